@@ -1,0 +1,1 @@
+"""The only doors to NVML and libcuda, and the simulated devices."""

@@ -1,0 +1,38 @@
+"""The one shape in which everything above sees GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from memguard.model import Device, MemoryInfo
+
+
+class Host(Protocol):
+    """A machine with GPUs, as one process sees it. No call creates a context or initialises CUDA here.
+
+    Every call raises DeviceError, and nothing else, where it cannot answer.
+    """
+
+    simulated: bool
+
+    @property
+    def pid(self) -> int:
+        """This process, as the process list of `processes` names it."""
+        ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs that CUDA shows this process, in CUDA's order where CUDA could be asked, else NVML's."""
+        ...
+
+    def memory(self, device: Device) -> MemoryInfo:
+        """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 where the driver has it)."""
+        ...
+
+    def processes(self, device: Device) -> Mapping[int, int | None]:
+        """Bytes each process holds on the device (NVML compute processes); None where NVML will not say."""
+        ...
+
+    def context_active(self, device: Device) -> bool | None:
+        """Whether this process's primary context exists on the device; None where that cannot be known."""
+        ...

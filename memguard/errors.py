@@ -1,0 +1,102 @@
+"""Every exception memguard raises.
+
+::
+
+    MemguardError
+    ├── ConfigError          the budget file is wrong: every problem, with line and fix (exit code 2)
+    ├── PlanError            the budget is right but does not fit these devices (exit code 2)
+    ├── DeviceError          no NVIDIA driver, no GPU, or NVML refuses (exit code 3)
+    ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
+    ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
+    ├── NotActive            a call that needs `memguard.init` first
+    ├── AlreadyActive        another budget is active; `replace=True` replaces it
+    └── TraceError           an allocation trace that cannot be read (exit code 2)
+
+The out-of-memory errors of the frameworks stay their own: memguard never replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class MemguardError(Exception):
+    """Base of all of memguard's errors; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a budget file: where, what was found, what to do."""
+
+    message: str
+    fix: str = ""
+    line: int | None = None
+    column: int | None = None
+    path: str = ""
+
+    def render(self, source: str) -> str:
+        """`file:line:column: message`, the fix on the next line."""
+        where = source
+        if self.line is not None:
+            where += f":{self.line}:{self.column or 1}"
+        text = f"{where}: {self.path + ': ' if self.path else ''}{self.message}"
+        return f"{text}\n    fix: {self.fix}" if self.fix else text
+
+
+class _Problems(MemguardError):
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem], source: str = "budget") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__("\n".join(p.render(source) for p in self.problems))
+
+
+class ConfigError(_Problems):
+    """The budget file is wrong; `problems` holds every error found, in file order."""
+
+
+class PlanError(_Problems):
+    """The budget is valid but does not fit the devices it is resolved against."""
+
+
+class DeviceError(MemguardError):
+    """No GPU to budget: no driver, no device, or NVML refused. The text says which and what to do."""
+
+    exit_code = 3
+
+
+class CapNotApplied(MemguardError):
+    """A framework named in the budget cannot be capped as declared."""
+
+    def __init__(self, framework: str, reason: str, remedy: str) -> None:
+        self.framework, self.reason, self.remedy = framework, reason, remedy
+        super().__init__(f"{framework}: cap not applied: {reason}\n    fix: {remedy}")
+
+
+class BudgetExceeded(MemguardError):
+    """The memory asked for with `require` or `workload` cannot be had within the budget.
+
+    `needed` and `available` are bytes.
+    """
+
+    def __init__(self, framework: str, needed: int, available: int, message: str) -> None:
+        self.framework, self.needed, self.available = framework, needed, available
+        super().__init__(message)
+
+
+class NotActive(MemguardError):
+    """`memguard.init(...)` has not run, or `shutdown` has, or this is a forked child."""
+
+
+class AlreadyActive(MemguardError):
+    """A different budget is active in this process."""
+
+
+class TraceError(MemguardError):
+    """An allocation trace that cannot be read or written."""
+
+    exit_code = 2

@@ -1,0 +1,1 @@
+"""One file per framework; the contract stands in `base.py`."""

@@ -1,0 +1,99 @@
+"""What a framework is to memguard: one class in one file, with this contract.
+
+Adding one: a file here, a line in `registry.py`, a line in CHANGELOG.md. `tests/contract` runs over all of them.
+
+The rules every method keeps:
+
+- The framework is imported only by its own file, inside methods, and only where `state()` is already
+  `imported` or `live`. No method initialises the framework, a context or a device by looking at it.
+- `apply` sets, reads back what it set, and raises CapNotApplied (reason, remedy) where a cap cannot hold as
+  declared. It returns an undo, or says why there is none. After a raise nothing stays applied.
+- `usage` answers for what the framework knows, None where it holds nothing or is not live. Figures it will not
+  give are None, never 0.
+- Every private symbol of the framework is probed before use and has a fallback or a clear refusal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard.devices.host import Host
+from memguard.errors import CapNotApplied
+from memguard.model import Applied, Device, State, TraceEvent, Usage
+
+
+class Framework(ABC):
+    """One framework in this process. Caps are bytes by device UUID, one for every device of the plan."""
+
+    name: ClassVar[str]
+    module: ClassVar[str]
+    hook: ClassVar[str]
+    """The module after whose import the caps can be applied (often `module` itself)."""
+    tested: ClassVar[tuple[str, ...]]
+    """Versions that the GPU and native tests ran against."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def state(self) -> State:
+        """How far the framework is, found without importing or initialising anything."""
+        loaded = self._loaded()
+        if loaded is not None:
+            return State.LIVE if self._live(loaded) else State.IMPORTED
+        return State.ABSENT if self.why_absent() else State.IMPORTABLE
+
+    def why_absent(self) -> str | None:
+        """Why the framework cannot hold GPU memory here (not installed, a CPU build); None where it can."""
+        try:
+            found = self.module in sys.modules or importlib.util.find_spec(self.module) is not None
+        except (ImportError, ValueError):
+            found = False
+        return None if found else f"{self.module} is not installed"
+
+    @abstractmethod
+    def _live(self, module: ModuleType) -> bool:
+        """Whether the imported framework has initialised CUDA (holds or can hold GPU memory)."""
+
+    @abstractmethod
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        """Make the caps hold. Called once the framework is imported, live or not."""
+
+    @abstractmethod
+    def usage(self, device: Device) -> Usage | None:
+        """What the framework holds on the device; None where it is not live there."""
+
+    @abstractmethod
+    def trim(self, device: Device) -> None:
+        """Give back to the driver what can be given back now, on this thread. Does nothing where nothing can."""
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        """Change applied caps at run time. Lowering evicts nothing by itself: the guard trims and reports."""
+        raise CapNotApplied(
+            self.name,
+            "its limit is fixed once it is set",
+            "change the budget file and restart the process",
+        )
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        """The framework's own out-of-memory exceptions, most specific first; empty where it is not imported."""
+        return ()
+
+    def record(self) -> Callable[[], list[TraceEvent]] | None:
+        """Start recording allocations; the returned call stops and gives them (times from `time.time()`).
+
+        None where the framework reports no single allocations: the recorder then samples `usage`.
+        """
+        return None
+
+    def _loaded(self) -> ModuleType | None:
+        """The hook module where its import is complete; waits for one running in another thread."""
+        module = sys.modules.get(self.hook)
+        if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
+            module = importlib.import_module(self.hook)
+        return module

@@ -1,0 +1,141 @@
+"""The words memguard thinks in, as frozen dataclasses. All sizes are bytes; None means unknown, never 0.
+
+What each word means is in `docs/words.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class State(Enum):
+    """How far a framework is in this process."""
+
+    ABSENT = "absent"
+    IMPORTABLE = "importable"
+    IMPORTED = "imported"
+    LIVE = "live"
+
+
+class Enforcement(Enum):
+    """How a cap holds."""
+
+    ENFORCED = "enforced"  # the framework's own allocator refuses
+    PENDING = "pending"  # enforced as soon as the framework is imported or initialises CUDA
+    WATCHED = "watched"  # only observed
+    TOO_LATE = "too late"  # the framework was live before the budget and cannot be capped any more
+    ABSENT = "absent"  # not installed, or a build without CUDA
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. `index` is NVML's; `ordinal` is CUDA's in this process, None until CUDA was asked.
+
+    `total` is NVML's total; `reserved` the part of it that the driver keeps (NVML v2; None on older
+    drivers). `usable` is what CUDA reports as total: measured equal to total − reserved on an H200.
+    """
+
+    uuid: str
+    name: str
+    index: int
+    total: int
+    reserved: int | None
+    architecture: str
+    ordinal: int | None = None
+    simulated: bool = False
+
+    @property
+    def usable(self) -> int:
+        return self.total - (self.reserved or 0)
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """NVML's memory figures of one device. With v2, total = reserved + used + free to the byte.
+
+    Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
+    """
+
+    total: int
+    reserved: int | None
+    used: int
+    free: int
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device's part of a plan: limit = reserve + Σ caps + unallocated."""
+
+    device: Device
+    limit: int
+    reserve: int
+    caps: Mapping[str, int]
+    unallocated: int
+    reserve_source: str = "auto"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The budget resolved against devices. `options` holds what a framework needs beside its caps."""
+
+    devices: tuple[DevicePlan, ...]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def caps(self, framework: str) -> dict[str, int]:
+        """The framework's cap on every device, by UUID."""
+        return {d.device.uuid: d.caps[framework] for d in self.devices if framework in d.caps}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a framework holds on one device.
+
+    held         bytes it has taken from the driver; None where it will not say
+    in_use       bytes that live arrays occupy
+    reclaimable  the part of held − in_use that a trim would really return; None if not known
+    held_at_least, held_at_most   bounds where `held` is None
+    """
+
+    held: int | None
+    in_use: int | None
+    reclaimable: int | None = None
+    held_at_least: int | None = None
+    held_at_most: int | None = None
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What came of applying a cap: how it holds, how to undo it, or why that cannot be.
+
+    Exactly one of `undo` and `permanent` is set. `residual` is what the framework still holds
+    above its cap, by device UUID, where it was live already.
+    """
+
+    enforcement: Enforcement
+    undo: Callable[[], None] | None = None
+    permanent: str | None = None
+    notes: tuple[str, ...] = ()
+    residual: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One line of an allocation trace (`docs/trace.md`).
+
+    `op` is `alloc` and `free` (with `id`), `in_use` (a framework that reports only its level), `trim`,
+    or `mark` (what was really held and in use at that moment: for comparing, not for replaying).
+    `time` is seconds; `device` the position in the trace header's device list.
+    """
+
+    time: float
+    framework: str
+    op: str
+    id: int | None = None
+    bytes: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    device: int = 0

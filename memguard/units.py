@@ -1,0 +1,93 @@
+"""Sizes and percentages as people write them, and back.
+
+Sizes are bytes in base 1024 (`KiB`, `MiB`, `GiB`, `TiB`), as NVML, CUDA and PyTorch print them.
+`GB` is refused rather than guessed: it means 10⁹ to some and 2³⁰ to others.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+GRANULE = 2 * MIB
+"""Caps are whole multiples of this: the page in which CUDA hands out device memory (measured)."""
+MAX_SIZE = 1 << 50
+"""1 PiB: larger than any device; a larger number is a typing mistake."""
+
+_UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_AMBIGUOUS = {"K": "KiB", "KB": "KiB", "M": "MiB", "MB": "MiB", "G": "GiB", "GB": "GiB", "T": "TiB", "TB": "TiB"}
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
+_PERCENT = re.compile(r"\s*(\d{1,6}(?:\.\d{1,20})?)\s*%\s*", re.ASCII)
+
+
+def parse_size(value: object) -> int:
+    """Bytes of `"512MiB"`, `"1.5GiB"` or a plain whole number of bytes.
+
+    Fractions of a byte are dropped. Raises ValueError with a sentence that says what is allowed.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        number, unit = match.groups()
+        known = {name.lower(): name for name in _UNITS}
+        if not unit:
+            if "." in number:
+                raise ValueError(f"{value!r} has no unit; write for example '{number}GiB'")
+            unit = "B"
+        elif unit.lower() in known:
+            unit = known[unit.lower()]
+        elif unit.upper() in _AMBIGUOUS:
+            meant = _AMBIGUOUS[unit.upper()]
+            raise ValueError(f"the unit {unit!r} is ambiguous; write '{number}{meant}' (base 1024) or plain bytes")
+        else:
+            raise ValueError(f"unknown unit {unit!r}; allowed: B, KiB, MiB, GiB, TiB")
+        size = int(Fraction(number) * _UNITS[unit])
+    else:
+        raise ValueError(f"{_short(value)} is not a size; write '512MiB', '1.5GiB' or plain bytes")
+    if size <= 0:
+        raise ValueError(f"a size must be above 0, found {_short(value)}")
+    if size > MAX_SIZE:
+        raise ValueError(f"{_short(value)} is larger than any GPU (the most allowed is 1 PiB)")
+    return size
+
+
+def parse_percent(value: object) -> Fraction:
+    """The fraction of `"50%"`, above 0 and at most 1. Raises ValueError with a sentence."""
+    if not (isinstance(value, str) and (match := _PERCENT.fullmatch(value))):
+        hint = f"; did you mean '{value}%'?" if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+        raise ValueError(f"{_short(value)} is not a percentage; write for example '50%'{hint}")
+    fraction = Fraction(match[1]) / 100
+    if not 0 < fraction <= 1:
+        raise ValueError(f"a percentage must be above 0% and at most 100%, found {_short(value)}")
+    return fraction
+
+
+def format_size(size: int | None) -> str:
+    """`4.00 GiB`, `512.0 MiB`, `-1.5 MiB`; `unknown` for None."""
+    if size is None:
+        return "unknown"
+    for unit, scale, digits in (("TiB", TIB, 2), ("GiB", GIB, 2), ("MiB", MIB, 1), ("KiB", KIB, 1)):
+        if abs(size) >= scale:
+            return f"{size / scale:.{digits}f} {unit}"
+    return f"{size} B"
+
+
+def format_percent(fraction: Fraction) -> str:
+    """`50 %`, `12.5 %`."""
+    return f"{float(fraction * 100):g} %"
+
+
+def round_down(size: int, granule: int = GRANULE) -> int:
+    """The largest multiple of `granule` that is not above `size`."""
+    return size // granule * granule
+
+
+def round_up(size: int, granule: int = GRANULE) -> int:
+    """The smallest multiple of `granule` that is not below `size`."""
+    return -(-size // granule) * granule
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
