@@ -83,6 +83,7 @@ class Plan:
 
     devices: tuple[DevicePlan, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def caps(self, framework: str) -> dict[str, int]:
         """The framework's cap on every device, by UUID."""

@@ -21,8 +21,11 @@ class Host(Protocol):
         """This process, as the process list of `processes` names it."""
         ...
 
-    def devices(self) -> tuple[Device, ...]:
-        """The GPUs that CUDA shows this process, in CUDA's order where CUDA could be asked, else NVML's."""
+    def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
+        """The GPUs that CUDA shows this process, in its order where CUDA could be asked, else in NVML's.
+
+        `ordinals` asks for CUDA's numbering even where that costs a child process.
+        """
         ...
 
     def memory(self, device: Device) -> MemoryInfo:
@@ -35,4 +38,12 @@ class Host(Protocol):
 
     def context_active(self, device: Device) -> bool | None:
         """Whether this process's primary context exists on the device; None where that cannot be known."""
+        ...
+
+    def multiprocessors(self, uuid: str) -> int | None:
+        """The driver's count of multiprocessors, to check what a framework believes; None where unknown."""
+        ...
+
+    def close(self) -> None:
+        """Give the doors back. A later call opens them again."""
         ...

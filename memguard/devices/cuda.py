@@ -1,0 +1,179 @@
+"""libcuda through `cuda-bindings` (optional), the only door to it.
+
+No call here runs `cuInit` in this process: that takes 215 ms on an H200 and makes CUDA unusable in
+forked children. Where CUDA is not initialised yet, a short child process is asked instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from memguard.errors import DeviceError
+
+_CHILD_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`)."""
+
+    ordinal: int
+    uuid: str
+    multiprocessors: int
+
+
+def available() -> bool:
+    """Whether `cuda-bindings` is installed."""
+    try:
+        return importlib.util.find_spec("cuda.bindings.driver") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def initialised() -> bool:
+    """Whether something has run `cuInit` in this process. Never runs it."""
+    if not (_libcuda_loaded() and available()):
+        return False
+    driver = _driver()
+    code, _ = driver.cuDeviceGetCount()
+    return bool(code == driver.CUresult.CUDA_SUCCESS)
+
+
+def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
+    """The devices CUDA shows this process, by ordinal; None where it could not be asked.
+
+    Honours CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER because CUDA itself answers. A child process costs
+    about 0.4 s; it is started only where CUDA is not initialised here and `ask_child` allows it.
+    """
+    if initialised():
+        return _enumerate(_driver())
+    return _ask_child() if ask_child and available() else None
+
+
+def context_active(ordinal: int) -> bool | None:
+    """Whether the primary context exists (`cuDevicePrimaryCtxGetState`, which creates none); None if unknown."""
+    if not _libcuda_loaded():
+        return False
+    if not available():
+        return None
+    driver = _driver()
+    code, _, active = driver.cuDevicePrimaryCtxGetState(driver.CUdevice(ordinal))
+    if code == driver.CUresult.CUDA_ERROR_NOT_INITIALIZED:
+        return False
+    return bool(active) if code == driver.CUresult.CUDA_SUCCESS else None
+
+
+class CappedPool:
+    """A memory pool with `maxSize`, made the device's current one: what `cudaMallocAsync` then takes from.
+
+    Measured: PyTorch's async backend stops at exactly `maxSize` of it and raises its own OutOfMemoryError,
+    while the fraction alone let the default pool hold 4 % more.
+    """
+
+    def __init__(self, ordinal: int, max_size: int) -> None:
+        d = self._d = _driver()
+        self._device = d.CUdevice(ordinal)
+        properties = d.CUmemPoolProps()
+        properties.allocType = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = ordinal
+        properties.maxSize = max_size
+        self._before = _check(d, "cuDeviceGetMemPool", d.cuDeviceGetMemPool(self._device))
+        self._pool = _check(d, "cuMemPoolCreate", d.cuMemPoolCreate(properties))
+        try:
+            keep = d.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+            # As PyTorch sets it on the default pool: freed memory stays until it is trimmed.
+            _check(d, "release threshold", d.cuMemPoolSetAttribute(self._pool, keep, d.cuuint64_t(2**64 - 1)))
+            _check(d, "cuDeviceSetMemPool", d.cuDeviceSetMemPool(self._device, self._pool))
+        except BaseException:
+            d.cuMemPoolDestroy(self._pool)
+            raise
+
+    def reserved(self) -> int:
+        """Bytes the pool holds from the driver."""
+        return self._attribute("CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT")
+
+    def used(self) -> int:
+        """Bytes of live allocations."""
+        return self._attribute("CU_MEMPOOL_ATTR_USED_MEM_CURRENT")
+
+    def trim(self) -> None:
+        """Give the unused part back to the driver."""
+        self._d.cuMemPoolTrimTo(self._pool, 0)
+
+    def restore(self) -> None:
+        """Make the former pool current again; this one goes once its last allocation is freed."""
+        current = _check(self._d, "cuDeviceGetMemPool", self._d.cuDeviceGetMemPool(self._device))
+        if int(current) == int(self._pool):
+            _check(self._d, "cuDeviceSetMemPool", self._d.cuDeviceSetMemPool(self._device, self._before))
+        self._d.cuMemPoolDestroy(self._pool)
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self._d.CUmemPool_attribute, name)
+        return int(_check(self._d, name, self._d.cuMemPoolGetAttribute(self._pool, attribute)))
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(driver: Any, what: str, result: tuple[Any, ...]) -> Any:
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"CUDA: {what}: {result[0].name}\n    fix: run `nvidia-smi` and check the driver")
+    return result[1] if len(result) > 1 else None
+
+
+def _enumerate(driver: Any) -> tuple[CudaDevice, ...]:
+    count = _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount())
+    multiprocessors = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    found = []
+    for ordinal in range(count):
+        device = driver.CUdevice(ordinal)
+        digits = bytes(_check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes).hex()
+        uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        number = _check(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(multiprocessors, device))
+        found.append(CudaDevice(ordinal, uuid, number))
+    return tuple(found)
+
+
+def _ask_child() -> tuple[CudaDevice, ...] | None:
+    code = "from memguard.devices import cuda; cuda._answer_parent()"
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_TIMEOUT,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+        return tuple(CudaDevice(*fields) for fields in json.loads(answer.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _answer_parent() -> None:
+    driver = _driver()
+    (code,) = driver.cuInit(0)
+    if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:  # CUDA_VISIBLE_DEVICES hides every GPU
+        print("[]")
+        return
+    _check(driver, "cuInit", (code,))
+    print(json.dumps([(d.ordinal, d.uuid, d.multiprocessors) for d in _enumerate(driver)]))
+
+
+def _libcuda_loaded() -> bool:
+    """0.3 ms; reading the map loads nothing, where asking libcuda would load it."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            return any("libcuda.so" in line for line in maps)
+    except OSError:
+        return False

@@ -1,0 +1,233 @@
+"""The decisions: budget and devices in, a plan out. Pure: no clock, thread, environment or GPU.
+
+`plan` is total: it returns a Plan or raises PlanError with every problem. Shares are divided by largest
+remainder in whole granules of 2 MiB, so caps never add up to more than was declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from memguard.errors import PlanError, Problem
+from memguard.model import Device, DevicePlan, MemoryInfo, Plan, Usage
+from memguard.units import GRANULE, MIB, format_size, round_down
+
+if TYPE_CHECKING:
+    from memguard.config import Budget
+
+CONTEXT = 544 * MIB
+"""A CUDA context: 518 MiB measured on an H200, and room for its growth. Charged once: contexts are shared."""
+WORKSPACE = {"torch": 384 * MIB, "tensorflow": 256 * MIB, "pycuda": 32 * MIB}
+"""Modules and library workspaces outside each framework's cap. Measured on an H200 beyond the context: torch 92
+after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; TensorFlow 92."""
+SLACK = 64 * MIB
+"""What is left for the driver's own rounding."""
+SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
+"""Contexts grow with the number of multiprocessors; on older architectures less is kept. Not measured by us."""
+
+
+def auto_reserve(architecture: str, frameworks: Sequence[str]) -> int:
+    """`reserve: auto`: by architecture and *declared* frameworks, so that caps never depend on import order."""
+    needed = CONTEXT + sum(WORKSPACE.get(name, 128 * MIB) for name in frameworks) + SLACK
+    return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
+
+
+def needs_ordinals(budget: Budget) -> bool:
+    """Whether the budget names a GPU by CUDA ordinal, so that CUDA's numbering has to be asked for."""
+    return any(_is_ordinal(key) for key in budget.devices)
+
+
+def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
+    """Resolve the budget against the devices. Raises PlanError where it does not fit one of them."""
+    problems: list[Problem] = []
+    plans = []
+    matched: set[str] = set()
+    if needs_ordinals(budget) and any(device.ordinal is None for device in devices):
+        problems.append(
+            Problem(
+                "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be asked for here",
+                "pip install 'memguard[cuda]', or name the GPUs by UUID (`nvidia-smi -L`)",
+                path="devices",
+            )
+        )
+    for device in devices:
+        limit_rule: Fraction | int = budget.device.limit
+        reserve_rule: int | str = budget.device.reserve
+        keys = [str(key) for key in budget.devices if _matches(str(key), device)]
+        matched.update(keys)
+        overrides = {str(key): value for key, value in budget.devices.items()}
+        for key in sorted(keys, key=_precedence, reverse=True):  # the strongest is applied last
+            override = overrides[key]
+            limit_rule = override.limit if override.limit is not None else limit_rule
+            reserve_rule = override.reserve if override.reserve is not None else reserve_rule
+        resolved = _device_plan(budget, device, limit_rule, reserve_rule)
+        if isinstance(resolved, DevicePlan):
+            plans.append(resolved)
+        else:
+            problems.extend(resolved)
+    if problems:
+        raise PlanError(problems, "plan")
+    options = {
+        name: {"growth": framework.growth} if name == "tensorflow" else {}
+        for name, framework in budget.frameworks.items()
+    }
+    idle = [str(key) for key in budget.devices if str(key) not in matched]
+    notes = tuple(f"devices: {key!r} names none of this machine's GPUs" for key in idle)
+    return Plan(tuple(plans), options, notes)
+
+
+def _device_plan(
+    budget: Budget, device: Device, limit_rule: Fraction | int, reserve_rule: int | str
+) -> DevicePlan | list[Problem]:
+    label = f"{device.name} ({device.uuid})"
+    limit = int(limit_rule * device.usable) if isinstance(limit_rule, Fraction) else limit_rule
+    if limit > device.usable:
+        message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"
+        return [Problem(message, f"lower it to at most {device.usable // MIB}MiB or write a percentage", path="device.limit")]
+    auto = reserve_rule == "auto"
+    reserve = auto_reserve(device.architecture, list(budget.frameworks)) if isinstance(reserve_rule, str) else reserve_rule
+    room = limit - reserve
+    if room < GRANULE:
+        message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
+        return [Problem(message, "raise device.limit or lower device.reserve", path="device")]
+    fixed = {n: round_down(f.limit) for n, f in budget.frameworks.items() if f.limit is not None}
+    shares = {n: f.share for n, f in budget.frameworks.items() if f.share is not None}
+    wanted = sum(shares.values(), Fraction(0)) * room + sum(fixed.values())
+    if wanted > room:
+        message = (
+            f"the frameworks ask for {format_size(int(wanted))} on {label}, "
+            f"but limit − reserve is {format_size(room)} ({format_size(limit)} − {format_size(reserve)})"
+        )
+        return [Problem(message, "lower shares or limits, or raise device.limit", path="frameworks")]
+    divided = {**fixed, **_divide(room, shares)}
+    empty = [name for name, cap in divided.items() if cap < GRANULE]
+    if empty:
+        return [
+            Problem(
+                f"its part of {label} is less than {format_size(GRANULE)}, the smallest cap",
+                "raise its share",
+                path=f"frameworks.{name}",
+            )
+            for name in empty
+        ]
+    caps = {name: divided[name] for name in budget.frameworks}
+    return DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
+
+
+def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
+    """Largest remainder, in granules; the sum is that of the exact shares, rounded down. Ties: file order."""
+    exact = {name: share * room / GRANULE for name, share in shares.items()}
+    units = {name: int(value) for name, value in exact.items()}
+    left = int(sum(exact.values(), Fraction(0))) - sum(units.values())
+    for name in sorted(exact, key=lambda n: units[n] - exact[n])[:left]:
+        units[name] += 1
+    return {name: count * GRANULE for name, count in units.items()}
+
+
+def _is_ordinal(key: object) -> bool:
+    return str(key).isdecimal()
+
+
+def _precedence(key: str) -> int:
+    return 0 if key.startswith("GPU-") else 1 if _is_ordinal(key) else 2
+
+
+def _matches(key: str, device: Device) -> bool:
+    if key.upper().startswith("GPU-"):
+        return key.lower() == device.uuid.lower()
+    if _is_ordinal(key):
+        return device.ordinal == int(key)
+    return fnmatchcase(device.name.lower(), key.lower())
+
+
+def resized(current: Plan, framework: str, size: int) -> Plan:
+    """The plan with the framework's cap changed to `size` on every device. Raises PlanError where it does not fit."""
+    cap = round_down(size)
+    problems = []
+    devices = []
+    for part in current.devices:
+        free = part.unallocated + part.caps.get(framework, 0)
+        if cap > free or cap < GRANULE:
+            problems.append(
+                Problem(
+                    f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
+                    f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps",
+                    "ask for less, or lower another framework's cap first",
+                )
+            )
+        devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=free - cap))
+    if problems:
+        raise PlanError(problems, "resize")
+    return replace(current, devices=tuple(devices))
+
+
+def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
+    """A warning where the limit cannot be had now, because others hold part of the card; else None."""
+    available = memory.free + (own or 0)
+    if part.limit <= available:
+        return None
+    return (
+        f"{part.device.name} ({part.device.uuid}) has {format_size(available)} left for this process, less than its "
+        f"limit of {format_size(part.limit)}: other processes hold {format_size(memory.used - (own or 0))}"
+    )
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether memory can be had: `trim` names the frameworks whose cache must go first; `refusal` why not."""
+
+    available: int
+    trim: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+def admit(
+    framework: str, needed: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
+) -> Admission:
+    """Whether `framework` can get `needed` bytes more on one device, within its cap and what the card has free.
+
+    Its own reclaimable cache counts as available: its allocator reuses it or gives it back by itself. Where
+    held is unknown (TensorFlow with growth) its live arrays count instead, which is the most that can fit.
+    """
+    own = usages.get(framework) or Usage(held=0, in_use=0)
+    reusable = own.reclaimable or 0
+    taken = own.held if own.held is not None else (own.in_use or 0)
+    in_cap = cap - taken + (reusable if own.held is not None else 0)
+    if needed > in_cap:
+        holds = f"{format_size(own.held)}, of which {format_size(own.in_use)} in use" if own.held is not None else (
+            f"at least {format_size(own.held_at_least)}, of which {format_size(own.in_use)} in use"
+        )
+        return Admission(
+            max(in_cap, 0),
+            refusal=(
+                f"{framework} needs {format_size(needed)} but can get {format_size(max(in_cap, 0))}: "
+                f"its cap is {format_size(cap)} and it holds {holds}\n"
+                f"    fix: free arrays, make the batch smaller, or raise frameworks.{framework} in the budget"
+            ),
+        )
+    pool_left = max((own.held_at_least or 0) - (own.in_use or 0), 0) if own.held is None else reusable
+    short = needed - pool_left - memory.free
+    if short <= 0:
+        return Admission(in_cap)
+    trim, found = [], 0
+    siblings = {n: u.reclaimable for n, u in usages.items() if n != framework and u is not None and u.reclaimable}
+    for name in sorted(siblings, key=lambda n: -(siblings[n] or 0)):
+        if found >= short:
+            break
+        trim.append(name)
+        found += siblings[name] or 0
+    if found >= short:
+        return Admission(in_cap, tuple(trim))
+    available = max(pool_left + memory.free + found, 0)
+    return Admission(
+        available,
+        refusal=(
+            f"{framework} needs {format_size(needed)} and its cap allows it, but the card has only "
+            f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
+            "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
+        ),
+    )
