@@ -72,7 +72,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     name = os.fspath(path)
     try:
         # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
-        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
             raise OSError(0, "not a regular file")

@@ -86,8 +86,8 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls by which simulated frameworks take memory. Thread-safe.
 
-    `names` are catalogue names, NVML names or `Model`s, one for each device. Figures are exact bytes: the 2 MiB
-    pages in which a real driver hands memory out are not modelled.
+    `names` are catalogue names, NVML names or `Model`s, one for each device. Figures are exact bytes: it
+    is for the frameworks to take the 2 MiB pages in which a real driver hands memory out.
     """
 
     simulated = True

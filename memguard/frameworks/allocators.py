@@ -7,12 +7,12 @@ thresholds, expandable segments, private pools, TensorFlow's 10 s of retries. No
 
 from __future__ import annotations
 
-import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import count
 
 from memguard.devices.simulated import SimulatedOutOfMemory
+from memguard.frameworks._arena import Arena, Chunk
 from memguard.units import GIB, KIB, MIB, format_size, round_down, round_up
 
 
@@ -97,81 +97,6 @@ class Allocator(ABC):
         return AllocationRefused(nbytes, self.held, self.cap, self._driver)
 
 
-class _Chunk:
-    __slots__ = ("address", "next", "prev", "size", "used")
-
-    def __init__(self, address: int, size: int) -> None:
-        self.address, self.size, self.used = address, size, False
-        self.prev: _Chunk | None = None
-        self.next: _Chunk | None = None
-
-
-class _Arena:
-    """Regions cut into chunks: best fit (lowest address first among equals), split, coalesce within a region."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int, _Chunk]] = []
-        self._address = 0
-
-    def add(self, size: int) -> None:
-        """A new region, one free chunk."""
-        self._insert(_Chunk(self._address, size))
-        self._address += size + 1  # the gap keeps regions apart
-
-    def fit(self, size: int) -> _Chunk | None:
-        """The smallest free chunk of at least that size, still in the free list."""
-        at = bisect.bisect_left(self._free, (size,))
-        return self._free[at][2] if at < len(self._free) else None
-
-    def occupy(self, chunk: _Chunk, size: int | None) -> _Chunk:
-        """Mark a free chunk used, keeping only `size` of it (None: all)."""
-        self._remove(chunk)
-        if size is not None and size < chunk.size:
-            rest = _Chunk(chunk.address + size, chunk.size - size)
-            rest.prev, rest.next = chunk, chunk.next
-            if chunk.next:
-                chunk.next.prev = rest
-            chunk.next, chunk.size = rest, size
-            self._insert(rest)
-        chunk.used = True
-        return chunk
-
-    def release(self, chunk: _Chunk) -> None:
-        chunk.used = False
-        after, before = chunk.next, chunk.prev
-        if after and not after.used:
-            self._remove(after)
-            self._merge(chunk, after)
-        if before and not before.used:
-            self._remove(before)
-            self._merge(before, chunk)
-            chunk = before
-        self._insert(chunk)
-
-    def whole(self) -> int:
-        """Bytes of the regions that are wholly free."""
-        return sum(size for size, _, chunk in self._free if chunk.prev is chunk.next is None)
-
-    def drop_whole(self) -> int:
-        """Forget the wholly free regions; returns their bytes."""
-        dropped = self.whole()
-        self._free = [entry for entry in self._free if not entry[2].prev is entry[2].next is None]
-        return dropped
-
-    @staticmethod
-    def _merge(left: _Chunk, right: _Chunk) -> None:
-        left.size += right.size
-        left.next = right.next
-        if right.next:
-            right.next.prev = left
-
-    def _insert(self, chunk: _Chunk) -> None:
-        bisect.insort(self._free, (chunk.size, chunk.address, chunk))
-
-    def _remove(self, chunk: _Chunk) -> None:
-        del self._free[bisect.bisect_left(self._free, (chunk.size, chunk.address))]
-
-
 class TorchCachingAllocator(Allocator):
     """PyTorch's native caching allocator, one stream, default settings. The cap counts reserved (held) bytes."""
 
@@ -180,8 +105,8 @@ class TorchCachingAllocator(Allocator):
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
-        self._small, self._large = _Arena(), _Arena()
-        self._blocks: dict[int, tuple[_Arena, _Chunk]] = {}
+        self._small, self._large = Arena(), Arena()
+        self._blocks: dict[int, tuple[Arena, Chunk]] = {}
 
     @classmethod
     def segment_size(cls, size: int) -> int:
@@ -246,8 +171,8 @@ class BFCAllocator(Allocator):
         self.growth = growth
         self._next_region = round_up(min(cap, self.FIRST_REGION) if growth else cap, self.ALIGN)
         self._backed_off = False
-        self._arena = _Arena()
-        self._blocks: dict[int, _Chunk] = {}
+        self._arena = Arena()
+        self._blocks: dict[int, Chunk] = {}
 
     @property
     def reclaimable(self) -> int:
@@ -325,28 +250,37 @@ def alloc_size(number: int) -> int:
 
 
 class PyCUDAPool(Allocator):
-    """`pycuda.tools.DeviceMemoryPool` with memguard's check before each driver allocation; `held` is managed_bytes."""
+    """`pycuda.tools.DeviceMemoryPool` with memguard's check before each driver allocation.
+
+    `held` counts what the driver makes of the pool's blocks. Measured fact: above 1 MiB each is rounded up to 2 MiB,
+    smaller ones are packed into 2 MiB slabs (here without gaps).
+    """
+
+    SLAB_UP_TO = 1 * MIB
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
         self._bins: dict[int, int] = {}  # bin: how many freed blocks are kept in it
         self._blocks: dict[int, int] = {}
+        self._slabs = 0  # bytes of all small blocks
 
     @property
     def reclaimable(self) -> int:
-        return sum(alloc_size(number) * kept for number, kept in self._bins.items())
+        kept = [(alloc_size(number), blocks) for number, blocks in self._bins.items()]
+        small = sum(size * blocks for size, blocks in kept if size <= self.SLAB_UP_TO)
+        large = sum(round_up(size) * blocks for size, blocks in kept if size > self.SLAB_UP_TO)
+        return large + round_up(self._slabs) - round_up(self._slabs - small)
 
     def trim(self) -> int:
         """`free_held()`."""
-        freed = self.reclaimable
-        self._bins.clear()
-        if freed:
-            self._shrink(freed)
-        return freed
+        before = self.held
+        while self._bins:
+            self._give_back(max(self._bins))
+        return before - self.held
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
         number = bin_number(nbytes)
-        if self._bins.get(number):
+        if number in self._bins:
             self._drop(number)
         elif not self._miss(alloc_size(number)):
             raise self._refused(nbytes)
@@ -360,15 +294,28 @@ class PyCUDAPool(Allocator):
         return nbytes
 
     def _miss(self, size: int) -> bool:
-        if self.cap is not None and self.held + size > self.cap:
+        if self.cap is not None and self.held + self._driver_bytes(size) > self.cap:
             self.trim()
-        while not self._grow(size):
+        while not self._grow(self._driver_bytes(size)):
             if not self._bins:
                 return False
-            largest = max(self._bins)  # the pool itself frees its largest kept block first
-            self._drop(largest)
-            self._shrink(alloc_size(largest))
+            self._give_back(max(self._bins))  # where the driver refuses, the pool frees its largest kept block first
+        if size <= self.SLAB_UP_TO:
+            self._slabs += size
         return True
+
+    def _give_back(self, number: int) -> None:
+        self._drop(number)
+        size = alloc_size(number)
+        if size <= self.SLAB_UP_TO:
+            self._slabs -= size
+        self._shrink(self._driver_bytes(size))
+
+    def _driver_bytes(self, size: int) -> int:
+        """What the driver needs for a block beside those that there are."""
+        if size > self.SLAB_UP_TO:
+            return round_up(size)
+        return round_up(self._slabs + size) - round_up(self._slabs)
 
     def _drop(self, number: int) -> None:
         self._bins[number] -= 1

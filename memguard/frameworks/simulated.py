@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import ModuleType
@@ -65,6 +69,21 @@ class Stats:
     cap: int | None
 
 
+class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module by name, with nothing in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname == self.name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
 class SimulatedFramework(Framework):
     """`name` is any name; `style` is `torch`, `bfc` (TensorFlow) or `pool` (PyCUDA), by default the name's own.
 
@@ -81,8 +100,8 @@ class SimulatedFramework(Framework):
         style = style or STYLES.get(name, "")
         if style not in MODULES:
             raise ValueError(f"no simulated allocator for {name!r}: give a style, one of {', '.join(MODULES)}")
-        # The contract has these per class; here each instance is a framework of its own. The hook is a module
-        # that nobody imports, so that importing a real framework never touches a simulated one.
+        # The contract has these per class; here each instance is a framework of its own. The hook is a module of
+        # its own too, so that importing a real framework never touches a simulated one.
         vars(self).update(name=name, module=f"memguard_simulated_{name}", hook=f"memguard_simulated_{name}")
         self.style, self.imported = style, imported
         self._gpus = host
@@ -106,11 +125,23 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """As if the program had imported the framework."""
+        """As if the program imported the framework: import hooks that wait for `hook` run, and may raise."""
+        if self.imported:
+            return
         self.imported = True
+        finder = _BlankModule(self.hook)
+        sys.meta_path.append(finder)
+        try:
+            importlib.import_module(self.hook)
+        except BaseException:
+            self.imported = False
+            raise
+        finally:
+            sys.meta_path.remove(finder)
+            sys.modules.pop(self.hook, None)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """`options`: `growth` (TensorFlow; default False, as its own) takes memory step by step and not at once."""
+        """`options`: `growth` (TensorFlow; True by default, as in the budget) takes memory step by step."""
         with self._lock:
             self._check(caps)
             if self.style == "bfc" and self._pools:
@@ -121,7 +152,7 @@ class SimulatedFramework(Framework):
                 )
             before = dict(self._caps), self._growth
             self._caps = dict(caps)
-            self._growth = bool(options.get("growth", False))
+            self._growth = bool(options.get("growth", True))
             self._set()
             over = {uuid: pool.held - caps[uuid] for uuid, pool in self._pools.items() if uuid in caps}
 
@@ -196,8 +227,8 @@ class SimulatedFramework(Framework):
     def allocate(self, nbytes: int, device: int = 0, *, exact: bool = False) -> int:
         """A live array's id; `device` is the position on the host. Raises the framework's own OOM."""
         gpu = self._device(device)
+        self.start_importing()
         with self._lock:
-            self.imported = True
             try:
                 block = self._pool(gpu, nbytes).allocate(nbytes, exact=exact)
             except AllocationRefused as refused:

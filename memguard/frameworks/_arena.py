@@ -1,0 +1,80 @@
+"""Regions of memory cut into chunks: what the models of PyTorch's and TensorFlow's allocators share."""
+
+from __future__ import annotations
+
+import bisect
+
+
+class Chunk:
+    __slots__ = ("address", "next", "prev", "size", "used")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size, self.used = address, size, False
+        self.prev: Chunk | None = None
+        self.next: Chunk | None = None
+
+
+class Arena:
+    """Regions cut into chunks: best fit (lowest address first among equals), split, coalesce within a region."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int, Chunk]] = []
+        self._address = 0
+
+    def add(self, size: int) -> None:
+        """A new region, one free chunk."""
+        self._insert(Chunk(self._address, size))
+        self._address += size + 1  # the gap keeps regions apart
+
+    def fit(self, size: int) -> Chunk | None:
+        """The smallest free chunk of at least that size, still in the free list."""
+        at = bisect.bisect_left(self._free, (size,))
+        return self._free[at][2] if at < len(self._free) else None
+
+    def occupy(self, chunk: Chunk, size: int | None) -> Chunk:
+        """Mark a free chunk used, keeping only `size` of it (None: all)."""
+        self._remove(chunk)
+        if size is not None and size < chunk.size:
+            rest = Chunk(chunk.address + size, chunk.size - size)
+            rest.prev, rest.next = chunk, chunk.next
+            if chunk.next:
+                chunk.next.prev = rest
+            chunk.next, chunk.size = rest, size
+            self._insert(rest)
+        chunk.used = True
+        return chunk
+
+    def release(self, chunk: Chunk) -> None:
+        chunk.used = False
+        after, before = chunk.next, chunk.prev
+        if after and not after.used:
+            self._remove(after)
+            self._merge(chunk, after)
+        if before and not before.used:
+            self._remove(before)
+            self._merge(before, chunk)
+            chunk = before
+        self._insert(chunk)
+
+    def whole(self) -> int:
+        """Bytes of the regions that are wholly free."""
+        return sum(size for size, _, chunk in self._free if chunk.prev is chunk.next is None)
+
+    def drop_whole(self) -> int:
+        """Forget the wholly free regions; returns their bytes."""
+        dropped = self.whole()
+        self._free = [entry for entry in self._free if not entry[2].prev is entry[2].next is None]
+        return dropped
+
+    @staticmethod
+    def _merge(left: Chunk, right: Chunk) -> None:
+        left.size += right.size
+        left.next = right.next
+        if right.next:
+            right.next.prev = left
+
+    def _insert(self, chunk: Chunk) -> None:
+        bisect.insort(self._free, (chunk.size, chunk.address, chunk))
+
+    def _remove(self, chunk: Chunk) -> None:
+        del self._free[bisect.bisect_left(self._free, (chunk.size, chunk.address))]
