@@ -33,7 +33,7 @@ def parse_size(value: object) -> int:
         known = {name.lower(): name for name in _UNITS}
         if not unit:
             if "." in number:
-                raise ValueError(f"{value!r} has no unit; write for example '{number}GiB'")
+                raise ValueError(f"{short(value)} has no unit; write for example '{number}GiB'")
             unit = "B"
         elif unit.lower() in known:
             unit = known[unit.lower()]
@@ -41,25 +41,24 @@ def parse_size(value: object) -> int:
             meant = _AMBIGUOUS[unit.upper()]
             raise ValueError(f"the unit {unit!r} is ambiguous; write '{number}{meant}' (base 1024) or plain bytes")
         else:
-            raise ValueError(f"unknown unit {unit!r}; allowed: B, KiB, MiB, GiB, TiB")
+            raise ValueError(f"unknown unit {short(unit)}; allowed: B, KiB, MiB, GiB, TiB")
         size = int(Fraction(number) * _UNITS[unit])
     else:
-        raise ValueError(f"{_short(value)} is not a size; write '512MiB', '1.5GiB' or plain bytes")
+        raise ValueError(f"{short(value)} is not a size; write '512MiB', '1.5GiB' or plain bytes")
     if size <= 0:
-        raise ValueError(f"a size must be above 0, found {_short(value)}")
+        raise ValueError(f"a size must be above 0, found {short(value)}")
     if size > MAX_SIZE:
-        raise ValueError(f"{_short(value)} is larger than any GPU (the most allowed is 1 PiB)")
+        raise ValueError(f"{short(value)} is larger than any GPU (the most allowed is 1 PiB)")
     return size
 
 
 def parse_percent(value: object) -> Fraction:
     """The fraction of `"50%"`, above 0 and at most 1. Raises ValueError with a sentence."""
     if not (isinstance(value, str) and (match := _PERCENT.fullmatch(value))):
-        hint = f"; did you mean '{value}%'?" if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
-        raise ValueError(f"{_short(value)} is not a percentage; write for example '50%'{hint}")
+        raise ValueError(f"{short(value)} is not a percentage; write for example '{_percent_hint(value)}'")
     fraction = Fraction(match[1]) / 100
     if not 0 < fraction <= 1:
-        raise ValueError(f"a percentage must be above 0% and at most 100%, found {_short(value)}")
+        raise ValueError(f"a percentage must be above 0% and at most 100%, found {short(value)}")
     return fraction
 
 
@@ -88,6 +87,19 @@ def round_up(size: int, granule: int = GRANULE) -> int:
     return -(-size // granule) * granule
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def _percent_hint(value: object) -> str:
+    """What somebody who wrote 50, 0.5 or '50' most likely means by it."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d{1,3}(\.\d{1,6})?\s*", value, re.ASCII):
+        value = float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100:
+        return f"{float(value * 100 if value < 1 else value):g}%"
+    return "50%"
+
+
+def short(value: object) -> str:
+    """A value as a message shows it: at most 40 characters, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # for example an int of more than 4,300 digits, or a list nested too deep
+        text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,125 @@
+"""pydantic's errors and our own findings as Problems: plain sentences, the nearest valid name, line and column."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from memguard._config_checks import Finding, Loc
+from memguard._config_values import found
+from memguard._document import Document
+from memguard.errors import Problem
+from memguard.units import short
+
+_PLANNED = {
+    "": ("monitor", "on_pressure", "on_busy"),
+    "frameworks": ("cupy", "jax", "numba"),
+    "framework": ("min", "max"),
+    "tensorflow": ("min", "max"),
+}
+_ALSO = {"tf": "tensorflow", "pytorch": "torch", "keras": "tensorflow", "gpu": "device", "gpus": "devices"}
+_SHAPES = {
+    "device": ("the keys limit and reserve", "write 'device: {limit: 90%}'"),
+    "devices": ("one line for each GPU", "write for example '0: {limit: 50%}' under devices"),
+    "frameworks": ("one line for each framework", "write for example 'torch: {share: 50%}' under frameworks"),
+}
+
+
+def problems(
+    errors: Iterable[Mapping[str, Any]],
+    findings: Iterable[Finding],
+    document: Document,
+    names: Mapping[str, tuple[str, ...]],
+) -> list[Problem]:
+    """Everything wrong, in file order. `names` gives the keys allowed at '', 'device', 'framework' and 'frameworks'."""
+    listed = [*(_finding(error, names) for error in errors), *findings]
+    alone = {finding.loc for finding in listed if finding.alone}
+    kept = [
+        finding
+        for finding in dict.fromkeys(listed)
+        if not any(finding.loc[:n] in document.bad for n in range(len(finding.loc) + 1))
+        and (finding.alone or not any(finding.loc[: n + 1] in alone for n in range(len(finding.loc))))
+    ]
+    order = {path: index for index, path in enumerate(document.values)}
+    kept.sort(key=lambda finding: order.get(_nearest(finding.loc, order), 0))
+    listed_problems = [*document.problems, *(_problem(finding, document) for finding in kept)]
+    return sorted(listed_problems, key=lambda problem: (problem.line or 0, problem.column or 0))
+
+
+def _finding(error: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> Finding:
+    loc, kind = tuple(error["loc"]), error["type"]
+    at_key = len(loc) == 3 and loc[2] == "[key]"
+    loc = loc[:2] if at_key else loc
+    if kind == "budget":
+        return Finding(loc, error["ctx"]["message"], error["ctx"]["fix"], at_key)
+    if kind == "missing":
+        fix = (
+            "add 'version: 1' as the first line"
+            if loc == ("version",)
+            else "add 'frameworks:' with a line such as '  torch: {share: 50%}'"
+        )
+        return Finding(loc, "is missing; every budget needs it", fix)
+    if kind in ("extra_forbidden", "unknown_framework"):
+        return _unknown(loc, names)
+    what, fix = _shape(loc, error.get("input"))
+    return Finding(loc, f"expected {what}, found {found(error.get('input'))}", fix)
+
+
+def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Finding:
+    name = str(loc[-1])
+    level = _level(loc)
+    allowed = names[level]
+    thing = "framework" if level == "frameworks" else "key"
+    choice = f"allowed: {', '.join(allowed)}"
+    if name.lower() in _PLANNED.get(level, ()):
+        return Finding(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True, True)
+    lowered = name.lower()
+    near = _ALSO.get(lowered) if _ALSO.get(lowered) in allowed else None
+    matches = difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6) if len(name) <= 40 and near is None else []
+    near = near or (matches[0] if matches else None)
+    if near is not None:
+        return Finding(loc, f"unknown {thing} {short(name)}; {choice}", f"did you mean {near!r}?", True, True, True)
+    home = next((home for home in ("frameworks", "device", "framework") if name in names[home]), None)
+    if home is not None and level != home:
+        place = "a framework, as in 'torch: {share: 50%}'" if home == "framework" else f"'{home}:'"
+        return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", f"move it below {place}", True, True, True)
+    return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "remove it", True, True, True)
+
+
+def _level(loc: Loc) -> str:
+    if len(loc) == 1:
+        return ""
+    if loc[0] == "frameworks":
+        return "frameworks" if len(loc) == 2 else "tensorflow" if loc[1] == "tensorflow" else "framework"
+    return "device"
+
+
+def _shape(loc: Loc, value: object) -> tuple[str, str]:
+    if len(loc) == 1:
+        return _SHAPES[str(loc[0])]
+    if loc[0] == "devices":
+        return "the keys limit and reserve", f"write '{loc[1]}: {{limit: 50%}}'"
+    meant = value.strip() if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+ ?(%|[KMGT]iB)\s*", value) else "50%"
+    return "share or limit", f"write '{loc[1]}: {{{'share' if '%' in meant else 'limit'}: {meant}}}'"
+
+
+def _problem(finding: Finding, document: Document) -> Problem:
+    marks = document.keys if finding.at_key else document.values
+    line, column = marks.get(finding.loc) or document.values.get(_nearest(finding.loc, document.values)) or (None, None)
+    return Problem(finding.message, finding.fix, line, column, _path(finding.loc))
+
+
+def _nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
+    while loc and loc not in marks:
+        loc = loc[:-1]
+    return loc
+
+
+def _path(loc: Loc) -> str:
+    text = ""
+    for part in loc:
+        plain = isinstance(part, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,39}", part)
+        text += (f".{part}" if text else str(part)) if plain else f"[{short(part)}]"
+    return text

@@ -1,0 +1,108 @@
+"""JSON Schema 2020-12 of the budget file, for editors: completion, descriptions, errors while typing.
+
+It says what each value may look like. What must hold between values (sums of shares and sizes) only memguard checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memguard.units import GRANULE, MAX_SIZE
+
+_UNIT = "([Bb]|[KkMmGgTt][Ii][Bb])"
+_SIZE_TEXT = rf"^\s*([0-9]{{1,40}}(\.[0-9]{{1,20}})?\s*{_UNIT}|[1-9][0-9]{{6,15}})\s*$"
+_PERCENT_TEXT = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
+_UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
+
+_SIZE = {
+    "description": "A size: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; at least 2MiB.",
+    "anyOf": [
+        {"type": "string", "pattern": _SIZE_TEXT},
+        {"type": "integer", "minimum": GRANULE, "maximum": MAX_SIZE},
+    ],
+    "examples": ["512MiB", "1.5GiB"],
+}
+_PERCENT = {
+    "description": "A percentage above 0% and at most 100%.",
+    "type": "string",
+    "pattern": _PERCENT_TEXT,
+    "examples": ["50%", "12.5%"],
+}
+_DEVICE = {
+    "limit": {
+        "description": "What this process may take of each GPU: a percentage of what CUDA can give, or bytes.",
+        "anyOf": [{"$ref": "#/$defs/percent"}, {"$ref": "#/$defs/size"}],
+    },
+    "reserve": {
+        "description": "The part of the limit kept for the CUDA context and library workspaces, which lie outside "
+        "every framework's own cap: auto (by GPU architecture and declared frameworks), or bytes.",
+        "anyOf": [{"const": "auto"}, {"$ref": "#/$defs/size"}],
+    },
+}
+
+
+def _framework(name: str, **more: object) -> dict[str, object]:
+    return {
+        "description": f"What {name} may take of each GPU: exactly one of share and limit.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "share": {"description": "A percentage of (limit − reserve).", "$ref": "#/$defs/percent"},
+            "limit": {"description": "Bytes, the same on every GPU.", "$ref": "#/$defs/size"},
+            **more,
+        },
+        "oneOf": [{"required": ["share"]}, {"required": ["limit"]}],
+    }
+
+
+_GROWTH = {
+    "description": "true: TensorFlow's pool grows up to its cap as it needs memory. false: it takes its whole cap at "
+    "its first operation.",
+    "type": "boolean",
+    "default": True,
+}
+
+SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "memguard budget",
+    "description": "How much memory of each GPU one process may take, and which framework gets which part of it.",
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["version", "frameworks"],
+    "properties": {
+        "version": {"description": "The version of this format.", "const": 1},
+        "device": {
+            "description": "What this process may take of each GPU.",
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "limit": {**_DEVICE["limit"], "default": "90%"},
+                "reserve": {**_DEVICE["reserve"], "default": "auto"},
+            },
+        },
+        "devices": {
+            "description": "Other values for single GPUs: by UUID, by CUDA ordinal, or by a pattern of the name "
+            "(*, ? and [...], upper and lower case alike).",
+            "type": "object",
+            "propertyNames": {
+                "anyOf": [
+                    {"pattern": rf"^\s*({_UUID}|0|[1-9][0-9]{{0,3}})\s*$"},
+                    {"pattern": r"[^-+.0-9_\s]", "not": {"pattern": r"^\s*([Gg][Pp][Uu]|[Mm][Ii][Gg])-"}},
+                ]
+            },
+            "additionalProperties": {"type": "object", "additionalProperties": False, "properties": _DEVICE},
+        },
+        "frameworks": {
+            "description": "The frameworks this process may use the GPU with. One that is not named gets no cap.",
+            "type": "object",
+            "additionalProperties": False,
+            "minProperties": 1,
+            "properties": {
+                "torch": _framework("torch"),
+                "tensorflow": _framework("tensorflow", growth=_GROWTH),
+                "pycuda": _framework("pycuda"),
+            },
+        },
+    },
+    "$defs": {"percent": _PERCENT, "size": _SIZE},
+}

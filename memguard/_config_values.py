@@ -1,0 +1,194 @@
+"""The single values of a budget file: text and numbers in, exact values out.
+
+Every function raises what `wrong` builds: a message (what was found, what is allowed) and a fix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Literal, TypeVar
+
+from pydantic_core import PydanticCustomError
+
+from memguard.units import GIB, GRANULE, KIB, MIB, TIB, parse_percent, parse_size, short
+
+T = TypeVar("T")
+
+_A_PERCENTAGE = "write a percentage such as '50%'"
+_A_SIZE = "write a size such as '512MiB', '4GiB' or plain bytes"
+_ORDINAL = re.compile(r"0|[1-9][0-9]{0,3}")
+_NUMBER = re.compile(r"[-+.0-9_]+")
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
+_YES_NO = {
+    "yes": "true",
+    "y": "true",
+    "on": "true",
+    "1": "true",
+    "no": "false",
+    "n": "false",
+    "off": "false",
+    "0": "false",
+}
+
+
+def wrong(message: str, fix: str) -> PydanticCustomError:
+    """A value that is not allowed, as pydantic carries it from a validator to the list of problems."""
+    return PydanticCustomError("budget", "{message}", {"message": message, "fix": fix})
+
+
+def found(value: object) -> str:
+    """A value as a message names it: short and in one line."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "a mapping"
+    return short(value)
+
+
+def size_text(size: int) -> str:
+    """A size exactly, in the largest unit that is whole: `40GiB`, `1536MiB`, `2097153B`."""
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size and size % scale == 0:
+            return f"{size // scale}{unit}"
+    return f"{size}B"
+
+
+def percent_text(fraction: Fraction) -> str:
+    """A percentage exactly, as a budget file takes it: `12.5%`."""
+    with localcontext() as context:
+        context.prec = 40
+        percent = Decimal(fraction.numerator) * 100 / Decimal(fraction.denominator)
+        return f"{percent.normalize():f}%"
+
+
+def text(value: Fraction | int | str | None) -> str | None:
+    """A value as a budget file takes it."""
+    if value is None or isinstance(value, str):
+        return value
+    return percent_text(value) if isinstance(value, Fraction) else size_text(value)
+
+
+def version(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value == 1:
+            return 1
+        raise wrong(f"this memguard reads version 1, found {found(value)}", "write 'version: 1'")
+    raise wrong(f"the version is the number 1, found {found(value)}", "write 'version: 1', without quotes")
+
+
+def device_limit(value: object) -> Fraction | int:
+    """A part of what CUDA can give, or bytes."""
+    _given(value, "'90%' or '40GiB'")
+    if isinstance(value, Fraction) or (isinstance(value, str) and "%" in value):
+        return _fraction(value)
+    bare = found(value).strip("' ")
+    if re.fullmatch("100|[1-9][0-9]?", bare):
+        raise wrong(f"{found(value)} has no unit", f"write '{bare}%', or a size such as '40GiB'")
+    return _size(value, f"{_A_SIZE}, or a percentage such as '90%'")
+
+
+def reserve(value: object) -> int | Literal["auto"]:
+    """Bytes, or what the table of measured overheads says."""
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    _given(value, "'auto' or '2GiB'")
+    if isinstance(value, str) and "%" in value:
+        raise wrong(f"a reserve is 'auto' or bytes, found {found(value)}", "write 'auto', or a size such as '2GiB'")
+    if isinstance(value, int) and not isinstance(value, bool) and value == 0:
+        raise wrong("a reserve of 0 cannot hold: every CUDA context takes memory", "write 'auto'")
+    return _size(value, "write 'auto', or a size such as '2GiB'")
+
+
+def share(value: object) -> Fraction:
+    """A part of (limit − reserve)."""
+    _given(value, "'50%'")
+    if isinstance(value, str) and re.search("[A-Za-z]", value) and _is_size(value):
+        raise wrong(f"a share is a percentage, found the size {found(value)}", f"write 'limit: {value.strip()}'")
+    return _fraction(value)
+
+
+def limit(value: object) -> int:
+    """Bytes."""
+    _given(value, "'4GiB'")
+    if isinstance(value, str) and "%" in value:
+        fix = f"write 'share: {value.strip()}', or a size such as '4GiB'" if len(value) < 12 else _A_SIZE
+        raise wrong(f"a framework's limit is bytes, found {found(value)}", fix)
+    return _size(value, _A_SIZE)
+
+
+def growth(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = found(value).strip("'").lower()
+    if word in ("true", "false"):
+        raise wrong(f"growth is true or false, found the text {found(value)}", f"write '{word}' without quotes")
+    fix = f"write '{_YES_NO[word]}'" if word in _YES_NO else "write 'true' or 'false'"
+    raise wrong(f"growth is true or false, found {found(value)}", fix)
+
+
+def device_key(value: object) -> str:
+    """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
+    name = value.strip() if isinstance(value, str) else ""
+    if _UUID.fullmatch(name):
+        return "GPU-" + name[4:].lower()
+    if name.upper().startswith("GPU-"):
+        fix = "copy the UUID that `nvidia-smi -L` prints, whole"
+        raise wrong(f"{found(value)} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits)", fix)
+    if name.upper().startswith("MIG-"):
+        raise wrong(f"{found(value)} is a MIG instance, which this version does not support", "remove this entry")
+    if _ORDINAL.fullmatch(name):
+        return name
+    if not name or _NUMBER.fullmatch(name):
+        fix = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
+        raise wrong(f"{found(value)} names no GPU", fix)
+    return name
+
+
+def _given(value: object, example: str) -> None:
+    if value is None:
+        raise wrong("has no value", f"write {example}, or remove the key")
+
+
+def _fraction(value: object) -> Fraction:
+    if isinstance(value, Fraction) and 0 < value <= 1:
+        return value
+    return _parsed(parse_percent, value, _A_PERCENTAGE)
+
+
+def _size(value: object, allowed: str) -> int:
+    """Bytes, at least one granule: anything smaller is a missing unit."""
+    if isinstance(value, str):
+        bare = value.strip()
+        if re.fullmatch("0[0-9]+", bare):
+            raise wrong(
+                f"{found(value)} starts with 0, which some programs read as octal", "write it without the leading 0"
+            )
+        if re.fullmatch("[0-9]+(_+[0-9]+)+", bare):
+            raise wrong(f"{found(value)} is not a size: no underscores", f"write '{bare.replace('_', '')[:40]}'")
+    size = _parsed(parse_size, value, allowed)
+    if size < GRANULE:
+        unitless = size < MIB and not re.search("[A-Za-z]", found(value))
+        hint = f"; did you mean '{size}MiB'?" if unitless else ""
+        shown = f"{size} bytes" if unitless else f"{found(value)} ({size} bytes)"
+        raise wrong(f"{shown}: less than 2MiB, the smallest piece that CUDA hands out", allowed + hint)
+    return size
+
+
+def _parsed(parse: Callable[[object], T], value: object, allowed: str) -> T:
+    try:
+        return parse(value)
+    except ValueError as error:
+        # units.py says in one sentence what is wrong and what to write instead: that half is the fix, where it
+        # is about this very value.
+        message, _, fix = str(error).partition("; write ")
+        raise wrong(message, f"write {fix}" if fix and "is not a size" not in message else allowed) from None
+
+
+def _is_size(value: str) -> bool:
+    try:
+        return parse_size(value) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,217 @@
+"""The budget file: text to a checked `Budget`, or every problem at once with line, column and fix.
+
+Pure: `load` reads one file; nothing here looks at the environment, the clock or a GPU. Build budgets with `load`,
+`parse` or `from_mapping`; each of them raises ConfigError and nothing else. What the keys mean is in `docs/budget.md`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    PlainSerializer,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    WrapSerializer,
+)
+from pydantic_core import PydanticCustomError
+
+from memguard import _config_checks, _config_values, _document, _yaml
+from memguard._config_problems import problems
+from memguard._config_schema import SCHEMA
+from memguard._document import Document
+from memguard.errors import ConfigError, Problem
+from memguard.units import short
+
+FRAMEWORKS = ("torch", "tensorflow", "pycuda")
+"""The frameworks that a budget may name."""
+
+V = TypeVar("V")
+
+
+class Frozen(Mapping[str, V], Generic[V]):
+    """A read-only mapping in file order that can be hashed and pickled."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[str, V]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, key: str) -> V:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._entries.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+
+class _Model(BaseModel):
+    """`model_dump(exclude_none=True)` gives what a file would say, so `from_mapping` reads it back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _entries(entries: Mapping[str, Any], dump: SerializerFunctionWrapHandler) -> Any:
+    return dump(dict(entries))
+
+
+_TEXT = PlainSerializer(_config_values.text)
+
+
+class DeviceBudget(_Model):
+    """What this process may take of each GPU. `limit`: a fraction of what CUDA can give, or bytes. `reserve`: bytes."""
+
+    limit: Annotated[Fraction | int, PlainValidator(_config_values.device_limit), _TEXT] = Fraction(9, 10)
+    reserve: Annotated[int | Literal["auto"], PlainValidator(_config_values.reserve), _TEXT] = "auto"
+
+
+class DeviceOverride(_Model):
+    """What differs on some GPUs; None means as in `device`."""
+
+    limit: Annotated[Fraction | int | None, PlainValidator(_config_values.device_limit), _TEXT] = None
+    reserve: Annotated[int | Literal["auto"] | None, PlainValidator(_config_values.reserve), _TEXT] = None
+
+
+class FrameworkBudget(_Model):
+    """One framework's part: exactly one of `share`, a fraction of (limit − reserve), and `limit`, bytes.
+
+    `growth` is TensorFlow's (True: its pool grows up to the cap; False: it takes the cap at its first operation);
+    None for the others.
+    """
+
+    share: Annotated[Fraction | None, PlainValidator(_config_values.share), _TEXT] = None
+    limit: Annotated[int | None, PlainValidator(_config_values.limit), _TEXT] = None
+    growth: Annotated[bool | None, PlainValidator(_config_values.growth)] = None
+
+
+def _framework_name(name: str) -> str:
+    if name not in FRAMEWORKS:
+        raise PydanticCustomError("unknown_framework", "unknown framework")
+    return name
+
+
+def _frameworks(entries: Mapping[str, FrameworkBudget]) -> Frozen[FrameworkBudget]:
+    if not entries:
+        raise _config_values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
+    tensorflow = entries.get("tensorflow")
+    if tensorflow is not None and tensorflow.growth is None:
+        entries = {**entries, "tensorflow": tensorflow.model_copy(update={"growth": True})}
+    return Frozen(entries)
+
+
+class Budget(_Model):
+    """A checked budget. Two are equal where they mean the same, however they were written.
+
+    `devices` has a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key.
+    """
+
+    version: Annotated[int, PlainValidator(_config_values.version)]
+    device: DeviceBudget = DeviceBudget()
+    devices: Annotated[
+        Mapping[Annotated[str, AfterValidator(_config_values.device_key)], DeviceOverride],
+        AfterValidator(Frozen),
+        WrapSerializer(_entries),
+    ] = Frozen({})
+    frameworks: Annotated[
+        Mapping[Annotated[str, AfterValidator(_framework_name)], FrameworkBudget],
+        AfterValidator(_frameworks),
+        WrapSerializer(_entries),
+    ]
+
+
+_NAMES = {
+    "": tuple(Budget.model_fields),
+    "device": tuple(DeviceBudget.model_fields),
+    "framework": ("share", "limit"),
+    "tensorflow": ("share", "limit", "growth"),
+    "frameworks": FRAMEWORKS,
+}
+
+
+def load(path: str | os.PathLike[str]) -> Budget:
+    """The budget in a file. Raises ConfigError, also where the file cannot be read."""
+    source = short(path)
+    try:
+        source = os.fsdecode(path)
+        with open(source, "rb") as file:
+            raw = file.read(_yaml.MAX_BYTES + 1)
+    except (OSError, TypeError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ConfigError([_unreadable(error)], _printable(source)) from None
+    return parse(raw, source)
+
+
+def parse(text: str | bytes, source: str = "budget") -> Budget:
+    """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
+    try:
+        document = _yaml.read(text if isinstance(text, str) else _yaml.decode(text))
+    except _yaml.Unreadable as error:
+        raise ConfigError([error.problem], _printable(source)) from None
+    return _budget(document, _printable(source))
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Budget:
+    """The budget in plain Python values, as `yaml.safe_load` would give them. Raises ConfigError, without lines."""
+    return _budget(_document.of_mapping(mapping), "budget")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of the file, for editors. Sums of shares and sizes are checked by memguard only."""
+    return copy.deepcopy(SCHEMA)
+
+
+def _budget(document: Document, source: str) -> Budget:
+    if not isinstance(document.data, dict) and () not in document.bad:
+        document.problems.append(_not_a_mapping(document))
+        document.bad.add(())
+    if () in document.bad:
+        raise ConfigError(document.problems, source)
+    assert isinstance(document.data, dict)
+    findings = _config_checks.check(document.data, FRAMEWORKS)
+    errors: list[Any] = []
+    try:
+        budget = Budget.model_validate(document.data)
+    except ValidationError as error:
+        errors = list(error.errors())
+    if errors or findings or document.problems:
+        raise ConfigError(problems(errors, findings, document, _NAMES), source)
+    return budget
+
+
+def _not_a_mapping(document: Document) -> Problem:
+    line, column = document.values.get(()) or (None, None)
+    fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
+    if document.data is None:
+        return Problem("is empty", fix, line, column)
+    return Problem(f"holds {_config_values.found(document.data)}, not the keys of a budget", fix, line, column)
+
+
+def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
+    if isinstance(error, FileNotFoundError):
+        return Problem("there is no such file", "check the path, and the folder that the program is started in")
+    if isinstance(error, IsADirectoryError):
+        return Problem("is a folder", "name the file in it, for example budget.yaml")
+    if isinstance(error, PermissionError):
+        return Problem("may not be read by this user", "check the permissions of the file and its folders")
+    if isinstance(error, OSError):
+        return Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
+    return Problem("is not a path", "give the path of the budget file")
+
+
+def _printable(source: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in source)
