@@ -74,18 +74,18 @@ def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Finding:
     thing = "framework" if level == "frameworks" else "key"
     choice = f"allowed: {', '.join(allowed)}"
     if name.lower() in _PLANNED.get(level, ()):
-        return Finding(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True, True)
+        return Finding(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True)
     lowered = name.lower()
     near = _ALSO.get(lowered) if _ALSO.get(lowered) in allowed else None
     matches = difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6) if len(name) <= 40 and near is None else []
     near = near or (matches[0] if matches else None)
     if near is not None:
-        return Finding(loc, f"unknown {thing} {short(name)}; {choice}", f"did you mean {near!r}?", True, True, True)
+        return Finding(loc, f"unknown {thing} {short(name)}; {choice}", f"did you mean {near!r}?", True, True)
     home = next((home for home in ("frameworks", "device", "framework") if name in names[home]), None)
     if home is not None and level != home:
         place = "a framework, as in 'torch: {share: 50%}'" if home == "framework" else f"'{home}:'"
-        return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", f"move it below {place}", True, True, True)
-    return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "remove it", True, True, True)
+        return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", f"move it below {place}", True, True)
+    return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "remove it", True, True)
 
 
 def _level(loc: Loc) -> str:
