@@ -1,0 +1,52 @@
+"""`memguard simulate`: try a budget on a recorded trace, without a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command("simulate")
+@click.argument("budget")
+@click.argument("trace", required=False)
+@click.option("--device", "devices", multiple=True, help="GPU to simulate, for example h200; repeat for several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--without-budget", is_flag=True, help="Replay without caps; BUDGET may then be left out.")
+@click.pass_context
+def simulate(
+    context: click.Context,
+    budget: str,
+    trace: str | None,
+    devices: tuple[str, ...],
+    as_json: bool,
+    without_budget: bool,
+) -> None:
+    """Replay the allocation trace TRACE under BUDGET on simulated GPUs.
+
+    The GPUs are those of the trace, or the ones named with --device. Exit code 0: every allocation was served;
+    1: at least one was refused; 2: the budget or the trace is wrong. Nothing simulated counts as measured.
+    """
+    from memguard import config, policy
+    from memguard import simulate as simulation
+    from memguard import trace as traces
+    from memguard.devices.simulated import SimulatedHost
+
+    if trace is None:
+        if not without_budget:
+            raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
+        trace = budget
+    plan = None
+    declared = None if without_budget else config.load(budget)
+    recorded = traces.read(trace)
+    host = SimulatedHost(devices) if devices else simulation.host_of(recorded.header)
+    if declared is not None:
+        plan = policy.plan(declared, host.devices())
+    outcome = simulation.replay(
+        recorded,
+        host,
+        None if plan is None else {name: plan.caps(name) for name in {n for d in plan.devices for n in d.caps}},
+        None if plan is None else plan.options,
+    )
+    click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
+    context.exit(1 if outcome.refused else 0)
