@@ -1,0 +1,82 @@
+"""GPU memory budgeting for Python processes that mix frameworks.
+
+    import memguard
+    memguard.init("budget.yaml")      # first line of the script
+
+Importing this imports no framework, starts no thread and reads no file: the names are bound when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memguard.conductor import guard as guard
+    from memguard.conductor import init as init
+    from memguard.conductor import ledger as ledger
+    from memguard.conductor import require as require
+    from memguard.conductor import resize as resize
+    from memguard.conductor import shutdown as shutdown
+    from memguard.conductor import trim as trim
+    from memguard.conductor import workload as workload
+    from memguard.errors import AlreadyActive as AlreadyActive
+    from memguard.errors import BudgetExceeded as BudgetExceeded
+    from memguard.errors import CapNotApplied as CapNotApplied
+    from memguard.errors import ConfigError as ConfigError
+    from memguard.errors import DeviceError as DeviceError
+    from memguard.errors import MemguardError as MemguardError
+    from memguard.errors import NotActive as NotActive
+    from memguard.errors import PlanError as PlanError
+    from memguard.errors import TraceError as TraceError
+    from memguard.recorder import record_trace as record_trace
+
+__version__ = "0.1.0"
+
+_ERRORS = (
+    "AlreadyActive", "BudgetExceeded", "CapNotApplied", "ConfigError", "DeviceError", "MemguardError",
+    "NotActive", "PlanError", "TraceError",
+)  # fmt: skip
+_FUNCTIONS = ("guard", "init", "ledger", "require", "resize", "shutdown", "trim", "workload")
+_HOMES = {
+    **dict.fromkeys(_ERRORS, "memguard.errors"),
+    **dict.fromkeys(_FUNCTIONS, "memguard.conductor"),
+    "record_trace": "memguard.recorder",
+}
+
+__all__ = [  # noqa: PLE0604 (checked by a test against the names above)
+    "AlreadyActive",
+    "BudgetExceeded",
+    "CapNotApplied",
+    "ConfigError",
+    "DeviceError",
+    "MemguardError",
+    "NotActive",
+    "PlanError",
+    "TraceError",
+    "guard",
+    "init",
+    "ledger",
+    "record_trace",
+    "require",
+    "resize",
+    "shutdown",
+    "trim",
+    "workload",
+]
+
+logging.getLogger("memguard").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'memguard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -91,6 +91,9 @@ class Framework(ABC):
         """
         return None
 
+    def forked(self) -> None:  # noqa: B027 (most have nothing to let go of)
+        """In a forked child: stop capping, without a lock of the parent's and without touching CUDA."""
+
     def _loaded(self) -> ModuleType | None:
         """The hook module where its import is complete; waits for one running in another thread."""
         module = sys.modules.get(self.hook)

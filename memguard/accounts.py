@@ -1,0 +1,268 @@
+"""Who holds what on each GPU, in rows that add up to what the driver says. Pure; `guard` takes the readings.
+
+    frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
+
+A framework that does not say what it holds (TensorFlow with growth) counts with the least it must hold; what
+lies above that is in `unaccounted`, whose row then says so. `unaccounted` is signed.
+
+Overhead (context, modules, library workspaces) is charged when it appears, never as what is left over: the
+context and a framework's modules in the first reading after they turn up, a library's first use as one
+step of at most 96 MiB, all within what `policy` knows of the frameworks that are live. What grows
+otherwise, or beyond that, is unaccounted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from memguard.model import Device, DevicePlan, MemoryInfo, Usage
+from memguard.policy import CONTEXT, SLACK, WORKSPACE
+from memguard.units import MIB, format_size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+STEP = 96 * MIB
+"""The largest growth of overhead seen at one library's first use on an H200: cuSOLVER's modules."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What has been charged as overhead on one device so far, and what had appeared by then."""
+
+    charged: int = 0
+    gap: int = 0
+    appeared: frozenset[str] = frozenset()
+
+    def after(self, gap: int, appeared: frozenset[str]) -> Overhead:
+        """The state after a reading: `gap` is the process's bytes less what frameworks hold."""
+        growth = gap - self.gap
+        new = appeared - self.appeared
+        room = expected_overhead(appeared) - self.charged
+        charge = max(min(growth, room), 0) if new or growth <= STEP else 0
+        shrunk = min(self.charged, max(gap, 0)) if "context" not in appeared else self.charged
+        return Overhead(shrunk + charge, gap, appeared)
+
+
+def expected_overhead(appeared: frozenset[str]) -> int:
+    """What overhead may come to with this much live: the figures behind `reserve: auto`."""
+    if not appeared:
+        return 0
+    return CONTEXT + SLACK + sum(WORKSPACE.get(name, 128 * MIB) for name in appeared - {"context"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger. `bytes` is what counts in the sum; None means unknown.
+
+    kind: framework, overhead, unaccounted, other processes, driver reserve, free.
+    """
+
+    kind: str
+    name: str
+    bytes: int | None
+    cap: int | None = None
+    in_use: int | None = None
+    cached: int | None = None
+    reclaimable: int | None = None
+    enforcement: str = ""
+    at_least: int | None = None
+    at_most: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceLedger:
+    """One device's rows. `process` is what NVML says this process holds; None where it will not say."""
+
+    device: Device
+    rows: tuple[Row, ...]
+    process: int | None
+    limit: int | None = None
+    moved: bool = False
+
+    def row(self, name: str) -> Row:
+        """The row of that name. KeyError where there is none."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One reading of every device of the budget. `print` it, or take `as_dict()` / `to_json()`."""
+
+    time: float
+    devices: tuple[DeviceLedger, ...]
+    simulated: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes, unknown as null. The keys are stable within `memguard_ledger` 1."""
+        return {
+            "memguard_ledger": 1,
+            "time": datetime.fromtimestamp(self.time, timezone.utc).isoformat(),
+            "simulated": self.simulated,
+            "notes": list(self.notes),
+            "devices": [
+                {
+                    "uuid": part.device.uuid,
+                    "name": part.device.name,
+                    "total": part.device.total,
+                    "process": part.process,
+                    "limit": part.limit,
+                    "moved": part.moved,
+                    "rows": [vars(row) for row in part.rows],
+                }
+                for part in self.devices
+            ],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[RenderableType] = [_table(part, self.simulated) for part in self.devices]
+        parts += [Text(f"note: {note}") for note in self.notes]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        out = StringIO()
+        Console(file=out, width=80, no_color=True, highlight=False).print(self)
+        return out.getvalue().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        import html
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def device_ledger(
+    device: Device,
+    memory: MemoryInfo,
+    own: int | None,
+    usages: Mapping[str, Usage | None],
+    enforcements: Mapping[str, str],
+    overhead: Overhead,
+    part: DevicePlan | None = None,
+    moved: bool = False,
+) -> DeviceLedger:
+    """The rows of one device from one reading. `own` is what this process holds, `overhead` the state after it."""
+    rows = []
+    counted = 0
+    bounded = False
+    for name in dict.fromkeys([*(part.caps if part else ()), *usages]):
+        usage = usages.get(name)
+        cap = part.caps.get(name) if part else None
+        if usage is None:
+            rows.append(Row("framework", name, 0, cap, enforcement=enforcements.get(name, "")))
+            continue
+        size = usage.held if usage.held is not None else usage.held_at_least
+        counted += size or 0
+        bounded = bounded or usage.held is None
+        cached = usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else None
+        rows.append(
+            Row(
+                "framework",
+                name,
+                size,
+                cap,
+                usage.in_use,
+                cached,
+                usage.reclaimable,
+                enforcements.get(name, ""),
+                usage.held_at_least if usage.held is None else None,
+                usage.held_at_most if usage.held is None else None,
+                "held unknown, at least this" if usage.held is None else "",
+            )
+        )
+    if own is None:
+        rest = memory.used - counted - overhead.charged
+        rows.append(Row("overhead", "overhead", overhead.charged))
+        note = "this process and others together: NVML does not name this process here"
+        rows.append(Row("unaccounted", "unaccounted", rest, note=note))
+        rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
+    else:
+        note = "includes what TensorFlow's pool holds above its least" if bounded else ""
+        rows.append(Row("overhead", "overhead", overhead.charged))
+        rows.append(Row("unaccounted", "unaccounted", own - counted - overhead.charged, note=note))
+        rows.append(Row("other processes", "other processes", memory.used - own))
+    reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
+    rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
+    rows.append(Row("free", "free", memory.free))
+    return DeviceLedger(device, tuple(rows), own, part.limit if part else None, moved)
+
+
+def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> int | None:
+    """What this process holds by NVML; None where NVML lists it without bytes, or not at all though it is active.
+
+    The second is a container whose PIDs NVML knows by the host's numbers.
+    """
+    if pid in processes:
+        return processes[pid]
+    return None if active else 0
+
+
+def gap(own: int | None, usages: Iterable[Usage | None]) -> int | None:
+    """This process's bytes less what its frameworks are known to hold."""
+    if own is None:
+        return None
+    known = (u.held if u.held is not None else u.held_at_least or 0 for u in usages if u is not None)
+    return own - sum(known)
+
+
+def _table(part: DeviceLedger, simulated: bool) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    title = f"{part.device.name}{' (simulated)' if simulated else ''}  {part.device.uuid}"
+    ordinal = "" if part.device.ordinal is None else f"cuda:{part.device.ordinal}, "
+    limit = "" if part.limit is None else f" of its limit of {format_size(part.limit)}"
+    captions = [f"{ordinal}this process: {format_size(part.process)}{limit}"]
+    captions += [f"* {row.name}: {row.note}" for row in part.rows if row.note]
+    table = Table(
+        title=title,
+        caption="\n".join(captions),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("", no_wrap=True)
+    for name in ("held", "cap", "in use", "cached", "reclaimable"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("cap is", no_wrap=True)
+    for row in part.rows:
+        live = row.kind == "framework" and row.in_use is not None
+        held = format_size(row.bytes)
+        table.add_row(
+            row.name + ("*" if row.note else ""),
+            f"≥ {held}" if row.at_least is not None else held,
+            format_size(row.cap) if row.cap is not None else "",
+            format_size(row.in_use) if live else "",
+            format_size(row.cached) if live else "",
+            format_size(row.reclaimable) if live else "",
+            row.enforcement,
+            end_section=row is _last_framework(part.rows),
+        )
+    table.add_section()
+    table.add_row("total", format_size(sum(row.bytes for row in part.rows if row.bytes is not None)))
+    return table
+
+
+def _last_framework(rows: Sequence[Row]) -> Row | None:
+    frameworks = [row for row in rows if row.kind == "framework"]
+    return frameworks[-1] if frameworks else None

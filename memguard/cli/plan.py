@@ -1,0 +1,102 @@
+"""`memguard plan`: what each framework would get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from memguard.model import Plan
+
+
+@click.command("plan")
+@click.argument("budget", type=click.Path())
+@click.option("--device", "devices", multiple=True, help="A simulated GPU such as h200; again for several.")
+@click.option("--json", "as_json", is_flag=True, help="Plain data instead of a table; sizes in bytes.")
+def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
+    """Show what each framework would get of this machine's GPUs, or of a named one, and how each cap holds."""
+    import json
+
+    from rich.console import Console
+
+    from memguard import config, policy
+    from memguard.devices.host import Host
+
+    loaded = config.load(budget)
+    host: Host
+    if devices:
+        from memguard.devices.simulated import SimulatedHost
+
+        host = SimulatedHost(devices)
+    else:
+        from memguard.devices.real import RealHost
+
+        host = RealHost()
+    resolved = policy.plan(loaded, host.devices(ordinals=True))
+    if as_json:
+        click.echo(json.dumps(_as_dict(resolved), indent=2))
+        return
+    console = Console(width=None if Console().is_terminal else 80, highlight=False)
+    for table in _tables(resolved):
+        console.print(table)
+    for note in resolved.notes:
+        console.print(f"note: {note}")
+
+
+_HOLDS = {
+    "torch": "its allocator's fraction, to the byte",
+    "tensorflow": "memory_limit, set before its first operation",
+    "pycuda": "a counted pool behind mem_alloc and gpuarray",
+}
+
+
+def _tables(resolved: Plan) -> list[object]:
+    from rich import box
+    from rich.table import Table
+
+    from memguard.units import format_size
+
+    tables: list[object] = []
+    for part in resolved.devices:
+        mark = " (simulated)" if part.device.simulated else ""
+        table = Table(
+            title=f"{part.device.name}{mark}  {part.device.uuid}",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        table.add_column("")
+        table.add_column("bytes", justify="right")
+        table.add_column("how it holds")
+        for name, cap in part.caps.items():
+            growth = resolved.options.get(name, {}).get("growth")
+            how = _HOLDS.get(name, "")
+            table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
+        table.add_section()
+        table.add_row("reserve", format_size(part.reserve), f"{part.reserve_source}: context and library workspaces")
+        table.add_row("unallocated", format_size(part.unallocated), "no framework may take it")
+        table.add_row("limit", format_size(part.limit), f"of {format_size(part.device.usable)} that CUDA can give")
+        tables.append(table)
+    return tables
+
+
+def _as_dict(resolved: Plan) -> dict[str, object]:
+    return {
+        "memguard_plan": 1,
+        "notes": list(resolved.notes),
+        "devices": [
+            {
+                "uuid": part.device.uuid,
+                "name": part.device.name,
+                "simulated": part.device.simulated,
+                "usable": part.device.usable,
+                "limit": part.limit,
+                "reserve": part.reserve,
+                "reserve_source": part.reserve_source,
+                "caps": dict(part.caps),
+                "unallocated": part.unallocated,
+            }
+            for part in resolved.devices
+        ],
+    }

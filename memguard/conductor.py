@@ -1,0 +1,502 @@
+"""The conductor: plan, apply, account, undo. It decides nothing that `policy` and `ledger` can decide.
+
+One guard is active in a process at a time; the functions at the end of this file are memguard's public face.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from memguard import accounts, policy
+from memguard.errors import AlreadyActive, BudgetExceeded, CapNotApplied, MemguardError, NotActive
+from memguard.frameworks import registry
+from memguard.frameworks.base import Framework
+from memguard.frameworks.late import ImportHook
+from memguard.model import Device, Enforcement, State, Usage
+from memguard.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from memguard.config import Budget
+    from memguard.devices.host import Host
+    from memguard.accounts import Ledger
+
+_log = logging.getLogger("memguard")
+_ATTEMPTS = 3
+
+BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
+
+
+@dataclass
+class _Entry:
+    """A framework of the budget, and what was done to it."""
+
+    framework: Framework
+    enforcement: Enforcement = Enforcement.PENDING
+    permanent: str | None = None
+
+
+@dataclass
+class WorkloadReport:
+    """What a `workload` block did. Bytes of `in_use`; filled in when the block ends, None where unknown."""
+
+    name: str
+    framework: str
+    before: int | None = None
+    after: int | None = None
+    peak: int | None = None
+
+    @property
+    def delta(self) -> int | None:
+        """What the block left allocated."""
+        return None if self.after is None or self.before is None else self.after - self.before
+
+
+@dataclass
+class _Undo:
+    """Steps to take back, last first. A step that fails is reported and does not stop the others."""
+
+    steps: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+
+    def run(self) -> list[str]:
+        failed = []
+        while self.steps:
+            label, step = self.steps.pop()
+            try:
+                step()
+            except CapNotApplied as error:
+                failed.append(f"{label}: stays: {error.reason}")
+            except Exception as error:
+                failed.append(f"{label}: could not be undone: {error}")
+        return failed
+
+
+class Guard:
+    """An applied budget. Made by `memguard.init`; `print(guard)` shows the plan and what was done."""
+
+    def __init__(self, budget: Budget, host: Host) -> None:
+        self.budget = budget
+        self.host = host
+        self.notes: list[str] = []
+        self.permanent: list[str] = []
+        self.plan = policy.plan(budget, host.devices(ordinals=policy.needs_ordinals(budget)))
+        self._lock = threading.RLock()
+        self._hook = ImportHook()
+        self._undo = _Undo()
+        self._entries: dict[str, _Entry] = {}
+        self._overhead: dict[str, accounts.Overhead] = {}
+        self._pid = os.getpid()
+
+    @property
+    def active(self) -> bool:
+        """False after `shutdown`, and in a forked child, where a budget of the parent means nothing."""
+        return bool(self._entries) and self._pid == os.getpid()
+
+    @property
+    def frameworks(self) -> Mapping[str, Framework]:
+        """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
+        return {name: entry.framework for name, entry in self._entries.items()}
+
+    def start(self) -> None:
+        """Apply everything, or undo everything and raise."""
+        with self._lock:
+            try:
+                for note in self.plan.notes:
+                    self._note(note, logging.WARNING)
+                self._warn_where_busy()
+                for name in self.budget.frameworks:
+                    self._entries[name] = _Entry(registry.create(name, self.host))
+                self._cure()
+                for name, entry in self._entries.items():
+                    self._start_framework(name, entry)
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> list[str]:
+        """Undo everything, last first. Returns what stays, as sentences."""
+        with self._lock:
+            stays = self._undo.run() + self.permanent
+            self._entries.clear()
+            self._overhead.clear()
+            self.host.close()
+            for sentence in stays:
+                _log.info("%s", sentence)
+            return stays
+
+    def forked(self) -> None:
+        """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
+        self._hook.clear()
+        for entry in self._entries.values():
+            entry.framework.forked()
+
+    def ledger(self) -> Ledger:
+        """A reading of every device. NVML is read before and after, and again if it moved meanwhile."""
+        with self._lock:
+            self._check_active()
+            parts = [self._read(part.device) for part in self.plan.devices]
+            return accounts.Ledger(time.time(), tuple(parts), self.host.simulated, tuple(self.notes))
+
+    def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
+        """Raise BudgetExceeded where `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
+        needed = self._size(size)
+        with self._lock:
+            self._check_active()
+            self._entry(framework)
+            for part in self.plan.devices:
+                if device is not None and part.device.uuid != device.uuid:
+                    continue
+                usages = self._usages(part.device)
+                if device is None and len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
+                    continue
+                admission = policy.admit(
+                    framework, needed, part.caps[framework], usages, self.host.memory(part.device)
+                )
+                if admission.refusal is not None:
+                    raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
+                for name in admission.trim:
+                    self._entries[name].framework.trim(part.device)
+
+    @contextmanager
+    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+        """A named block of work of one framework: admission before it, peak and what it left behind after it."""
+        if needs is not None:
+            self.require(framework, needs)
+        report = WorkloadReport(name, framework)
+        report.before = self._in_use(framework)
+        try:
+            yield report
+        finally:
+            if self.active:
+                report.after = self._in_use(framework)
+                peaks = [u.peak for u in self._usages_of(framework) if u is not None and u.peak is not None]
+                report.peak = sum(peaks) if peaks else None
+
+    def resize(self, framework: str, size: int | str) -> None:
+        """Change a cap on every device. Lowering trims, and reports what is still held above it."""
+        with self._lock:
+            self._check_active()
+            entry = self._entry(framework)
+            plan = policy.resized(self.plan, framework, self._size(size))
+            if entry.enforcement is Enforcement.PENDING:
+                self.plan = plan  # applied with the new cap when it is imported
+                return
+            if entry.enforcement is not Enforcement.ENFORCED:
+                raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
+            entry.framework.resize(plan.caps(framework))
+            self.plan = plan
+            self._report_residual(framework, entry)
+
+    def trim(self, framework: str | None = None) -> int:
+        """Give caches back to the driver, of one framework or all, on this thread. Returns the bytes returned."""
+        with self._lock:
+            self._check_active()
+            chosen = [self._entry(framework)] if framework is not None else list(self._entries.values())
+            returned = 0
+            for part in self.plan.devices:
+                before = self.host.memory(part.device).free
+                for entry in chosen:
+                    if entry.framework.state() is State.LIVE:
+                        entry.framework.trim(part.device)
+                returned += max(self.host.memory(part.device).free - before, 0)
+            return returned
+
+    def __str__(self) -> str:
+        lines = []
+        for part in self.plan.devices:
+            mark = " (simulated)" if part.device.simulated else ""
+            lines.append(
+                f"{part.device.name}{mark} {part.device.uuid}: limit {format_size(part.limit)}, "
+                f"reserve {format_size(part.reserve)} ({part.reserve_source}), "
+                f"unallocated {format_size(part.unallocated)}"
+            )
+            for name, cap in part.caps.items():
+                entry = self._entries.get(name)
+                lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _start_framework(self, name: str, entry: _Entry) -> None:
+        framework = entry.framework
+        state = framework.state()
+        if state is State.ABSENT:
+            entry.enforcement = Enforcement.ABSENT
+            self._note(f"{name}: {framework.why_absent()}; its share stays free", logging.WARNING)
+        elif state is State.IMPORTABLE:
+            forget = self._hook.watch(framework.hook, lambda: self._imported(name))
+            self._undo.steps.append((f"{name}: import hook", forget))
+        else:
+            self._apply(name, entry)
+
+    def _imported(self, name: str) -> None:
+        """Runs inside the user's import, on the user's thread. What it raises comes out of that import."""
+        if not self.active:
+            return
+        with self._lock:
+            entry = self._entries[name]
+            if entry.framework.state() is State.ABSENT:
+                entry.enforcement = Enforcement.ABSENT
+                self._note(f"{name}: {entry.framework.why_absent()}; its share stays free", logging.WARNING)
+                return
+            self._apply(name, entry)
+
+    def _apply(self, name: str, entry: _Entry) -> None:
+        applied = entry.framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
+        entry.enforcement = applied.enforcement
+        if applied.undo is not None:
+            self._undo.steps.append((name, applied.undo))
+        if applied.permanent is not None:
+            self.permanent.append(f"{name}: {applied.permanent}")
+        for note in applied.notes:
+            self._note(note)
+        if applied.residual:
+            self._report_residual(name, entry)
+
+    def _report_residual(self, name: str, entry: _Entry) -> None:
+        """A lowered cap evicts nothing by itself: trim, look again, and say what stays above it."""
+        for part in self.plan.devices:
+            cap = part.caps[name]
+            usage = entry.framework.usage(part.device)
+            if usage is None or usage.held is None or usage.held <= cap:
+                continue
+            entry.framework.trim(part.device)
+            usage = entry.framework.usage(part.device)
+            if usage is not None and usage.held is not None and usage.held > cap:
+                self._note(
+                    f"{name}: holds {format_size(usage.held - cap)} above its cap of {format_size(cap)} on "
+                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs",
+                    logging.WARNING,
+                )
+
+    def _cure(self) -> None:
+        """Keep TensorFlow's CUDA runtime out of torch's way, where both are in the budget and installed."""
+        if self.host.simulated or not {"torch", "tensorflow"} <= self._entries.keys():
+            return
+        if any(self._entries[n].framework.state() is State.ABSENT for n in ("torch", "tensorflow")):
+            return
+        from memguard.frameworks import cudart
+        from memguard.frameworks.torch import cuda_version
+
+        version = cuda_version()
+        done = cudart.cure(version) if version is not None else None
+        if done is not None:
+            self._note(f"torch and tensorflow in one process: {done}; checked when torch initialises CUDA")
+            self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
+
+    def _warn_where_busy(self) -> None:
+        for part in self.plan.devices:
+            own = self.host.processes(part.device).get(self.host.pid, 0)
+            warning = policy.busy(part, self.host.memory(part.device), own)
+            if warning is not None:
+                self._note(warning, logging.WARNING)
+
+    def _read(self, device: Device) -> accounts.DeviceLedger:
+        for attempt in range(_ATTEMPTS):
+            before = self.host.memory(device)
+            usages = self._usages(device)
+            processes = self.host.processes(device)
+            memory = self.host.memory(device)
+            moved = memory != before
+            if not moved or attempt == _ATTEMPTS - 1:
+                break
+        live = frozenset(name for name, usage in usages.items() if usage is not None)
+        active = self.host.context_active(device)
+        own = accounts.own_bytes(processes, self.host.pid, bool(active) or bool(live and active is None))
+        appeared = live | {"context"} if active or own else live
+        state = self._overhead.get(device.uuid, accounts.Overhead())
+        gap = accounts.gap(own, usages.values())
+        if gap is not None:
+            state = self._overhead[device.uuid] = state.after(gap, appeared)
+        part = next(p for p in self.plan.devices if p.device.uuid == device.uuid)
+        if state.charged > part.reserve:
+            self._note(
+                f"{device.name}: overhead is {format_size(state.charged)}, more than the reserve of "
+                f"{format_size(part.reserve)}; fix: device: {{reserve: {-(-state.charged // 2**20)}MiB}}",
+                logging.WARNING,
+            )
+        enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+        return accounts.device_ledger(device, memory, own, usages, enforcements, state, part, moved)
+
+    def _usages(self, device: Device) -> dict[str, Usage | None]:
+        return {name: entry.framework.usage(device) for name, entry in self._entries.items()}
+
+    def _usages_of(self, framework: str) -> list[Usage | None]:
+        entry = self._entry(framework)
+        return [entry.framework.usage(part.device) for part in self.plan.devices]
+
+    def _in_use(self, framework: str) -> int | None:
+        known = [u.in_use for u in self._usages_of(framework) if u is not None]
+        return None if any(value is None for value in known) else sum(value or 0 for value in known)
+
+    def _is_current(self, framework: str, device: Device) -> bool:
+        """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
+        used = [p.device.uuid for p in self.plan.devices if (self._entries[framework].framework.usage(p.device))]
+        return device.uuid in (used or [self.plan.devices[0].device.uuid])
+
+    def _entry(self, framework: str) -> _Entry:
+        try:
+            return self._entries[framework]
+        except KeyError:
+            known = ", ".join(self._entries)
+            raise NotActive(f"{framework!r} is not in the budget, which has: {known}") from None
+
+    @staticmethod
+    def _size(size: int | str) -> int:
+        try:
+            return parse_size(size)
+        except ValueError as error:
+            raise MemguardError(str(error)) from None
+
+    def _check_active(self) -> None:
+        if not self.active:
+            why = "this is a forked child" if self._pid != os.getpid() else "it was shut down"
+            raise NotActive(f"no budget is active here: {why}\n    fix: call memguard.init('budget.yaml')")
+
+    def _note(self, note: str, level: int = logging.INFO) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            _log.log(level, "%s", note)
+
+
+_active: Guard | None = None
+_lock = threading.RLock()
+_fork_hook = False
+
+
+def init(
+    budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None
+) -> Guard:
+    """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
+
+    Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
+    needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones.
+    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
+    """
+    global _active
+    loaded = _load(budget)
+    with _lock:
+        if _active is not None and _active.active:
+            if _active.budget == loaded and _simulated_names(_active.host) == _names(simulate):
+                return _active
+            if not replace:
+                raise AlreadyActive(
+                    "another budget is active in this process\n"
+                    "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
+                )
+            shutdown()
+        guard = Guard(loaded, _host(simulate))
+        _after_fork()
+        _active = guard  # before start: an import in another thread may call back at once
+        try:
+            guard.start()
+        except BaseException:
+            _active = None
+            raise
+        return guard
+
+
+@contextmanager
+def guard(
+    budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None
+) -> Iterator[Guard]:
+    """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged."""
+    active = init(budget, replace=replace, simulate=simulate)
+    try:
+        yield active
+    finally:
+        if _active is active:
+            shutdown()
+
+
+def shutdown() -> list[str]:
+    """Undo the active budget. Returns what stays, as sentences; an empty list where nothing does, or none is active."""
+    global _active
+    with _lock:
+        current, _active = _active, None
+        return current.stop() if current is not None and current.active else []
+
+
+def ledger() -> Ledger:
+    """Who holds what on each GPU of the budget, adding up to what the driver says."""
+    return current().ledger()
+
+
+def require(framework: str, size: int | str) -> None:
+    """Raise BudgetExceeded *before* an allocation of `size` (bytes or `"4GiB"`) by `framework` would fail."""
+    current().require(framework, size)
+
+
+@contextmanager
+def workload(name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+    """Admission before a block (`needs`), its peak and what it left behind after it."""
+    with current().workload(name, framework=framework, needs=needs) as report:
+        yield report
+
+
+def resize(framework: str, size: int | str) -> None:
+    """Change a framework's cap at run time. Raises CapNotApplied where it cannot change, as TensorFlow's."""
+    current().resize(framework, size)
+
+
+def trim(framework: str | None = None) -> int:
+    """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
+    return current().trim(framework)
+
+
+def current() -> Guard:
+    """The active guard. Raises NotActive where none is."""
+    if _active is None:
+        raise NotActive("no budget is active in this process\n    fix: call memguard.init('budget.yaml') first")
+    return _active
+
+
+def _load(budget: BudgetLike) -> Budget:
+    from memguard import config
+
+    if isinstance(budget, config.Budget):
+        return budget
+    if isinstance(budget, Mapping):
+        return config.from_mapping(budget)
+    return config.load(Path(budget))
+
+
+def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if simulate is None else (simulate,) if isinstance(simulate, str) else tuple(simulate)
+
+
+def _simulated_names(host: Host) -> tuple[str, ...] | None:
+    return getattr(host, "names", ()) if host.simulated else None
+
+
+def _host(simulate: str | Sequence[str] | None) -> Host:
+    names = _names(simulate)
+    if names is not None:
+        from memguard.devices.simulated import SimulatedHost
+
+        return SimulatedHost(names)
+    from memguard.devices.real import RealHost
+
+    return RealHost()
+
+
+def _after_fork() -> None:
+    """Once per process: a forked child starts inert, with locks of its own (the parent's may be held for ever)."""
+    global _fork_hook
+    if _fork_hook or not hasattr(os, "register_at_fork"):
+        return
+    _fork_hook = True
+
+    def inert() -> None:
+        global _active, _lock
+        if _active is not None:
+            _active.forked()
+            _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
+        _active, _lock = None, threading.RLock()
+
+    os.register_at_fork(after_in_child=inert)

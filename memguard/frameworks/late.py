@@ -1,0 +1,89 @@
+"""Run something right after a module's first import: how caps reach frameworks imported after `init`.
+
+A finder at the front of `sys.meta_path` finds the module as Python would and wraps its loader once.
+An error of the callback comes out of the user's `import` statement. Removing the hook leaves no trace.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Callbacks by module name, each called once, after that module's code has run."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Callable[[], None]] = {}
+        self._finding = threading.local()
+
+    def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after `module` is first imported; the returned call takes that back."""
+        self._waiting[module] = callback
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+        def forget() -> None:
+            if self._waiting.get(module) is callback:
+                del self._waiting[module]
+            if not self._waiting and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        return forget
+
+    def clear(self) -> None:
+        """Take every callback back."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._waiting or getattr(self._finding, "busy", False):
+            return None
+        self._finding.busy = True  # the other finders may import on the way
+        try:
+            for finder in list(sys.meta_path):
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                        spec.loader = _Loader(spec.loader, self._imported)
+                    return spec
+        finally:
+            self._finding.busy = False
+        return None
+
+    def _imported(self, module: str) -> None:
+        callback = self._waiting.pop(module, None)
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if callback is not None:
+            callback()
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any, imported: Callable[[str], None]) -> None:
+        self._inner, self._imported = inner, imported
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._inner.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Put the real loader back first: the module must look as if we had never been there.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._inner.exec_module(module)
+        self._imported(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

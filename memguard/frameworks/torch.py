@@ -1,0 +1,322 @@
+"""PyTorch: the caching allocator's per-process fraction, set to the exact byte.
+
+Measured on an H200 with torch 2.11: the native allocator stops at the cap exactly; expandable segments
+are mapped in 20 MiB pieces and may pass it by less than one, so the fraction is set 20 MiB lower; the
+async backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so there a driver
+pool with `maxSize` is put under it (needs `cuda-bindings`). Setting the fraction creates no context.
+
+Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard.devices import cuda
+from memguard.errors import CapNotApplied, DeviceError
+from memguard.frameworks.base import Framework
+from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard.units import MIB, format_size
+
+_log = logging.getLogger("memguard")
+
+SEGMENT = 20 * MIB
+"""The piece in which expandable segments take memory (measured)."""
+_HISTORY = 200_000
+"""Entries kept while recording a trace: PyTorch's own default is unbounded."""
+
+
+class Torch(Framework):
+    """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
+
+    name: ClassVar[str] = "torch"
+    module: ClassVar[str] = "torch"
+    hook: ClassVar[str] = "torch"
+    tested: ClassVar[tuple[str, ...]] = ("2.11.0", "2.13.0")
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._before: dict[int, float] = {}
+        self._pools: dict[str, cuda.CappedPool] = {}
+        self._uuids: dict[str, int] | None = None
+
+    def why_absent(self) -> str | None:
+        """Not installed, or a build without CUDA (read from `torch/version.py`: nothing is imported)."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        built_for = cuda_version()
+        if built_for is None:
+            return "this torch is built without CUDA; fix: install a CUDA build of torch"
+        return None
+
+    def _live(self, module: ModuleType) -> bool:
+        return bool(module.cuda.is_initialized())
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        torch = self._torch()
+        if torch.version.hip:
+            raise CapNotApplied(self.name, "this is a ROCm build", "memguard budgets NVIDIA GPUs: install a CUDA build")
+        if not hasattr(torch._C, "_cuda_setMemoryFraction"):
+            raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
+        self._caps = dict(caps)
+        if self._live(torch):
+            residual = self._set_now(torch)
+            return Applied(Enforcement.ENFORCED, self._restore, residual=residual)
+        return Applied(
+            Enforcement.ENFORCED,
+            self._queue(torch),
+            notes=("torch: the cap is set when torch initialises CUDA, before its first allocation",),
+        )
+
+    def usage(self, device: Device) -> Usage | None:
+        """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live."""
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch):
+            return None
+        ordinal = self._ordinals(torch).get(device.uuid)
+        if ordinal is None:
+            return None
+        stats = torch._C._cuda_memoryStats(ordinal)
+        in_use = _stat(stats, "allocated_bytes", "current")
+        peak = _stat(stats, "allocated_bytes", "peak")
+        pool = self._pools.get(device.uuid)
+        if pool is not None:
+            reserved, used = pool.reserved(), pool.used()
+            return Usage(reserved, used, reserved - used, peak=peak)
+        held = _stat(stats, "reserved_bytes", "current")
+        if held is None or in_use is None:
+            return Usage(held, in_use)
+        # Blocks of a partly used segment are cached but cannot go back: PyTorch frees whole segments only.
+        active = _stat(stats, "active_bytes", "current") or in_use
+        stuck = _stat(stats, "inactive_split_bytes", "current") or 0
+        return Usage(held, in_use, max(held - active - stuck, 0), peak=peak)
+
+    def trim(self, device: Device) -> None:
+        """`torch.cuda.empty_cache()`: every wholly unused segment, on every device. Not while a graph is captured."""
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch) or torch.cuda.is_current_stream_capturing():
+            return
+        torch.cuda.empty_cache()
+        pool = self._pools.get(device.uuid)
+        if pool is not None:
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])
+            pool.trim()
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        if self._pools:
+            raise CapNotApplied(
+                self.name,
+                "the driver pool under the async backend has a fixed size",
+                "change the budget file and restart, or use the native backend",
+            )
+        self._caps = dict(caps)
+        torch = sys.modules.get("torch")
+        if torch is not None and self._live(torch):
+            self._set_now(torch)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        torch = sys.modules.get("torch")
+        return () if torch is None else (torch.OutOfMemoryError,)
+
+    def record(self) -> Callable[[], list[TraceEvent]] | None:
+        """PyTorch's own allocation history, bounded; None under the async backend, which keeps none."""
+        torch = sys.modules.get("torch")
+        if torch is None or torch.cuda.get_allocator_backend() != "native":
+            return None
+        try:
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, context=None, stacks="python")
+        except (AttributeError, RuntimeError, TypeError):
+            return None
+
+        def stop() -> list[TraceEvent]:
+            traces = torch.cuda.memory._snapshot()["device_traces"]
+            torch.cuda.memory._record_memory_history(enabled=None)
+            return _history_events(traces)
+
+        return stop
+
+    def forked(self) -> None:
+        self._caps = {}  # what is still queued for torch's initialisation then sets nothing
+
+    def _torch(self) -> Any:
+        return sys.modules["torch"]
+
+    def _queue(self, torch: Any) -> Callable[[], None]:
+        """Set the fractions inside torch's own CUDA initialisation, which runs what `_lazy_call` queued."""
+        if not hasattr(torch.cuda, "_lazy_call"):
+            raise CapNotApplied(
+                self.name,
+                f"torch {torch.__version__} has no torch.cuda._lazy_call",
+                "call torch.cuda.init() before memguard.init()",
+            )
+        armed = True
+
+        def set_caps() -> None:
+            if armed:
+                self._set_now(torch)
+
+        torch.cuda._lazy_call(set_caps)
+
+        def undo() -> None:
+            nonlocal armed
+            armed = False  # torch keeps its queue for itself: what is queued runs, and does nothing
+            queue = getattr(torch.cuda, "_queued_calls", None)
+            if isinstance(queue, list):
+                queue[:] = [entry for entry in queue if entry[0] is not set_caps]
+            if self._live(torch):
+                self._restore()
+
+        return undo
+
+    def _set_now(self, torch: Any) -> dict[str, int]:
+        """Set every device's fraction and read it back. Returns what is held above the cap, by UUID."""
+        if self._caps:
+            self._check_properties(torch)
+        backend = torch.cuda.get_allocator_backend()
+        residual: dict[str, int] = {}
+        try:
+            for uuid, ordinal in self._ordinals(torch).items():
+                if uuid not in self._caps:
+                    continue
+                allowed = self._caps[uuid]
+                if backend == "cudaMallocAsync":
+                    self._put_pool_under(uuid, ordinal, allowed)
+                elif _expandable(torch):
+                    allowed -= SEGMENT
+                self._set_fraction(torch, ordinal, allowed)
+                usage = self.usage(Device(uuid, "", 0, 0, None, ""))
+                if usage is not None and usage.held is not None and usage.held > self._caps[uuid]:
+                    residual[uuid] = usage.held - self._caps[uuid]
+        except BaseException:
+            self._restore()
+            raise
+        return residual
+
+    def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
+        total = torch.cuda.get_device_properties(ordinal).total_memory
+        if allowed <= 0:
+            raise CapNotApplied(
+                self.name, f"expandable segments need a cap above {format_size(SEGMENT)}", "raise its share"
+            )
+        fraction = min(allowed / total, 1.0)
+        if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
+            fraction = min(math.nextafter(fraction, 1.0), 1.0)
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        if read is not None:
+            self._before.setdefault(ordinal, read(ordinal))
+        torch._C._cuda_setMemoryFraction(fraction, ordinal)
+        if read is not None and abs(read(ordinal) * total - allowed) >= 1:
+            raise CapNotApplied(
+                self.name,
+                f"set {allowed} bytes, read back {int(read(ordinal) * total)}",
+                "report this with the torch version",
+            )
+
+    def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
+        if uuid in self._pools:
+            return
+        try:
+            self._pools[uuid] = cuda.CappedPool(ordinal, allowed)
+        except (ImportError, DeviceError) as error:
+            _log.warning(
+                "torch (cudaMallocAsync): the cap counts bytes in use; its pool may hold a few percent more (%s). "
+                "fix: pip install 'memguard[cuda]'",
+                error,
+            )
+
+    def _restore(self) -> None:
+        torch = self._torch()
+        for ordinal, fraction in self._before.items():
+            torch._C._cuda_setMemoryFraction(fraction, ordinal)
+        self._before.clear()
+        for pool in self._pools.values():
+            pool.restore()
+        self._pools.clear()
+
+    def _check_properties(self, torch: Any) -> None:
+        """TensorFlow's CUDA runtime in torch's way makes torch misread its devices and die of SIGFPE (measured)."""
+        for uuid, ordinal in self._ordinals(torch).items():
+            true = self.host.multiprocessors(uuid)
+            believed = torch.cuda.get_device_properties(ordinal).multi_processor_count
+            if true is not None and believed != true:
+                raise CapNotApplied(
+                    self.name,
+                    f"torch believes its GPU has {believed} multiprocessors, the driver says {true}: TensorFlow's CUDA "
+                    "runtime was loaded before torch's, and the first matrix product would kill the process (SIGFPE)",
+                    "call memguard.init() before `import tensorflow`, or import torch before tensorflow",
+                )
+
+    def _ordinals(self, torch: Any) -> dict[str, int]:
+        """CUDA ordinal by UUID, asked of torch itself once it is live (its `uuid` is NVML's without `GPU-`)."""
+        if self._uuids is None:
+            count = torch.cuda.device_count()
+            uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+            self._uuids = {_nvml_uuid(uuid): i for i, uuid in enumerate(uuids)}
+        return self._uuids
+
+
+def cuda_version() -> str | None:
+    """The CUDA version torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _nvml_uuid(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
+    try:
+        return int(stats[name]["all"][kind])
+    except (KeyError, TypeError):
+        return None
+
+
+def _expandable(torch: Any) -> bool:
+    """What the allocator really runs with; the environment where torch will not say."""
+    try:
+        return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    except (AttributeError, KeyError, RuntimeError):
+        import os
+
+        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        return "expandable_segments:true" in text.replace(" ", "").lower()
+
+
+def _history_events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
+    ops = {"alloc": "alloc", "free_requested": "free"}
+    events = []
+    live: dict[tuple[int, int], int] = {}
+    number = 0
+    for device, entries in enumerate(traces):
+        for entry in entries:
+            op = ops.get(entry["action"])
+            where = (device, entry.get("addr", 0))
+            if op == "alloc":
+                number += 1
+                live[where] = number
+                events.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, number, entry["size"], device=device))
+            elif op == "free" and where in live:  # what was allocated before the recording began is left out
+                events.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, live.pop(where), device=device))
+    return events

@@ -1,0 +1,114 @@
+"""Write down what the frameworks allocate, as a trace that `memguard simulate` replays on any machine.
+
+PyTorch (native allocator) and PyCUDA report every allocation; the others are sampled: their level of bytes in
+use, by a daemon thread that lives as long as the block.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from memguard import conductor, trace
+from memguard.errors import TraceError
+from memguard.model import State, TraceEvent
+
+INTERVAL = 0.002
+"""Seconds between samples of a framework that reports no single allocations; one sample of TensorFlow is 2.3 µs."""
+
+
+@contextmanager
+def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) -> Iterator[None]:
+    """Record the block's allocations into a new file at `path` (JSONL, `docs/trace.md`).
+
+    Needs an active budget. A framework that goes live inside the block is sampled from then on; to have
+    PyTorch's single allocations, import torch before the block. Raises NotActive, TraceError.
+    """
+    if os.path.lexists(path):
+        raise TraceError(f"{os.fspath(path)} exists already\n    fix: name a new file, or remove that one")
+    guard = conductor.current()
+    started = time.time()
+    stops: dict[str, Callable[[], list[TraceEvent]]] = {}
+    for name, framework in guard.frameworks.items():
+        if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
+            stops[name] = stop
+    sampler = _Sampler(guard, [name for name in guard.frameworks if name not in stops], interval)
+    sampler.start()
+    try:
+        yield
+    finally:
+        ended = time.time()
+        events = sampler.stop()
+        for stop in stops.values():
+            events += stop()
+        for name in guard.frameworks:
+            events += _mark(guard, name, ended)
+        events = [replace(e, time=round(e.time - started, 6)) for e in sorted(events, key=lambda e: e.time)]
+        trace.write(path, _header(guard, started), [e for e in events if e.time >= 0])
+
+
+class _Sampler:
+    def __init__(self, guard: conductor.Guard, names: list[str], interval: float) -> None:
+        self._guard, self._names, self._interval = guard, names, interval
+        self._stop = threading.Event()
+        self._events: list[TraceEvent] = []
+        self._last: dict[tuple[str, int], int] = {}
+        self._thread = threading.Thread(target=self._run, name="memguard-trace", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> list[TraceEvent]:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        return self._events
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._sample()
+
+    def _sample(self) -> None:
+        for name in self._names:
+            framework = self._guard.frameworks.get(name)
+            if framework is None:
+                continue
+            for position, part in enumerate(self._guard.plan.devices):
+                usage = framework.usage(part.device)
+                if usage is None or usage.in_use is None or self._last.get((name, position), 0) == usage.in_use:
+                    continue
+                self._last[name, position] = usage.in_use
+                self._events.append(TraceEvent(time.time(), name, "in_use", in_use=usage.in_use, device=position))
+
+
+def _mark(guard: conductor.Guard, name: str, when: float) -> list[TraceEvent]:
+    framework = guard.frameworks[name]
+    marks = []
+    for position, part in enumerate(guard.plan.devices):
+        usage = framework.usage(part.device)
+        if usage is not None:
+            marks.append(TraceEvent(when, name, "mark", held=usage.held, in_use=usage.in_use, device=position))
+    return marks
+
+
+def _header(guard: conductor.Guard, started: float) -> trace.TraceHeader:
+    devices = (part.device for part in guard.plan.devices)
+    return trace.TraceHeader(
+        datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
+        tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture) for d in devices),
+        {name: {"version": _version(f.module)} for name, f in guard.frameworks.items()},
+        guard.host.simulated,
+    )
+
+
+def _version(module: str) -> str | None:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return None
