@@ -97,7 +97,7 @@ class Outcome:
             lines.append(f"{row.framework[:16]:<16} {row.device:>3} {cap:>12} {held:>12} {in_use:>12} {row.refused:>8}")
         lines.append("")
         for gpu in self.devices:
-            full = f", full {gpu.full} times" if gpu.full else ""
+            full = f", full {_times(gpu.full)}" if gpu.full else ""
             peak = f"process peak {format_size(gpu.peak_process)} of {format_size(gpu.usable)}{full}"
             lines += _wrap(f"GPU {gpu.device} {gpu.name} (simulated): {peak}")
         for row in self.frameworks:
@@ -292,7 +292,11 @@ def _deviation(row: FrameworkOutcome) -> str:
         if value is not None
     ]
     where = f"{row.framework[:16]} on GPU {row.device}"
-    return f"{where}: simulated against recorded at {row.marks} marks, largest deviation: {', '.join(parts)}"
+    return f"{where}: simulated against recorded, compared {_times(row.marks)}, largest deviation: {', '.join(parts)}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _wrap(text: str) -> list[str]:

@@ -1,0 +1,242 @@
+"""Replay: what was recorded comes out again, what does not fit is refused, and everything says that it is simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memguard.cli.simulate import simulate as command
+from memguard.devices.simulated import CATALOGUE, SimulatedHost
+from memguard.errors import TraceError
+from memguard.frameworks.simulated import SimulatedFramework
+from memguard.model import TraceEvent
+from memguard.simulate import Outcome, host_of, replay
+from memguard.trace import Trace, TraceDevice, TraceHeader, write
+from memguard.units import GIB, MIB
+
+H200 = TraceDevice("NVIDIA H200", CATALOGUE["h200"].total, CATALOGUE["h200"].reserved, "hopper")
+UUID = SimulatedHost().devices()[0].uuid
+
+
+def header(devices: int = 1, **frameworks: dict[str, object]) -> TraceHeader:
+    names: dict[str, dict[str, object]] = frameworks or {"torch": {}, "tensorflow": {}, "pycuda": {}}
+    return TraceHeader("2025-01-31", (H200,) * devices, names)
+
+
+def trace(*events: TraceEvent, devices: int = 1, **frameworks: dict[str, object]) -> Trace:
+    return Trace(header(devices, **frameworks), events)
+
+
+def alloc(number: int, size: int, framework: str = "torch", time: float = 0.0, device: int = 0) -> TraceEvent:
+    return TraceEvent(time, framework, "alloc", number, size, device=device)
+
+
+def free(number: int, framework: str = "torch", time: float = 0.0) -> TraceEvent:
+    return TraceEvent(time, framework, "free", number)
+
+
+def level(size: int, time: float = 0.0, framework: str = "tensorflow") -> TraceEvent:
+    return TraceEvent(time, framework, "in_use", in_use=size)
+
+
+def mark(held: int | None, in_use: int | None, framework: str = "torch") -> TraceEvent:
+    return TraceEvent(0, framework, "mark", held=held, in_use=in_use)
+
+
+def test_peaks() -> None:
+    outcome = replay(trace(alloc(1, 5 * MIB), alloc(2, 30 * MIB), free(2), TraceEvent(0, "torch", "trim"), alloc(3, 1)))
+    (row,), (gpu,) = outcome.frameworks, outcome.devices
+    assert (row.framework, row.device, row.cap, row.refused) == ("torch", 0, None, 0)
+    assert (row.peak_held, row.peak_in_use) == (50 * MIB, 35 * MIB)
+    assert gpu.peak_process == (518 + 94 + 50) * MIB and gpu.full == 0
+    assert outcome.refused == 0 and not outcome.budget and outcome.events == 5
+
+
+def test_a_cap_refuses_and_the_later_free_is_skipped() -> None:
+    events = [alloc(n, 300 * MIB, time=n) for n in range(5)]
+    outcome = replay(trace(*events, free(4, time=9), free(0, time=9)), caps={"torch": {UUID: GIB}}, keep=1)
+    (row,) = outcome.frameworks
+    assert (row.cap, row.refused, len(row.refusals), row.peak_held) == (GIB, 2, 1, 900 * MIB)
+    refusal = row.refusals[0]
+    assert (refusal.time, refusal.bytes, refusal.held, refusal.cap, refusal.full) == (
+        3.0,
+        300 * MIB,
+        900 * MIB,
+        GIB,
+        False,
+    )
+    assert outcome.budget and outcome.refused == 2
+
+
+def test_a_full_card_names_the_largest_holder() -> None:
+    events = (level(MIB), alloc(1, 4 * GIB, time=1))
+    outcome = replay(trace(*events))
+    rows = {row.framework: row for row in outcome.frameworks}
+    assert abs(outcome.devices[0].peak_process - 141_350 * MIB) < 200 * MIB and outcome.devices[0].full == 1
+    (refusal,) = rows["torch"].refusals
+    assert refusal.full and "the largest holder is tensorflow with 137.5" in refusal.message
+    capped = replay(trace(*events), caps={"tensorflow": {UUID: GIB}, "torch": {UUID: 5 * GIB}})
+    assert capped.refused == 0
+
+
+def test_another_process_can_be_the_largest_holder() -> None:
+    host = SimulatedHost()
+    host.occupy(host.devices()[0], 77, 130 * GIB)
+    outcome = replay(trace(alloc(1, 20 * GIB)), host)
+    assert "the largest holder is process 77 with 130.00 GiB" in outcome.frameworks[0].refusals[0].message
+
+
+def test_tensorflow_growth_comes_from_the_options_or_the_recording() -> None:
+    events = (level(256 * MIB),)
+    assert replay(trace(*events)).frameworks[0].peak_held > 100 * GIB
+    assert replay(trace(*events, tensorflow={"growth": True})).frameworks[0].peak_held == 256 * MIB
+    for growth, held in ((True, 256 * MIB), (False, 4 * GIB)):
+        outcome = replay(
+            trace(*events), caps={"tensorflow": {UUID: 4 * GIB}}, options={"tensorflow": {"growth": growth}}
+        )
+        assert outcome.frameworks[0].peak_held == held
+
+
+@settings(max_examples=60, deadline=None)
+@given(levels=st.lists(st.integers(0, 3_000_000).map(lambda n: n * 256), max_size=40))
+def test_levels_are_met_exactly(levels: list[int]) -> None:
+    events = [step for size in levels for step in (level(size), mark(None, size, "tensorflow"))]
+    outcome = replay(trace(*events, tensorflow={"growth": True}))
+    if levels:
+        (row,) = outcome.frameworks
+        assert row.in_use_deviation == 0.0 and row.marks == len(levels)
+        assert row.peak_in_use == max(levels) and row.held_deviation is None
+
+
+def test_levels_after_a_refusal() -> None:
+    sizes = [800 * MIB, 1200 * MIB, 1100 * MIB, 700 * MIB, 900 * MIB]
+    events = [level(size, time=n) for n, size in enumerate(sizes)]
+    outcome = replay(trace(*events), caps={"tensorflow": {UUID: GIB}}, options={"tensorflow": {"growth": True}})
+    (row,) = outcome.frameworks
+    assert [(r.time, r.bytes) for r in row.refusals] == [(1.0, 400 * MIB)]
+    assert row.peak_in_use == 900 * MIB
+
+
+def test_marks_are_compared_until_the_first_refusal() -> None:
+    events = (
+        mark(0, 0),
+        alloc(1, 100 * MIB),
+        mark(101 * MIB, 100 * MIB),
+        mark(None, 80 * MIB),
+        alloc(2, GIB),
+        mark(5, 5),
+    )
+    (row,) = replay(trace(*events), caps={"torch": {UUID: GIB}}).frameworks
+    assert row.marks == 3
+    assert row.held_deviation == pytest.approx(1 / 101) and row.in_use_deviation == pytest.approx(0.25)
+
+
+def test_a_recorded_simulation_replays_to_the_byte() -> None:
+    host = SimulatedHost()
+    (gpu,) = host.devices()
+    for name in ("torch", "pycuda"):
+        framework = SimulatedFramework(host, name)
+        stop = framework.record()
+        assert stop is not None
+        arrays = [framework.allocate(size * 100_001) for size in (1, 7, 30, 200, 3, 90)]
+        for array in arrays[::2]:
+            framework.free(array)
+        framework.allocate(5_000_000)
+        real = framework.stats(gpu)
+        (row,) = replay(trace(*stop(), mark(real.held, real.in_use, name))).frameworks
+        assert (row.peak_held, row.peak_in_use) == (real.peak_held, real.peak_in_use)
+        assert row.held_deviation == row.in_use_deviation == 0.0
+
+
+def test_several_devices() -> None:
+    events = (alloc(1, GIB, device=1), alloc(2, 2 * GIB, device=0))
+    recorded = trace(*events, devices=2)
+    uuids = [d.uuid for d in host_of(recorded.header).devices()]
+    outcome = replay(recorded, caps={"torch": {uuids[0]: GIB, uuids[1]: GIB}})
+    assert [(row.device, row.refused, row.peak_held) for row in outcome.frameworks] == [(0, 1, 0), (1, 0, GIB)]
+    with pytest.raises(TraceError, match="uses GPU 1, and 1 are simulated"):
+        replay(recorded, SimulatedHost())
+
+
+def test_what_cannot_be_simulated() -> None:
+    with pytest.raises(TraceError, match="'jax' cannot be simulated"):
+        replay(trace(jax={}))
+    notes = replay(trace(torch={"allocator": "expandable_segments"})).notes
+    assert len(notes) == 1 and "expandable_segments" in notes[0]
+    assert replay(trace(torch={"allocator": "native"})).notes == ()
+    again = Trace(TraceHeader("2025-01-31", (H200,), {}, simulated=True), ())
+    assert "recorded on simulated" in replay(again).notes[0]
+
+
+def crowded() -> Outcome:
+    events = [level(MIB), mark(None, MIB, "tensorflow"), *(alloc(n, 4 * GIB, time=n) for n in range(9))]
+    return replay(trace(*events, alloc(1, 5, "pycuda", time=10)))
+
+
+def test_the_text_fits_and_says_that_it_is_simulated() -> None:
+    text = crowded().render()
+    assert max(map(len, text.splitlines())) <= 80
+    first, *_ = text.splitlines()
+    assert first == "simulated replay of 12 events, without a budget"
+    for part in (
+        "tensorflow",
+        "none",
+        "NVIDIA H200 (simulated)",
+        "and 4 more refusals of torch",
+        "compared once",
+        "full 9 times",
+    ):
+        assert part in " ".join(text.split()), part
+    assert "simulated" in replay(trace()).render()
+
+
+def test_the_json() -> None:
+    outcome = crowded()
+    record = json.loads(json.dumps(outcome.as_dict()))
+    assert record["simulated"] is True and record["refused"] == outcome.refused == 9
+    assert {row["framework"] for row in record["frameworks"]} == {"torch", "tensorflow", "pycuda"}
+    assert record["frameworks"][-1]["refusals"][0]["full"] is True
+
+
+BUDGET = """\
+version: 1
+device: {limit: 90%, reserve: 2GiB}
+frameworks:
+  torch: {limit: 8GiB}
+  tensorflow: {limit: 4GiB, growth: true}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    budget, path = tmp_path / "budget.yaml", tmp_path / "trace.jsonl"
+    budget.write_text(BUDGET)
+    write(path, header(), [level(GIB), alloc(1, 6 * GIB, time=1), alloc(2, 1, "pycuda", time=1)])
+    return str(budget), str(path)
+
+
+def test_the_command(files: tuple[str, str]) -> None:
+    run = CliRunner().invoke(command, list(files))
+    assert run.exit_code == 0, run.output
+    assert "with the budget's caps" in run.output and "8.00 GiB" in run.output
+    run = CliRunner().invoke(command, [files[1], "--without-budget"])
+    assert run.exit_code == 1 and "the card is full" in " ".join(run.output.split())
+    run = CliRunner().invoke(command, [*files, "--without-budget", "--json"])
+    assert run.exit_code == 1 and json.loads(run.output)["budget"] is False
+    run = CliRunner().invoke(command, [*files, "--device", "h100", "--json"])
+    assert run.exit_code == 0 and json.loads(run.output)["devices"][0]["name"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) -> None:
+    budget, path = files
+    assert CliRunner().invoke(command, [budget]).exit_code == 2
+    run = CliRunner().invoke(command, [budget, str(tmp_path / "absent")])
+    assert isinstance(run.exception, TraceError) and run.exception.exit_code == 2
+    Path(path).write_text("{}")
+    run = CliRunner().invoke(command, [budget, path])
+    assert isinstance(run.exception, TraceError)

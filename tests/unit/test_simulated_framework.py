@@ -1,0 +1,258 @@
+"""The simulated framework keeps the contract of base.py, and holds what the real ones were measured to hold."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from memguard.devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
+from memguard.errors import CapNotApplied, DeviceError
+from memguard.frameworks.base import Framework
+from memguard.frameworks.late import ImportHook
+from memguard.frameworks.simulated import FrameworkOutOfMemory, SimulatedFramework
+from memguard.model import Enforcement, State, Usage
+from memguard.units import GIB, MIB
+
+NAMES = ["torch", "tensorflow", "pycuda"]
+
+
+def own(host: SimulatedHost) -> int:
+    return host.processes(host.devices()[0]).get(host.pid) or 0
+
+
+def uuid(host: SimulatedHost) -> str:
+    return host.devices()[0].uuid
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states(name: str) -> None:
+    host = SimulatedHost()
+    framework: Framework = SimulatedFramework(host, name)
+    assert isinstance(framework, SimulatedFramework)
+    (gpu,) = host.devices()
+    assert framework.name == name and framework.why_absent() is None
+    assert framework.state() is State.IMPORTABLE and framework.oom_types() == ()
+    framework.start_importing()
+    assert framework.state() is State.IMPORTED
+    assert framework.usage(gpu) is None
+    framework.trim(gpu)
+    framework.apply({gpu.uuid: GIB}, {})
+    assert own(host) == 0 and not host.context_active(gpu), "looking and capping must not bring it to life"
+    framework.allocate(1)
+    assert framework.state() is State.LIVE and host.context_active(gpu)
+    assert framework.usage(gpu) is not None
+    assert SimulatedFramework(host, name, imported=True).state() is State.IMPORTED
+
+
+def test_any_name_with_a_style() -> None:
+    framework = SimulatedFramework(SimulatedHost(), "mine", "pool")
+    assert framework.name == "mine" and SimulatedFramework(SimulatedHost()).name == "torch"
+    for style in (None, "other"):
+        with pytest.raises(ValueError, match="no simulated allocator for 'mine'"):
+            SimulatedFramework(SimulatedHost(), "mine", style)
+
+
+def test_the_context_is_shared() -> None:
+    """Measured: torch on top of another's context adds 94 MiB, not 612."""
+    host = SimulatedHost()
+    SimulatedFramework(host, "pycuda").allocate(1)
+    assert own(host) == CONTEXT + 2 * MIB
+    SimulatedFramework(host, "torch").allocate(1)
+    assert own(host) == CONTEXT + 2 * MIB + 94 * MIB + 2 * MIB
+
+
+def test_an_import_hook_sees_the_import() -> None:
+    host, hook = SimulatedHost(), ImportHook()
+    framework = SimulatedFramework(host, "torch")
+    seen = []
+    hook.watch(framework.hook, lambda: seen.append(framework.state()))
+    framework.allocate(1)
+    assert seen == [State.IMPORTED]
+    framework.start_importing()
+    assert seen == [State.IMPORTED]
+    assert framework.hook not in sys.modules and hook not in sys.meta_path
+
+
+def test_a_hook_that_raises_stops_the_import() -> None:
+    framework, hook = SimulatedFramework(SimulatedHost(), "torch"), ImportHook()
+
+    def refuse() -> None:
+        raise CapNotApplied("torch", "no", "none")
+
+    hook.watch(framework.hook, refuse)
+    before = list(sys.meta_path)
+    with pytest.raises(CapNotApplied):
+        framework.allocate(1)
+    assert framework.state() is State.IMPORTABLE
+    assert [f for f in sys.meta_path if f not in before] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cap_holds_and_the_error_is_its_own(name: str) -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, name)
+    applied = framework.apply({uuid(host): 4 * GIB}, {})
+    assert applied.enforcement is Enforcement.ENFORCED and applied.undo and not applied.permanent
+    arrays = []
+    with pytest.raises(FrameworkOutOfMemory, match=f"simulated {name}: .* its cap is reached") as caught:
+        while True:
+            arrays.append(framework.allocate(100 * MIB))
+    assert framework.oom_types() == (type(caught.value),)
+    assert caught.value.requested == 100 * MIB and caught.value.cap == 4 * GIB and caught.value.driver is None
+    stats = framework.stats(host.devices()[0])
+    assert 3.8 * GIB < stats.held <= 4 * GIB and caught.value.held == stats.held
+    for array in arrays:
+        framework.free(array)
+    with pytest.raises(ValueError, match="not live"):
+        framework.free(arrays[0])
+
+
+def test_out_of_memory_classes_are_distinct() -> None:
+    host = SimulatedHost()
+    types = [SimulatedFramework(host, name, imported=True).oom_types() for name in NAMES]
+    assert len({t for (t,) in types}) == 3
+    assert types[0] == SimulatedFramework(SimulatedHost(), "torch", imported=True).oom_types()
+    assert all(issubclass(t, SimulatedOutOfMemory) for (t,) in types)
+
+
+def test_uncapped_tensorflow_takes_the_card_and_torch_finds_none() -> None:
+    """Measured: TF takes 141,350 MiB of the H200 (the whole process), and torch then gets no 4 GiB."""
+    host = SimulatedHost()
+    SimulatedFramework(host, "tensorflow").allocate(1)
+    assert abs(own(host) - 141_350 * MIB) < 16 * MIB
+    with pytest.raises(FrameworkOutOfMemory, match="no cap.*the card is full") as caught:
+        SimulatedFramework(host, "torch").allocate(4 * GIB)
+    assert caught.value.driver is not None and caught.value.cap is None
+    assert caught.value.__cause__ is None and caught.value.driver.__traceback__ is None
+
+
+def test_no_room_for_a_context() -> None:
+    host = SimulatedHost()
+    (gpu,) = host.devices()
+    host.occupy(gpu, 1, gpu.usable - CONTEXT - 50 * MIB)
+    framework = SimulatedFramework(host, "torch")
+    with pytest.raises(FrameworkOutOfMemory, match="the card is full"):
+        framework.allocate(1)
+    assert framework.state() is State.IMPORTED
+    host.occupy(gpu, 1, 0)
+    framework.allocate(1)
+    assert own(host) == CONTEXT + 96 * MIB
+
+
+def test_tensorflow_with_growth_as_measured() -> None:
+    """Measured: limit 4,096 MiB with growth, 778 MiB of process after a 256 MiB tensor; held is not told."""
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "tensorflow")
+    framework.apply({uuid(host): 4096 * MIB}, {"growth": True})
+    framework.allocate(256 * MIB)
+    assert own(host) == 778 * MIB
+    size = 256 * MIB
+    usage = framework.usage(host.devices()[0])
+    assert usage == Usage(None, size, 0, held_at_least=size, held_at_most=4096 * MIB, peak=size)
+
+
+def test_tensorflow_without_growth_holds_its_cap() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "tensorflow")
+    framework.apply({uuid(host): 4096 * MIB}, {"growth": False})
+    array = framework.allocate(256 * MIB)
+    framework.free(array)
+    assert framework.usage(host.devices()[0]) == Usage(4096 * MIB, 0, 0, peak=256 * MIB)
+    framework.trim(host.devices()[0])
+    assert own(host) == (4096 + 518 + 4) * MIB
+
+
+def test_tensorflow_is_fixed_once_live() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "tensorflow")
+    undo = framework.apply({uuid(host): GIB}, {}).undo
+    with pytest.raises(CapNotApplied, match="fixed"):
+        framework.resize({uuid(host): 2 * GIB})
+    framework.allocate(1)
+    with pytest.raises(CapNotApplied, match="too late"):
+        framework.apply({uuid(host): 2 * GIB}, {})
+    assert undo is not None
+    with pytest.raises(CapNotApplied, match="permanent"):
+        undo()
+    assert framework.stats(host.devices()[0]).cap == GIB
+    with pytest.raises(FrameworkOutOfMemory):
+        framework.allocate(2 * GIB)
+
+
+def test_tensorflow_undone_before_it_is_live() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "tensorflow")
+    undo = framework.apply({uuid(host): GIB}, {}).undo
+    assert undo is not None
+    undo()
+    framework.allocate(1)
+    assert own(host) > 100 * GIB
+
+
+@pytest.mark.parametrize("name", ["torch", "pycuda"])
+def test_capped_while_live(name: str) -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, name)
+    (gpu,) = host.devices()
+    first = framework.allocate(2 * GIB)
+    applied = framework.apply({gpu.uuid: GIB}, {})
+    usage = framework.usage(gpu)
+    assert usage is not None and usage.held is not None and usage.held >= 2 * GIB
+    assert applied.residual == {gpu.uuid: usage.held - GIB}
+    with pytest.raises(FrameworkOutOfMemory):
+        framework.allocate(4 * MIB)
+    framework.free(first)
+    after = framework.usage(gpu)
+    assert after is not None and (after.held, after.in_use, after.reclaimable) == (usage.held, 0, usage.held)
+    framework.trim(gpu)
+    assert framework.stats(gpu).held == 0
+    framework.resize({gpu.uuid: 3 * GIB})
+    framework.free(framework.allocate(2 * GIB))
+    assert applied.undo is not None
+    applied.undo()
+    framework.allocate(10 * GIB)
+    assert framework.stats(gpu).cap is None
+
+
+def test_caps_are_per_device() -> None:
+    host = SimulatedHost(("l4", "h200"))
+    first, second = host.devices()
+    framework = SimulatedFramework(host, "torch")
+    framework.apply({first.uuid: GIB, second.uuid: 4 * GIB}, {})
+    framework.allocate(2 * GIB, device=1)
+    assert framework.usage(first) is None and not host.context_active(first)
+    with pytest.raises(FrameworkOutOfMemory):
+        framework.allocate(2 * GIB, device=0)
+    for wrong in (-1, 2):
+        with pytest.raises(DeviceError, match="there are 2"):
+            framework.allocate(1, device=wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cap_for_a_strange_device_leaves_nothing_applied(name: str) -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, name)
+    with pytest.raises(CapNotApplied, match="no simulated GPU GPU-strange"):
+        framework.apply({uuid(host): GIB, "GPU-strange": GIB}, {})
+    assert framework.stats(host.devices()[0]).cap is None
+
+
+def test_recording() -> None:
+    host = SimulatedHost(("h200", "h200"))
+    assert SimulatedFramework(host, "tensorflow").record() is None
+    framework = SimulatedFramework(host, "torch")
+    before = framework.allocate(5)
+    stop = framework.record()
+    assert stop is not None
+    array = framework.allocate(7, device=1)
+    framework.free(array)
+    framework.free(before)
+    events = stop()
+    framework.allocate(9)
+    assert [(e.op, e.id, e.bytes, e.device) for e in events] == [
+        ("alloc", array, 7, 1),
+        ("free", array, None, 1),
+        ("free", before, None, 0),
+    ]
+    assert len(stop()) == 3 and events[0].framework == "torch" and events[0].time <= events[1].time
