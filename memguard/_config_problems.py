@@ -40,7 +40,8 @@ def problems(
         finding
         for finding in dict.fromkeys(listed)
         if not any(finding.loc[:n] in document.bad for n in range(len(finding.loc) + 1))
-        and (finding.alone or not any(finding.loc[: n + 1] in alone for n in range(len(finding.loc))))
+        and not any(finding.loc[:n] in alone for n in range(len(finding.loc)))
+        and (finding.alone or finding.loc not in alone)
     ]
     order = {path: index for index, path in enumerate(document.values)}
     kept.sort(key=lambda finding: order.get(_nearest(finding.loc, order), 0))
@@ -85,6 +86,8 @@ def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Finding:
     if home is not None and level != home:
         place = "a framework, as in 'torch: {share: 50%}'" if home == "framework" else f"'{home}:'"
         return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", f"move it below {place}", True, True)
+    if name in names[""]:
+        return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", "align it with 'version:'", True, True)
     return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "remove it", True, True)
 
 

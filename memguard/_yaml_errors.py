@@ -101,9 +101,15 @@ _SENTENCES: tuple[tuple[str, str, str, bool], ...] = (
         False,
     ),
     (
+        "expected the node content, but found '<stream end>'",
+        "the file ends inside '[' or '{{'",
+        "add the closing ']' or '}}'",
+        False,
+    ),
+    (
         "expected the node content",
-        "a value is missing before this",
-        "write a value, or remove this character",
+        "a key or a value is missing before this",
+        "write what is missing, or remove this character",
         False,
     ),
 )

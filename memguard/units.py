@@ -97,9 +97,9 @@ def _percent_hint(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """A value as a message shows it: at most 40 characters, whatever it is."""
+    """A value as a message shows it: at most 60 characters, whatever it is."""
     try:
         text = repr(value)
     except Exception:  # for example an int of more than 4,300 digits, or a list nested too deep
         text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 40 else text[:37] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."

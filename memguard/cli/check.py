@@ -1,0 +1,71 @@
+"""`memguard check`: is this budget file right?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from memguard.config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget
+
+
+@click.command("check")
+@click.argument("budget", type=click.Path())
+def check(budget: str) -> None:
+    """Validate a budget file. Errors name the line and the fix. Looks at no GPU."""
+    from memguard import config
+
+    loaded = config.load(budget)
+    click.echo(f"{click.format_filename(budget)}: ok")
+    for label, text in _summary(loaded):
+        click.echo(f"  {label:<12} {text}")
+
+
+def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
+    yield "device", _device(budget.device)
+    for key, override in budget.devices.items():
+        name = f"GPU {key}" if key.isdecimal() else key if key.startswith("GPU-") else repr(key)
+        yield "", f"{name}: {_device(override)}"
+    for name, framework in budget.frameworks.items():
+        yield name, _framework(framework)
+    yield "unallocated", _rest(budget)
+
+
+def _device(device: DeviceBudget | DeviceOverride) -> str:
+    from fractions import Fraction
+
+    from memguard._config_values import text
+
+    said = []
+    if device.limit is not None:
+        of = " of what CUDA can give" if isinstance(device.limit, Fraction) else ""
+        said.append(f"limit {text(device.limit)}{of}")
+    if device.reserve is not None:
+        said.append(f"reserve {text(device.reserve)}")
+    return ", ".join(said) or "as device"
+
+
+def _framework(framework: FrameworkBudget) -> str:
+    from memguard._config_values import text
+
+    size = (
+        f"{text(framework.share)} of (limit − reserve)" if framework.share is not None else f"{text(framework.limit)}"
+    )
+    if framework.growth is None:
+        return size
+    return f"{size}, {'grows as needed' if framework.growth else 'taken whole at the first operation'}"
+
+
+def _rest(budget: Budget) -> str:
+    from fractions import Fraction
+
+    from memguard._config_values import text
+
+    frameworks = budget.frameworks.values()
+    share = 1 - sum((f.share for f in frameworks if f.share is not None), Fraction(0))
+    size = sum(f.limit for f in frameworks if f.limit is not None)
+    if not share:
+        return "nothing"
+    return f"{text(share)} of (limit − reserve)" + (f" − {text(size)}" if size else "")

@@ -1,0 +1,186 @@
+"""The budget file: what it means, and that every problem is named with its place and its fix."""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from jsonschema import Draft202012Validator
+
+from memguard.cli.check import check
+from memguard.cli.schema import schema
+from memguard.config import FRAMEWORKS, Budget, DeviceOverride, FrameworkBudget, from_mapping, json_schema, load, parse
+from memguard.errors import ConfigError, Problem
+from memguard.units import GIB, MIB
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
+GOOD = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
+
+
+def problems(text: str | bytes) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as raised:
+        parse(text, "b.yaml")
+    return raised.value.problems
+
+
+def fw(lines: str) -> str:
+    """A budget with these lines as its frameworks; the first is line 3, indented by 2."""
+    return "version: 1\nframeworks:\n" + "".join(f"  {line}\n" for line in lines.split("\n"))
+
+
+# What a budget means
+
+
+def test_the_least_budget_and_its_defaults() -> None:
+    budget = parse(GOOD)
+    assert budget.version == 1
+    assert (budget.device.limit, budget.device.reserve) == (Fraction(9, 10), "auto")
+    assert dict(budget.devices) == {}
+    assert dict(budget.frameworks) == {"torch": FrameworkBudget(share=Fraction(1, 2))}
+
+
+def test_the_sample_says_what_its_comments_say() -> None:
+    budget = load(CONFIGS / "budget.yaml")
+    assert (budget.device.limit, budget.device.reserve) == (Fraction(9, 10), "auto")
+    assert list(budget.frameworks) == ["torch", "tensorflow", "pycuda"]
+    assert budget.frameworks["torch"].share == Fraction(1, 2)
+    assert budget.frameworks["tensorflow"].share == Fraction(1, 4)
+    assert [f.growth for f in budget.frameworks.values()] == [None, True, None]
+    assert budget.frameworks["pycuda"].limit == GIB
+    assert budget.frameworks["pycuda"].share is None
+
+
+def test_per_gpu_overrides_are_kept_in_one_spelling_and_in_file_order() -> None:
+    text = f'devices:\n  "{UUID.upper()}": {{limit: 40GiB}}\n  0: {{limit: 50%}}\n  "NVIDIA A100*": {{reserve: 2GiB}}\n'
+    assert dict(parse(GOOD + text).devices) == {
+        UUID: DeviceOverride(limit=40 * GIB),
+        "0": DeviceOverride(limit=Fraction(1, 2)),
+        "NVIDIA A100*": DeviceOverride(reserve=2 * GIB),
+    }
+    assert list(parse(GOOD + text).devices) == [UUID, "0", "NVIDIA A100*"]
+
+
+def test_growth_is_true_unless_said_otherwise() -> None:
+    assert parse(fw("tensorflow: {share: 25%}")).frameworks["tensorflow"].growth is True
+    assert parse(fw("tensorflow: {share: 25%, growth: false}")).frameworks["tensorflow"].growth is False
+
+
+def test_equal_means_the_same_budget_however_written() -> None:
+    one = parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%}}")
+    two = parse("frameworks:\n  tensorflow: {growth: true, share: '50.0 %'}\n  torch: {limit: 1024 mib}\nversion: 1\n"
+                "device: {limit: 90%, reserve: auto}\ndevices: {}")  # fmt: skip
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%, growth: false}}")
+
+
+def test_a_budget_cannot_be_changed_and_survives_pickling() -> None:
+    budget = load(CONFIGS / "several-gpus.yaml")
+    with pytest.raises(ValueError, match="frozen"):
+        budget.version = 2
+    with pytest.raises(TypeError):
+        budget.frameworks["torch"] = FrameworkBudget(limit=GIB)  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(budget)) == budget
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_dumped_budget_is_read_back() -> None:
+    for path in CONFIGS.glob("*.yaml"):
+        budget = load(path)
+        assert from_mapping(budget.model_dump(exclude_none=True)) == budget
+
+
+def test_a_mapping_and_a_file_mean_the_same() -> None:
+    data = {
+        "version": 1,
+        "device": {"limit": 40 * GIB},
+        "devices": {0: {"limit": Fraction(1, 2)}},
+        "frameworks": {"torch": {"share": "50%"}, "pycuda": {"limit": 512 * MIB}},
+    }
+    text = "version: 1\ndevice: {limit: 40GiB}\ndevices: {0: {limit: 50%}}\n"
+    assert from_mapping(data) == parse(text + "frameworks: {torch: {share: 50%}, pycuda: {limit: 512MiB}}")
+
+
+# The sample files, the schema and the commands
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_sample_is_a_budget_and_passes_the_schema(path: Path) -> None:
+    assert isinstance(load(path), Budget)
+    Draft202012Validator(json_schema()).validate(plain(path.read_text()))
+    result = CliRunner().invoke(check, [str(path)])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"{path}: ok\n")
+    assert len(result.output.splitlines()) < 20
+
+
+def plain(text: str) -> Any:
+    from memguard._yaml import read
+
+    return read(text).data
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "version: 2\nframeworks: {torch: {share: 1%}}",
+        "version: 1",
+        "version: 1\nframeworks: {}",
+        "version: 1\nframeworks: {mxnet: {share: 1%}}",
+        GOOD + "foo: 1",
+        GOOD + "device: {limits: 1}",
+        GOOD + "device: {limit: 5GB}",
+        GOOD + "device: {limit: 120%}",
+        GOOD + "device: {limit: 0%}",
+        GOOD + "device: {limit: 90}",
+        GOOD + "device: {reserve: 5%}",
+        GOOD + "device: {reserve: 017777777}",
+        GOOD + "devices: {GPU-12: {limit: 5%}}",
+        GOOD + "devices: {-1: {limit: 5%}}",
+        GOOD + "devices: {0: {share: 5%}}",
+        fw("torch: {}"),
+        fw("torch: {share: 50}"),
+        fw("torch: {share: 100.5%}"),
+        fw("torch: {share: 5GiB}"),
+        fw("torch: {limit: 5%}"),
+        fw("torch: {limit: 512}"),
+        fw("torch: {share: 5%, limit: 1GiB}"),
+        fw("torch: {share: 5%, growth: true}"),
+        fw("tensorflow: {share: 5%, growth: yes}"),
+    ],
+)
+def test_the_schema_refuses_what_the_parser_refuses(text: str) -> None:
+    assert problems(text)
+    assert not Draft202012Validator(json_schema()).is_valid(plain(text))
+
+
+def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
+    Draft202012Validator.check_schema(json_schema())
+    properties = json_schema()["properties"]
+    assert set(properties) == set(Budget.model_fields)
+    assert set(properties["frameworks"]["properties"]) == set(FRAMEWORKS)
+    assert set(properties["frameworks"]["properties"]["tensorflow"]["properties"]) == set(FrameworkBudget.model_fields)
+    assert set(properties["device"]["properties"]) == set(DeviceOverride.model_fields)
+    json_schema()["properties"].clear()
+    assert json_schema()["properties"]
+
+
+def test_the_commands() -> None:
+    import json
+
+    assert json.loads(CliRunner().invoke(schema).output) == json_schema()
+    output = CliRunner().invoke(check, [str(CONFIGS / "several-gpus.yaml")]).output
+    assert f"{UUID}: limit 40GiB" in output
+    assert "GPU 0: limit 50% of what CUDA can give" in output
+    assert "'NVIDIA A100*': reserve 2GiB" in output
+    assert "unallocated  10% of (limit − reserve)" in output
+    output = CliRunner().invoke(check, [str(CONFIGS / "budget.yaml")]).output
+    assert "tensorflow   25% of (limit − reserve), grows as needed" in output
+    assert "unallocated  25% of (limit − reserve) − 1GiB" in output
+    wrong = CliRunner().invoke(check, ["absent.yaml"])
+    assert isinstance(wrong.exception, ConfigError)

@@ -1,0 +1,319 @@
+"""Everything that can be wrong in a budget, named with its line, column and fix."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memguard.config import from_mapping, load, parse
+from memguard.errors import ConfigError, Problem
+
+UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
+GOOD = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
+
+
+def problems(text: str | bytes) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as raised:
+        parse(text, "b.yaml")
+    return raised.value.problems
+
+
+def fw(lines: str) -> str:
+    """A budget with these lines as its frameworks; the first is line 3, indented by 2."""
+    return "version: 1\nframeworks:\n" + "".join(f"  {line}\n" for line in lines.split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "path", "said", "fix"),
+    [
+        # version
+        ("frameworks: {torch: {share: 1%}}", 1, 1, "version", "is missing", "add 'version: 1'"),
+        ("version: 2\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "reads version 1, found 2",
+         "write 'version: 1'"),
+        ("version: '1'\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "the number 1, found '1'",
+         "without quotes"),
+        ("version: true\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "the number 1, found True", "version: 1"),
+        ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
+        # keys
+        (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks",
+         "'device'"),
+        (GOOD + "zzz: 1", 4, 1, "zzz", "unknown key 'zzz'", "remove it"),
+        (GOOD + "'a\\nb': 1", 4, 1, "['a\\\\nb']", "unknown key", "remove it"),
+        (GOOD + "monitor: {interval: 1s}", 4, 1, "monitor", "not supported by this version", "remove it"),
+        (GOOD + "limit: 90%", 4, 1, "limit", "unknown key 'limit' here", "move it below 'device:'"),
+        (GOOD + "pycuda: {limit: 1GiB}", 4, 1, "pycuda", "unknown key 'pycuda' here", "move it below 'frameworks:'"),
+        (GOOD + "growth: true", 4, 1, "growth", "unknown key", "remove it"),
+        (GOOD + "device: {limits: 90%}", 4, 10, "device.limits", "allowed: limit, reserve", "did you mean 'limit'?"),
+        (GOOD + "device: {share: 9%}", 4, 10, "device.share", "unknown key 'share' here", "below a framework"),
+        (GOOD + "device: {frameworks: {}}", 4, 10, "device.frameworks", "here", "align it with 'version:'"),
+        (fw("torch: {shrae: 50%}"), 3, 11, "torch.shrae", "allowed: share, limit", "'share'"),
+        (fw("torch: {min: 5%}"), 3, 11, "torch.min", "not supported by this version", "remove it"),
+        (fw("tensorflow: {share: 5%, growht: true}"), 3, 27, "tensorflow.growht",
+         "allowed: share, limit, growth", "'growth'"),
+        # frameworks
+        ("version: 1", 1, 1, "frameworks", "is missing", "torch: {share: 50%}"),
+        ("version: 1\nframeworks: {}", 2, 13, "frameworks", "names no framework", "torch: {share: 50%}"),
+        ("version: 1\nframeworks:", 2, 12, "frameworks", "one line for each framework, found nothing", "torch:"),
+        ("version: 1\nframeworks: [torch]", 2, 13, "frameworks", "one line for each framework, found a list", "torch:"),
+        (fw("pytorch: {share: 5%}"), 3, 3, "pytorch", "unknown framework 'pytorch'; allowed: torch,", "'torch'"),
+        (fw("tf: {share: 5%}"), 3, 3, "tf", "unknown framework 'tf'", "did you mean 'tensorflow'?"),
+        (fw("TORCH: {share: 5%}"), 3, 3, "TORCH", "unknown framework", "did you mean 'torch'?"),
+        (fw("cupy: {min: 5%, max: 15%}"), 3, 3, "cupy", "not supported by this version", "remove it"),
+        (fw("mxnet: {share: 5%}"), 3, 3, "mxnet", "unknown framework 'mxnet'", "remove it"),
+        (fw("torch: 50%"), 3, 10, "torch", "share or limit, found '50%'", "'torch: {share: 50%}'"),
+        (fw("torch: 4GiB"), 3, 10, "torch", "share or limit, found '4GiB'", "'torch: {limit: 4GiB}'"),
+        (fw("torch:"), 3, 9, "torch", "share or limit, found nothing", "'torch: {share: 50%}'"),
+        (fw("torch: {}"), 3, 3, "torch", "neither share nor limit", "'torch: {share: 50%}' or"),
+        (fw("tensorflow: {growth: true}"), 3, 3, "tensorflow", "neither share nor limit", "{limit: 4GiB}"),
+        (fw("torch: {limit: 1GiB, share: 5%}"), 3, 24, "torch.share", "has both share and limit", "one of them"),
+        (fw("torch: {share: 5%, growth: true}"), 3, 22, "torch.growth", "a setting of tensorflow", "remove it"),
+        (fw("torch: {share: 5%, growth: yes}"), 3, 22, "torch.growth", "a setting of tensorflow", "remove it"),
+        (fw("tensorflow: {share: 5%, growth: yes}"), 3, 35, "tensorflow.growth",
+         "true or false, found 'yes'", "write 'true'"),
+        (fw("tensorflow: {share: 5%, growth: Off}"), 3, 35, "tensorflow.growth", "found 'Off'", "write 'false'"),
+        (fw("tensorflow: {share: 5%, growth: 'true'}"), 3, 35, "tensorflow.growth",
+         "the text 'true'", "write 'true' without quotes"),
+        (fw("tensorflow: {share: 5%, growth: }"), 3, 34, "tensorflow.growth", "found nothing", "'true' or"),
+        # shares and limits
+        (fw("torch: {share: 50}"), 3, 18, "torch.share", "50 is not a percentage", "'50%'"),
+        (fw("torch: {share: 0.25}"), 3, 18, "torch.share", "'0.25' is not a percentage", "'25%'"),
+        (fw("torch: {share: 0%}"), 3, 18, "torch.share", "above 0% and at most 100%", "'50%'"),
+        (fw("torch: {share: 101%}"), 3, 18, "torch.share", "above 0% and at most 100%", "'50%'"),
+        (fw("torch: {share: .nan}"), 3, 18, "torch.share", "'.nan' is not a percentage", "'50%'"),
+        (fw("torch: {share: 4GiB}"), 3, 18, "torch.share", "found the size '4GiB'", "write 'limit: 4GiB'"),
+        (fw("torch: {share: }"), 3, 17, "torch.share", "has no value", "write '50%'"),
+        (fw("torch: {share: [1]}"), 3, 18, "torch.share", "is not a percentage", "'50%'"),
+        (fw("torch: {limit: 50%}"), 3, 18, "torch.limit", "limit is bytes, found '50%'", "'share: 50%'"),
+        (fw("torch: {limit: 4GB}"), 3, 18, "torch.limit", "'GB' is ambiguous", "write '4GiB'"),
+        (fw("torch: {limit: 4Gi}"), 3, 18, "torch.limit", "unknown unit 'Gi'; allowed: B, KiB", "4GiB"),
+        (fw("torch: {limit: 512}"), 3, 18, "torch.limit", "512 bytes: less than 2MiB", "did you mean '512MiB'?"),
+        (fw("torch: {limit: 1023KiB}"), 3, 18, "torch.limit", "less than 2MiB", "4GiB"),
+        (fw("torch: {limit: 1_000_000_000}"), 3, 18, "torch.limit", "no underscores", "'1000000000'"),
+        (fw("torch: {limit: 017777777777}"), 3, 18, "torch.limit", "octal", "without the leading 0"),
+        (fw("torch: {limit: 0x40000000}"), 3, 18, "torch.limit", "is not a size", "4GiB"),
+        (fw("torch: {limit: 1:30}"), 3, 18, "torch.limit", "'1:30' is not a size", "4GiB"),
+        (fw("torch: {limit: .inf}"), 3, 18, "torch.limit", "'.inf' is not a size", "4GiB"),
+        (fw("torch: {limit: 1e9}"), 3, 18, "torch.limit", "'1e9' is not a size", "4GiB"),
+        (fw("torch: {limit: -4GiB}"), 3, 18, "torch.limit", "'-4GiB' is not a size", "4GiB"),
+        (fw("torch: {limit: " + "9" * 30 + "}"), 3, 18, "torch.limit", "larger than any GPU", "4GiB"),
+        (fw("torch: {limit: true}"), 3, 18, "torch.limit", "True is not a size", "4GiB"),
+        # device
+        (GOOD + "device:", 4, 8, "device", "expected the keys limit and reserve, found nothing",
+         "device: {limit: 90%}"),
+        (GOOD + "device: 90%", 4, 9, "device", "expected the keys limit and reserve, found '90%'",
+         "device: {limit: 90%}"),
+        (GOOD + "device: {limit: 90}", 4, 17, "device.limit", "90 has no unit", "write '90%'"),
+        (GOOD + "device: {limit: 120%}", 4, 17, "device.limit", "at most 100%", "'50%'"),
+        (GOOD + "device: {limit: 0}", 4, 17, "device.limit", "above 0", "4GiB"),
+        (GOOD + "device: {limit: 1MiB}", 4, 17, "device.limit", "less than 2MiB", "90%"),
+        (GOOD + "device: {limit: }", 4, 16, "device.limit", "has no value", "'90%' or '40GiB'"),
+        (GOOD + "device: {reserve: 5%}", 4, 19, "device.reserve", "'auto' or bytes, found '5%'", "write 'auto'"),
+        (GOOD + "device: {reserve: none}", 4, 19, "device.reserve", "'none' is not a size", "write 'auto'"),
+        (GOOD + "device: {reserve: 0}", 4, 19, "device.reserve", "every CUDA context takes memory", "write 'auto'"),
+        (GOOD + "device: {reserve: 512}", 4, 19, "device.reserve", "512 bytes: less than 2MiB", "'512MiB'"),
+        # devices
+        (GOOD + "devices: [0]", 4, 10, "devices", "one line for each GPU, found a list", "0: {limit: 50%}"),
+        (GOOD + "devices: {0: 50%}", 4, 14, "devices['0']", "limit and reserve, found '50%'", "0: {limit: 50%}"),
+        (GOOD + "devices: {0: {limit: 5GB}}", 4, 22, "devices['0'].limit", "'GB' is ambiguous", "5GiB"),
+        (GOOD + "devices: {0: {share: 5%}}", 4, 15, "devices['0'].share", "allowed: limit, reserve",
+         "below a framework"),
+        (GOOD + "devices: {GPU-887439f1: {limit: 5%}}", 4, 11, "devices['GPU-887439f1']", "not a GPU's UUID",
+         "nvidia-smi -L"),
+        (GOOD + "devices: {MIG-1: {limit: 5%}}", 4, 11, "devices['MIG-1']", "a MIG instance", "remove this entry"),
+        (GOOD + "devices: {-1: {limit: 5%}}", 4, 11, "devices['-1']", "names no GPU", "a CUDA ordinal such as 0"),
+        (GOOD + "devices: {007: {limit: 5%}}", 4, 11, "devices['007']", "names no GPU", "a CUDA ordinal such as 0"),
+        (GOOD + f"devices:\n  {UUID}: {{limit: 5%}}\n  {UUID.upper()}: {{limit: 6%}}", 6, 3,
+         f"devices[{UUID.upper()!r}]",
+         "the same GPU as", "keep one"),
+        (GOOD + "devices: {0: {limit: 5%}, '0': {limit: 6%}}", 4, 27, "", "'0' is given twice in this line",
+         "keep one"),
+        # between values
+        (fw("torch: {share: 60%}\npycuda: {share: 25%}\ntensorflow: {share: 15.1%}"), 5, 23, "tensorflow.share",
+         "add up to 100.1% (torch 60% + pycuda 25% + tensorflow 15.1%)", "lower them by 0.1% together"),
+        (fw("torch: {share: 100%}\npycuda: {limit: 1GiB}"), 4, 19, "pycuda.limit",
+         "the shares take 100%, so nothing is left for the 1GiB of pycuda", "lower the share of torch"),
+        (fw("torch: {limit: 6GiB}\npycuda: {limit: 3GiB}") + "device: {limit: 8GiB}", 5, 17, "device.limit",
+         "torch 6GiB + pycuda 3GiB is 1GiB more than this limit of 8GiB",
+         "raise the limit to 9GiB, or lower the frameworks by 1GiB"),
+        (fw("torch: {limit: 7GiB}") + "device: {limit: 8GiB, reserve: 2GiB}", 4, 17, "device.limit",
+         "torch 7GiB is 1GiB more than this limit of 8GiB − reserve 2GiB", "raise the limit to 9GiB"),
+        (fw("torch: {share: 50%}\npycuda: {limit: 5GiB}") + "device: {limit: 8GiB}", 5, 17, "device.limit",
+         "pycuda 5GiB + torch 50% is 1GiB more", "raise the limit to 10GiB"),
+        (fw("torch: {limit: 7GiB}") + "device: {limit: 8GiB}\ndevices: {0: {limit: 6GiB}}", 5, 22, "devices['0'].limit",
+         "torch 7GiB is 1GiB more than this limit of 6GiB", "raise the limit to 7GiB"),
+        (fw("torch: {limit: 7GiB}") + "device: {limit: 8GiB}\ndevices: {0: {reserve: 2GiB}}", 5, 24,
+         "devices['0'].reserve",
+         "1GiB more than this limit of 8GiB − reserve 2GiB", "raise the limit to 9GiB"),
+        (GOOD + "device: {limit: 2GiB, reserve: 2GiB}", 4, 32, "device.reserve", "leaves nothing", "lower the reserve"),
+        # the whole
+        ("", 1, 1, "", "is empty", "memguard schema"),
+        ("# nothing\n", 1, 1, "", "is empty", "memguard schema"),
+        ("~", 1, 1, "", "is empty", "memguard schema"),
+        ("- a", 1, 1, "", "holds a list, not the keys of a budget", "memguard schema"),
+        ("\n 50%", 2, 2, "", "holds '50%', not the keys of a budget", "memguard schema"),
+        (GOOD + "device: {limit: !!int '5'}", 4, 17, "", "the YAML tag '!!int'", "remove the tag"),
+        (GOOD + "device: [", 4, 10, "", "the file ends inside '[' or '{'", "closing"),
+    ],
+)  # fmt: skip
+def test_one_problem(text: str, line: int, column: int, path: str, said: str, fix: str) -> None:
+    (problem,) = problems(text)
+    assert (problem.line, problem.column) == (line, column)
+    assert problem.path.removeprefix("frameworks.") == path
+    assert said in problem.message
+    assert fix in problem.fix
+
+
+def test_all_problems_at_once_in_file_order() -> None:
+    text = (
+        "frameworks:\n"
+        "  pytorch: {share: 80%}\n"
+        "  torch: {share: 80%, foo: 1}\n"
+        "  tensorflow: {share: 30%, limit: 1GB, growth: on}\n"
+        "  torch: {}\n"
+        "device: {limit: 5 GB, reserve: !x 1}\n"
+        "version: 3\n"
+        "monitor: 1\n"
+    )
+    found = problems(text)
+    assert [(p.line, p.column, p.path) for p in found] == [
+        (2, 3, "frameworks.pytorch"),
+        (3, 23, "frameworks.torch.foo"),
+        (4, 23, "frameworks.tensorflow.share"),
+        (4, 28, "frameworks.tensorflow.limit"),
+        (4, 35, "frameworks.tensorflow.limit"),
+        (4, 48, "frameworks.tensorflow.growth"),
+        (5, 3, ""),
+        (6, 17, "device.limit"),
+        (6, 32, ""),
+        (7, 10, "version"),
+        (8, 1, "monitor"),
+    ]
+    assert "add up to 110%" in found[2].message
+
+
+def test_a_problem_in_an_alias_stands_where_the_value_stands() -> None:
+    found = problems(fw("torch: &x {share: 0}\npycuda: *x"))
+    assert [(p.line, p.column, p.path) for p in found] == [
+        (3, 21, "frameworks.torch.share"),
+        (3, 21, "frameworks.pycuda.share"),
+    ]
+
+
+def test_messages_are_printable_whatever_the_file_holds() -> None:
+    text = GOOD + 'device: {limit: "\\e[31m\\u202e", "\\x07": 1}\n"k\\U0001F600\\n": "' + "x" * 5000 + '"'
+    with pytest.raises(ConfigError) as raised:
+        parse(text, "a\x1b\n\udc80.yaml")
+    for line in str(raised.value).split("\n"):
+        assert line.isprintable()
+        assert len(line) < 300
+    assert str(raised.value).startswith("a\\x1b\\n\\udc80.yaml:4:")
+
+
+def test_line_endings_and_a_byte_order_mark_change_nothing() -> None:
+    assert parse("\ufeff" + GOOD.replace("\n", "\r\n")) == parse(GOOD)
+    assert parse(b"\xef\xbb\xbf" + GOOD.encode()) == parse(GOOD)
+
+
+# Files
+
+
+def test_load_reads_a_file_and_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "b.yaml"
+    path.write_text(GOOD)
+    assert load(path) == load(str(path)) == parse(GOOD)
+    path.write_text("version: 2")
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    assert str(raised.value).startswith(f"{path}:1:1: frameworks: is missing")
+    assert f"\n{path}:1:10: version: this memguard reads version 1, found 2\n    fix: write 'version: 1'" in str(
+        raised.value
+    )
+    assert raised.value.exit_code == 2
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"a: \xe4")
+    (tmp_path / "huge").write_bytes(b"#" * (1 << 20) + b"\n")
+    (tmp_path / "fits").write_bytes(b"#" * ((1 << 20) - len(GOOD) - 1) + b"\n" + GOOD.encode())
+    assert load(tmp_path / "fits") == parse(GOOD)
+    for path, said in [
+        (tmp_path / "absent", "there is no such file"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "latin" / "x", "cannot be read: Not a directory"),
+        (tmp_path / "latin", "not UTF-8"),
+        (tmp_path / "huge", "larger than 1 MiB"),
+        ("a\0b", "is not a path"),
+        (None, "is not a path"),
+        (0.5, "is not a path"),
+    ]:
+        with pytest.raises(ConfigError, match=said) as raised:
+            load(path)  # type: ignore[arg-type]
+        assert raised.value.problems[0].fix
+
+
+def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)  # root may read everything, so chmod shows nothing there
+    with pytest.raises(ConfigError, match="may not be read by this user"):
+        load(tmp_path / "b.yaml")
+
+
+def test_load_looks_at_nothing_but_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(GOOD.replace("50%", "$HALF"))
+    monkeypatch.setenv("HALF", "50%")
+    with pytest.raises(ConfigError, match=r"'\$HALF' is not a percentage"):
+        load(tmp_path / "b.yaml")
+
+
+# Mappings
+
+
+class Evil(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise RuntimeError("no")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        ({}, "version: is missing"),
+        (None, "is empty"),
+        (5, "holds 5, not the keys"),
+        ([("version", 1)], "holds a list"),
+        ({1.5: 1}, "a key must be text, found 1.5"),
+        ({"\ud800": 1}, "a key must be text"),
+        ({"version": 10**5000}, "found a int that cannot be shown"),
+        ({"version": 1.0}, "found 1.0"),
+        ({"version": 1, "device": {"limit": "\ud800"}}, "<str> is not a size"),
+        ({"version": 1, "device": {"limit": b"90%"}}, "<bytes> is not a size"),
+        ({"version": 1, "device": {"limit": float("inf")}}, "inf is not a size"),
+        ({"version": 1, "device": {"limit": Fraction(3, 2)}}, "Fraction(3, 2) is not a percentage"),
+        ({"version": 1, "frameworks": {"torch": object()}}, "share or limit, found <object>"),
+        ({"devices": {0: {}, "0": {}}}, "'0' is given twice"),
+        (Evil(), "the mapping cannot be read (RuntimeError)"),
+        (nested(40), "the mapping cannot be read"),
+        ({"device": list(range(20_000))}, "the mapping cannot be read"),
+    ],
+    ids=range(17),
+)
+def test_mappings_that_are_no_budget(mapping: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_mapping(mapping)
+    assert said in str(raised.value)
+    assert {p.line for p in raised.value.problems} == {None}
+
+
+def test_a_mapping_that_contains_itself() -> None:
+    mapping: dict[str, Any] = {"version": 1}
+    mapping["device"] = mapping
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_mapping(mapping)

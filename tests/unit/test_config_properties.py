@@ -1,0 +1,231 @@
+"""Whatever comes in, a budget or a ConfigError comes out, and problems of a text have a place in it."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from memguard._yaml import read
+from memguard.config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
+from memguard.errors import ConfigError
+from memguard.units import GIB, GRANULE
+
+SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()
+SCHEMA = Draft202012Validator(json_schema())
+more = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def outcome(text: str | bytes) -> Budget | ConfigError:
+    """What came out; every problem of a text must have a place in it."""
+    try:
+        budget = parse(text)
+    except ConfigError as error:
+        complete(error, len(text.splitlines()) + 1)
+        return error
+    invariants(budget)
+    return budget
+
+
+def complete(error: ConfigError, lines: int) -> None:
+    places = [(p.line or 0, p.column or 0) for p in error.problems]
+    assert places
+    assert places == sorted(places), "not in file order"
+    assert all(1 <= line <= lines and column >= 1 for line, column in places), places
+    assert all(p.message and p.fix for p in error.problems)
+    str(error).encode()
+
+
+def invariants(budget: Budget) -> None:
+    """What the plan relies on."""
+    assert budget.frameworks
+    assert set(budget.frameworks) <= set(FRAMEWORKS)
+    assert sum((f.share or Fraction(0)) for f in budget.frameworks.values()) <= 1
+    for name, framework in budget.frameworks.items():
+        assert (framework.share is None) != (framework.limit is None)
+        assert framework.limit is None or framework.limit >= GRANULE
+        assert (framework.growth is None) == (name != "tensorflow")
+    limit, reserve = budget.device.limit, budget.device.reserve
+    assert limit <= 1 if isinstance(limit, Fraction) else limit >= GRANULE
+    if not isinstance(limit, Fraction):
+        kept = limit - (0 if reserve == "auto" else reserve)
+        assert sum(f.limit or (f.share or 0) * kept for f in budget.frameworks.values()) <= kept
+    assert hash(budget) == hash(from_mapping(budget.model_dump(exclude_none=True)))
+
+
+@more
+@given(st.binary(max_size=200))
+def test_any_bytes(raw: bytes) -> None:
+    outcome(raw)
+
+
+@more
+@given(st.text(max_size=200))
+def test_any_text(text: str) -> None:
+    outcome(text)
+
+
+WORDS = [
+    "version", "device", "devices", "frameworks", "torch", "tensorflow", "pycuda", "cupy", "limit", "share", "reserve",
+    "growth", "min", "1", "2", "0", "auto", "50%", "25%", "90%", "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~",
+    "1:30", "GPU-1", "A*", "&a", "*a", "!x", "<<", "---", "...", "- ", "? ", ": ", ":", ", ", "{", "}", "[", "]", "'",
+    '"', "\\x", "#", "|", ">", "%", "@", "\n", "\n  ", "\n    ", "\t", " ", "\r\n", "\ufeff", "\x85", "\u2028", "é",
+]  # fmt: skip
+
+
+@more
+@given(st.lists(st.sampled_from(WORDS), max_size=40).map("".join))
+def test_any_text_that_looks_like_yaml(text: str) -> None:
+    outcome(text)
+
+
+@more
+@given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
+def test_any_end_of_a_budget(text: str) -> None:
+    outcome("version: 1\nframeworks: {torch: {share: 50%}}\n" + text)
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=4), st.fractions(),
+    st.sampled_from(["50%", "100%", "25 %", "1GiB", "512MiB", "auto", "yes", 1, 2, GIB, GRANULE, Fraction(1, 2)]),
+    st.just(5000).map(lambda digits: 10**digits),
+)  # fmt: skip
+KEYS = st.one_of(st.sampled_from(WORDS[:16]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner),
+    max_leaves=12,
+)
+
+
+def outcome_of(mapping: Any) -> Budget | None:
+    try:
+        budget = from_mapping(mapping)
+    except ConfigError as error:
+        str(error).encode()
+        return None
+    invariants(budget)
+    return budget
+
+
+@more
+@given(ANYTHING)
+def test_any_value(value: Any) -> None:
+    outcome_of(value)
+
+
+def entries(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional={name: value | SCALARS for name, value in values.items()})
+
+
+SIZES = st.sampled_from(["512MiB", "1GiB", "4GiB", "40GiB", 3 * GIB])
+PERCENTS = st.sampled_from(["10%", "25%", "33.3%", "50%", "100%"])
+ENTRY = st.one_of(
+    entries(share=PERCENTS), entries(limit=SIZES), entries(share=PERCENTS, limit=SIZES, growth=st.booleans())
+)
+BUDGETS = st.fixed_dictionaries(
+    {
+        "version": st.just(1) | SCALARS,
+        "frameworks": st.dictionaries(st.sampled_from(FRAMEWORKS), ENTRY, max_size=3) | ANYTHING,
+    },
+    optional={
+        "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
+        "devices": st.dictionaries(
+            st.sampled_from(["0", "1", "A100*"]) | KEYS, entries(limit=SIZES, reserve=SIZES), max_size=2
+        ),
+    },
+)
+
+
+@more
+@given(BUDGETS)
+def test_any_mapping_like_a_budget(mapping: dict[str, Any]) -> None:
+    outcome_of(mapping)
+
+
+DEFINED = st.fixed_dictionaries(
+    {
+        "version": st.just(1),
+        "frameworks": st.dictionaries(
+            st.sampled_from(FRAMEWORKS),
+            st.fixed_dictionaries({"share": PERCENTS}) | st.fixed_dictionaries({"limit": SIZES}),
+            min_size=1,
+            max_size=3,
+        ),
+    },
+    optional={
+        "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
+        "devices": st.dictionaries(
+            st.sampled_from(["0", "7", "A100*"]),
+            st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS}),
+            max_size=2,
+        ),
+    },
+)
+
+
+@more
+@given(DEFINED)
+def test_what_is_a_budget_passes_the_schema_and_only_sums_can_fail(mapping: dict[str, Any]) -> None:
+    SCHEMA.validate(mapping)
+    try:
+        invariants(from_mapping(mapping))
+    except ConfigError as error:
+        for problem in error.problems:
+            assert any(
+                word in problem.message for word in ("add up to", "take 100%", "more than this limit", "leaves nothing")
+            )
+
+
+def mutated(text: str, rng: random.Random) -> str:
+    lines = text.split("\n")
+    kind = rng.randrange(8)
+    at, other = rng.randrange(len(text)), rng.randrange(len(text))
+    row, second = rng.randrange(len(lines)), rng.randrange(len(lines))
+    if kind == 0:
+        return text[:at] + text[at + rng.randrange(1, 5) :]
+    if kind == 1:
+        return text[:at] + text[at] + text[at:]
+    if kind == 2:
+        swapped = list(text)
+        swapped[at], swapped[other] = swapped[other], swapped[at]
+        return "".join(swapped)
+    if kind == 3:
+        return text[:at] + rng.choice(WORDS) + text[at:]
+    if kind == 4:
+        del lines[row]
+    elif kind == 5:
+        lines.insert(second, lines[row])
+    elif kind == 6:
+        lines[row], lines[second] = lines[second], lines[row]
+    else:
+        words = [i for i, line in enumerate(lines) if ":" in line.split("#")[0]]
+        row = rng.choice(words)
+        key, _, value = lines[row].partition(":")
+        new = rng.choice(WORDS)
+        lines[row] = f"{key}: {new}" if rng.random() < 0.5 else f"{key[: len(key) - len(key.lstrip())]}{new}:{value}"
+    return "\n".join(lines)
+
+
+def test_mutations_of_the_sample_are_budgets_or_have_a_line() -> None:
+    rng = random.Random(20240607)
+    kinds = {"budget": 0, "error": 0}
+    for number in range(500):
+        text = SAMPLE
+        for _ in range(1 + number % 3):
+            text = mutated(text, rng)
+        kinds["budget" if isinstance(outcome(text), Budget) else "error"] += 1
+    assert min(kinds.values()) > 50, kinds  # both ways are really tried
+
+
+def test_mutations_that_parse_pass_the_schema() -> None:
+    rng = random.Random(7)
+    for _ in range(500):
+        text = mutated(SAMPLE, rng)
+        if isinstance(outcome(text), Budget):
+            SCHEMA.validate(read(text).data)
