@@ -97,6 +97,7 @@ class SimulatedHost:
             names = (names,)
         if not names:
             raise DeviceError("a simulated host needs at least one GPU\n    fix: name one, for example 'h200'")
+        self.names = tuple(name if isinstance(name, str) else name.name for name in names)
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
         for index, name in enumerate(names):

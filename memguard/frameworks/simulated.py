@@ -111,6 +111,7 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
+        self._recorded: set[int] = set()  # arrays whose allocation is in the recording: only their end belongs there
         self._lock = threading.RLock()
 
     def state(self) -> State:
@@ -118,7 +119,7 @@ class SimulatedFramework(Framework):
             return State.LIVE
         return State.IMPORTED if self.imported else State.IMPORTABLE
 
-    def why_absent(self) -> None:
+    def why_absent(self) -> str | None:
         return None
 
     def _live(self, module: ModuleType) -> bool:
@@ -215,6 +216,7 @@ class SimulatedFramework(Framework):
             return None
         with self._lock:
             events = self._recording = []
+            self._recorded.clear()
 
         def stop() -> list[TraceEvent]:
             with self._lock:
@@ -286,5 +288,7 @@ class SimulatedFramework(Framework):
         return devices[position]
 
     def _note(self, op: str, array: int, gpu: Device, nbytes: int | None = None) -> None:
-        if self._recording is not None:
-            self._recording.append(TraceEvent(time.time(), self.name, op, array, nbytes, device=gpu.index))
+        if self._recording is None or (op == "free" and array not in self._recorded):
+            return
+        self._recorded.add(array)
+        self._recording.append(TraceEvent(time.time(), self.name, op, array, nbytes, device=gpu.index))

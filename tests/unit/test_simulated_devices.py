@@ -40,6 +40,7 @@ def test_several_devices_are_told_apart() -> None:
     assert len({d.uuid for d in devices}) == 3
     assert all(re.fullmatch(r"GPU-00000000-0000-4000-8000-[0-9a-f]{12}", d.uuid) for d in devices)
     assert devices == SimulatedHost(("h200", "l4", "h200")).devices()
+    assert host.names == ("h200", "l4", "h200")
     host.take(devices[1], GIB)
     assert [host.memory(d).used for d in devices] == [0, GIB, 0]
     assert [host.multiprocessors(d.uuid) for d in devices] == [132, 58, 132]

@@ -207,6 +207,7 @@ def test_capped_while_live(name: str) -> None:
     assert after is not None and (after.held, after.in_use, after.reclaimable) == (usage.held, 0, usage.held)
     framework.trim(gpu)
     assert framework.stats(gpu).held == 0
+    assert framework.apply({gpu.uuid: 3 * GIB}, {}).residual == {}
     framework.resize({gpu.uuid: 3 * GIB})
     framework.free(framework.allocate(2 * GIB))
     assert applied.undo is not None
@@ -247,12 +248,15 @@ def test_recording() -> None:
     assert stop is not None
     array = framework.allocate(7, device=1)
     framework.free(array)
-    framework.free(before)
+    framework.free(before)  # nobody who reads the recording knows it
     events = stop()
     framework.allocate(9)
     assert [(e.op, e.id, e.bytes, e.device) for e in events] == [
         ("alloc", array, 7, 1),
         ("free", array, None, 1),
-        ("free", before, None, 0),
     ]
-    assert len(stop()) == 3 and events[0].framework == "torch" and events[0].time <= events[1].time
+    again = framework.record()
+    assert len(stop()) == 2, "an old recording's end does not end the new one"
+    framework.allocate(11)
+    assert again is not None and [e.bytes for e in again()] == [11]
+    assert events[0].framework == "torch" and events[0].time <= events[1].time
