@@ -156,9 +156,7 @@ class Guard:
                 usages = self._usages(part.device)
                 if device is None and len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
                     continue
-                admission = policy.admit(
-                    framework, needed, part.caps[framework], usages, self.host.memory(part.device)
-                )
+                admission = policy.admit(framework, needed, part.caps[framework], usages, self.host.memory(part.device))
                 if admission.refusal is not None:
                     raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
                 for name in admission.trim:
@@ -369,9 +367,7 @@ _lock = threading.RLock()
 _fork_hook = False
 
 
-def init(
-    budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None
-) -> Guard:
+def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Guard:
     """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
@@ -402,9 +398,7 @@ def init(
 
 
 @contextmanager
-def guard(
-    budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None
-) -> Iterator[Guard]:
+def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
     """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged."""
     active = init(budget, replace=replace, simulate=simulate)
     try:

@@ -87,9 +87,15 @@ def _device_plan(
     limit = int(limit_rule * device.usable) if isinstance(limit_rule, Fraction) else limit_rule
     if limit > device.usable:
         message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"
-        return [Problem(message, f"lower it to at most {device.usable // MIB}MiB or write a percentage", path="device.limit")]
+        return [
+            Problem(
+                message, f"lower it to at most {device.usable // MIB}MiB or write a percentage", path="device.limit"
+            )
+        ]
     auto = reserve_rule == "auto"
-    reserve = auto_reserve(device.architecture, list(budget.frameworks)) if isinstance(reserve_rule, str) else reserve_rule
+    reserve = (
+        auto_reserve(device.architecture, list(budget.frameworks)) if isinstance(reserve_rule, str) else reserve_rule
+    )
     room = limit - reserve
     if room < GRANULE:
         message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
@@ -185,9 +191,7 @@ class Admission:
     refusal: str | None = None
 
 
-def admit(
-    framework: str, needed: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
-) -> Admission:
+def admit(framework: str, needed: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Admission:
     """Whether `framework` can get `needed` bytes more on one device, within its cap and what the card has free.
 
     Its own reclaimable cache counts as available: its allocator reuses it or gives it back by itself. Where
@@ -198,8 +202,10 @@ def admit(
     taken = own.held if own.held is not None else (own.in_use or 0)
     in_cap = cap - taken + (reusable if own.held is not None else 0)
     if needed > in_cap:
-        holds = f"{format_size(own.held)}, of which {format_size(own.in_use)} in use" if own.held is not None else (
-            f"at least {format_size(own.held_at_least)}, of which {format_size(own.in_use)} in use"
+        holds = (
+            f"{format_size(own.held)}, of which {format_size(own.in_use)} in use"
+            if own.held is not None
+            else (f"at least {format_size(own.held_at_least)}, of which {format_size(own.in_use)} in use")
         )
         return Admission(
             max(in_cap, 0),

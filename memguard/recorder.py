@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 
 from memguard import conductor, trace
 from memguard.errors import TraceError
-from memguard.model import State, TraceEvent
+from memguard.model import State, TraceEvent, Usage
 
 INTERVAL = 0.002
 """Seconds between samples of a framework that reports no single allocations; one sample of TensorFlow is 2.3 µs."""
@@ -28,7 +28,8 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     """Record the block's allocations into a new file at `path` (JSONL, `docs/trace.md`).
 
     Needs an active budget. A framework that goes live inside the block is sampled from then on; to have
-    PyTorch's single allocations, import torch before the block. Raises NotActive, TraceError.
+    PyTorch's single allocations, call `torch.cuda.init()` before the block. The header says the most that each
+    framework held and had in use. Raises NotActive, TraceError.
     """
     if os.path.lexists(path):
         raise TraceError(f"{os.fspath(path)} exists already\n    fix: name a new file, or remove that one")
@@ -43,14 +44,15 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     try:
         yield
     finally:
-        ended = time.time()
         events = sampler.stop()
         for stop in stops.values():
             events += stop()
+        ended = time.time()  # after the last sample, so that marks come last
         for name in guard.frameworks:
             events += _mark(guard, name, ended)
+        header = _header(guard, started, sampler.most)
         events = [replace(e, time=round(e.time - started, 6)) for e in sorted(events, key=lambda e: e.time)]
-        trace.write(path, _header(guard, started), [e for e in events if e.time >= 0])
+        trace.write(path, header, [e for e in events if e.time >= 0])
 
 
 class _Sampler:
@@ -59,6 +61,7 @@ class _Sampler:
         self._stop = threading.Event()
         self._events: list[TraceEvent] = []
         self._last: dict[tuple[str, int], int] = {}
+        self.most: dict[str, dict[str, int]] = {}
         self._thread = threading.Thread(target=self._run, name="memguard-trace", daemon=True)
 
     def start(self) -> None:
@@ -75,16 +78,24 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        for name in self._names:
-            framework = self._guard.frameworks.get(name)
-            if framework is None:
-                continue
+        for name, framework in self._guard.frameworks.items():
             for position, part in enumerate(self._guard.plan.devices):
                 usage = framework.usage(part.device)
-                if usage is None or usage.in_use is None or self._last.get((name, position), 0) == usage.in_use:
+                if usage is None:
+                    continue
+                self._measure(name, usage)
+                if name not in self._names or usage.in_use is None:
+                    continue
+                if self._last.get((name, position), 0) == usage.in_use:
                     continue
                 self._last[name, position] = usage.in_use
                 self._events.append(TraceEvent(time.time(), name, "in_use", in_use=usage.in_use, device=position))
+
+    def _measure(self, name: str, usage: Usage) -> None:
+        most = self.most.setdefault(name, {})
+        for what, size in (("held", usage.held), ("in_use", usage.peak if usage.peak is not None else usage.in_use)):
+            if size is not None:
+                most[what] = max(most.get(what, 0), size)
 
 
 def _mark(guard: conductor.Guard, name: str, when: float) -> list[TraceEvent]:
@@ -92,18 +103,25 @@ def _mark(guard: conductor.Guard, name: str, when: float) -> list[TraceEvent]:
     marks = []
     for position, part in enumerate(guard.plan.devices):
         usage = framework.usage(part.device)
-        if usage is not None:
+        if usage is not None and (usage.held is not None or usage.in_use is not None):
             marks.append(TraceEvent(when, name, "mark", held=usage.held, in_use=usage.in_use, device=position))
     return marks
 
 
-def _header(guard: conductor.Guard, started: float) -> trace.TraceHeader:
+def _header(guard: conductor.Guard, started: float, most: dict[str, dict[str, int]]) -> trace.TraceHeader:
     devices = (part.device for part in guard.plan.devices)
     return trace.TraceHeader(
         datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
         tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture) for d in devices),
-        {name: {"version": _version(f.module)} for name, f in guard.frameworks.items()},
+        {
+            name: {"version": _version(f.module), **guard.plan.options.get(name, {}), **f.about()}
+            for name, f in guard.frameworks.items()
+        },
         guard.host.simulated,
+        {
+            "caps": {name: guard.plan.devices[0].caps[name] for name in guard.frameworks},
+            "most": most,
+        },
     )
 
 

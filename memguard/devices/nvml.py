@@ -17,7 +17,17 @@ from memguard.model import Device, MemoryInfo
 
 T = TypeVar("T")
 
-_ARCHITECTURES = {2: "kepler", 3: "maxwell", 4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell"}
+_ARCHITECTURES = {
+    2: "kepler",
+    3: "maxwell",
+    4: "pascal",
+    5: "volta",
+    6: "turing",
+    7: "ampere",
+    8: "ada",
+    9: "hopper",
+    10: "blackwell",
+}
 _FIXES = {
     "NVMLError_LibraryNotFound": "install the NVIDIA driver; in a container start it with --gpus all",
     "NVMLError_DriverNotLoaded": "load the NVIDIA kernel module (`nvidia-smi` must work first)",

@@ -91,6 +91,10 @@ class Framework(ABC):
         """
         return None
 
+    def about(self) -> dict[str, str]:
+        """What a trace should say about the framework beside its version, such as its allocator."""
+        return {}
+
     def forked(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """In a forked child: stop capping, without a lock of the parent's and without touching CUDA."""
 

@@ -48,6 +48,7 @@ class PyCUDA(Framework):
         self._others: weakref.WeakKeyDictionary[Any, _Pool] = weakref.WeakKeyDictionary()  # the user's own pools
         self._pitched: Counter[str] = Counter()
         self._events: list[TraceEvent] | None = None
+        self._recorded: set[int] = set()
         self._serial = 0
 
     def _live(self, module: ModuleType) -> bool:
@@ -113,6 +114,7 @@ class PyCUDA(Framework):
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
+            self._recorded.clear()
             return events
 
         return stop
@@ -207,6 +209,7 @@ class PyCUDA(Framework):
             self._serial += 1
             serial = self._serial
             if self._events is not None:
+                self._recorded.add(serial)
                 self._events.append(TraceEvent(time.time(), self.name, "alloc", serial, size))
         weakref.finalize(allocation, self._released, pool, bin_size, serial).atexit = False
         return allocation
@@ -237,7 +240,7 @@ class PyCUDA(Framework):
         # May run inside any allocation, on any thread: an append and a subtraction, no lock, no CUDA call.
         pool.active[bin_size] -= 1
         events = self._events
-        if events is not None:
+        if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial))
 
     def _release_pitched(self, uuid: str, size: int) -> None:
@@ -265,6 +268,7 @@ class _Pool:
         self.pool, self.context, self.uuid = pool, context, uuid
         self._allocate = allocate
         self._blocks: Counter[int] = Counter()
+        self._slabs = 0
         self.active: Counter[int] = Counter()
 
     def bin_size(self, size: int) -> int:
@@ -281,19 +285,24 @@ class _Pool:
             self._blocks = Counter(self.active)
         if grown != 0:
             self._blocks[bin_size] += 1
+            self._slabs = max(self._slabs, round_up(self._small()))
         self.active[bin_size] += 1
         return allocation
 
     def free_held(self) -> None:
         self.pool.free_held()
         self._blocks = +Counter(self.active)
+        if not self._small():  # a slab goes back when its last piece does: until then none is counted as gone
+            self._slabs = 0
 
     def held(self) -> int:
         """Bytes taken from the driver: what the pool manages, and what the driver rounds that up to."""
         managed = int(self.pool.managed_bytes)
-        small = sum(size * count for size, count in self._blocks.items() if size <= _SMALL)
         waste = sum((round_up(size) - size) * count for size, count in self._blocks.items() if size > _SMALL)
-        return managed + waste + round_up(small) - small if managed else 0
+        return managed + waste + self._slabs - self._small() if managed else 0
+
+    def _small(self) -> int:
+        return sum(size * count for size, count in self._blocks.items() if size <= _SMALL)
 
 
 def _driver_bytes(size: int) -> int:
@@ -320,4 +329,4 @@ def _swap_defaults(old: Any, new: Any) -> None:
             value.__defaults__ = tuple(new if default is old else default for default in value.__defaults__)
         for key, default in (value.__kwdefaults__ or {}).items():
             if default is old:
-                value.__kwdefaults__[key] = new
+                value.__kwdefaults__[key] = new  # type: ignore[index]

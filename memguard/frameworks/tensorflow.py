@@ -160,7 +160,9 @@ class TensorFlow(Framework):
         def undo() -> None:
             table = getattr(_context(), "_virtual_device_map", None)
             if not isinstance(table, dict):
-                raise CapNotApplied(self.name, "this TensorFlow keeps its device table elsewhere", "restart the process")
+                raise CapNotApplied(
+                    self.name, "this TensorFlow keeps its device table elsewhere", "restart the process"
+                )
             table.pop(gpu, None)
 
         return undo

@@ -135,7 +135,7 @@ class Torch(Framework):
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         """PyTorch's own allocation history, bounded; None under the async backend, which keeps none."""
         torch = sys.modules.get("torch")
-        if torch is None or torch.cuda.get_allocator_backend() != "native":
+        if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
         try:
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY, context=None, stacks="python")
@@ -148,6 +148,13 @@ class Torch(Framework):
             return _history_events(traces)
 
         return stop
+
+    def about(self) -> dict[str, str]:
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch):
+            return {}
+        backend = str(torch.cuda.get_allocator_backend())
+        return {"allocator": "expandable_segments" if backend == "native" and _expandable(torch) else backend}
 
     def forked(self) -> None:
         self._caps = {}  # what is still queued for torch's initialisation then sets nothing

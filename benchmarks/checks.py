@@ -1,0 +1,129 @@
+"""The bars of `main_job.py`, each as (passed, figure). Pure, so that they can be checked again on a committed JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def main_job_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    found: dict[str, tuple[bool, str]] = {}
+
+    def check(name: str, passed: bool, figure: str) -> None:
+        found[name] = (bool(passed), figure)
+
+    together = s.get("together", {})
+    if "driven" in together:
+        check("sum of caps >= 37 GiB", together["sum_of_caps"] >= 37 * GIB, f"{together['sum_of_caps'] / GIB:.2f} GiB")
+        for name, driven in together["driven"].items():
+            check(
+                f"{name}: held <= cap",
+                driven["held_within_cap"],
+                f"{driven['most_held'] / MIB:.1f} of {driven['cap'] / MIB:.0f} MiB",
+            )
+            check(
+                f"{name}: own native type", all(p["native"] for p in driven["phases"]), driven["phases"][0]["exception"]
+            )
+        for name in ("torch", "pycuda"):
+            fitted = [p["would_have_fitted"] for p in together["driven"][name]["phases"]]
+            check(f"{name}: no refusal where it would fit", fitted == [False, False], str(fitted))
+        log = together.get("tensorflow_log", [])
+        refused = [p["refused_bytes"] for p in together["driven"]["tensorflow"]["phases"]]
+        fits = [entry["available"] >= -(-size // 4 * 4 // 256) * 256 for entry, size in zip(log, refused)]
+        pools = ", ".join(f"{e['available']} B available" for e in log)
+        cap = together["caps"]["tensorflow"]
+        check(
+            "tensorflow: no refusal where it would fit",
+            bool(log) and len(log) >= 2 and not any(fits),
+            f"{pools}, by its own log",
+        )
+        limits = {e["memory_limit"] for e in log}
+        told = bool(log) and all(e["pool"] <= e["memory_limit"] for e in log) and max(limits) <= cap * 1.0005
+        check("tensorflow: pool <= cap", told, f"{log[-1]['text'] if log else 'no log'}; cap {cap / MIB:.0f} MiB")
+        most = together["nvml"]["max_bytes"]
+        check(
+            "process <= 40 GiB at every 50 ms sample",
+            0 < most <= 40 * GIB,
+            f"{most / GIB:.3f} GiB, {together['nvml']['samples']} samples",
+        )
+        readings = together["readings"]
+        check(
+            "together: ledger sums to NVML's total",
+            all(r["sum_minus_total"] == 0 for r in readings),
+            f"{len(readings)} readings",
+        )
+    pair = s.get("torch_and_pycuda", {})
+    if "readings" in pair:
+        readings = pair["readings"]
+        check(
+            "torch + PyCUDA: ledger sums to NVML's total",
+            all(r["sum_minus_total"] == 0 for r in readings),
+            f"{len(readings)} readings",
+        )
+        worst = max(readings, key=lambda r: abs(r["unaccounted"]))
+        check(
+            "torch + PyCUDA: unaccounted <= 64 MiB",
+            abs(worst["unaccounted"]) <= 64 * MIB,
+            f"{worst['unaccounted'] / MIB:.1f} MiB ({worst['label']})",
+        )
+    for name, slack in (("torch_expandable", 0), ("torch_async", 0)):
+        alone = s.get(name, {})
+        if "cap" in alone:
+            growth = max(alone["nvml_growth"], alone["nvml_growth_after_churn"])
+            check(
+                f"{name}: held <= cap",
+                growth <= alone["cap"] + slack,
+                f"{growth / MIB:.1f} of {alone['cap'] / MIB:.0f} MiB by NVML",
+            )
+            check(
+                f"{name}: own native type", all(p["native"] for p in alone["phases"]), alone["phases"][0]["exception"]
+            )
+            fitted = [p["would_have_fitted"] for p in alone["phases"]]
+            check(f"{name}: no refusal where it would fit", not any(fitted), str(fitted))
+    control = s.get("order_control", {})
+    check(
+        "TensorFlow before torch, control dies by signal 8",
+        control.get("returncode") == -8,
+        f"rc {control.get('returncode')}",
+    )
+    for name in ("order_cured", "order_cured_tensorflow_first"):
+        cured = s.get(name, {})
+        good = cured.get("matmul_finite") is True and cured.get("multiprocessors") == 132
+        check(f"{name}: torch matmul, 132 multiprocessors", good, f"{cured.get('multiprocessors')}")
+    before = s.get("without_memguard", {})
+    if "tensorflow_took" in before:
+        died = all(before[n]["exception"] for n in ("torch", "pycuda"))
+        check(
+            "without memguard: torch and PyCUDA die", died, f"TensorFlow took {before['tensorflow_took'] / MIB:.0f} MiB"
+        )
+    undone = s.get("tensorflow-undone", {})
+    if "limited_mib" in undone:
+        good = undone["limited_mib"] == 2048 and not undone["configuration_after"] and undone["environment_restored"]
+        good = good and undone["allocated_after_shutdown"] > 2 * GIB
+        check(
+            "tensorflow undone before its first operation",
+            good,
+            f"{undone['allocated_after_shutdown'] / GIB:.0f} GiB after shutdown",
+        )
+    for framework in ("torch", "tensorflow", "pycuda"):
+        for when in ("later", "imported", "live"):
+            c = s.get(f"{framework}-{when}", {})
+            if "refused" in c:
+                check(f"{framework} {when}", c["expected"], "CapNotApplied: too late")
+            elif "held" in c:
+                room = c["allocated_before_init"]
+                held = c["raised"] is not None and c["allocated_under_cap"] + (
+                    room if framework == "torch" else 0
+                ) <= max(c["cap"], room)
+                undone = c["allocated_after_shutdown"] == 40 * 64 * MIB
+                declared = undone or any(framework in sentence for sentence in c["stays"])
+                check(
+                    f"{framework} {when}",
+                    held and declared,
+                    f"{c['enforcement']}, {'undone' if undone else 'stays, and says so'}",
+                )
+            else:
+                check(f"{framework} {when}", False, f"rc {c.get('returncode')}")
+    return found

@@ -1,0 +1,101 @@
+"""TensorFlow and PyCUDA in one process: three ways that are recommended on the web, and what is true of each.
+
+    python examples/tensorflow_pycuda_contexts.py autoinit | make-context | limited
+
+Each is the recommended code with one line added, `memguard.init(...)`. With it all three do their work in one
+CUDA context, TensorFlow's, and neither library can take more than its part.
+
+What is wrong with the usual advice:
+
+- "Get TensorFlow's context with tf.compat.v1.experimental.get_cuda_context_handle() and wrap it in
+  pycuda.driver.Context(handle)": neither exists. TensorFlow works in the device's *primary* context, and PyCUDA
+  joins it with `Device.retain_primary_context()`, which is what memguard makes `make_context()` and
+  `pycuda.autoinit` do.
+- "Initialise TensorFlow first": the order does not matter. Without a limit TensorFlow takes the whole card at its
+  first operation, whoever was first (141,350 of 143,156 MiB on an H200), and PyCUDA is then out of memory.
+- "It is a question of peer access": peer access is about two GPUs. On one, two contexts only cost memory: 518 MiB
+  for the second on an H200, while pointers of one are invalid in the other.
+- "memory_limit caps the process": it caps TensorFlow's pool. The context and cuBLAS and cuDNN come on top.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import memguard
+import numpy as np
+
+budget = {
+    "version": 1,
+    "device": {"limit": "8GiB"},
+    "frameworks": {"tensorflow": {"share": "60%"}, "pycuda": {"limit": "1GiB"}},
+}
+memguard.init(budget)  # the one line
+
+import pycuda.driver as cuda  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+
+def tensorflow_work() -> float:
+    a = tf.random.uniform((256, 256))
+    return float(tf.reduce_mean(tf.matmul(a, a)))
+
+
+def add_one() -> float:
+    """A PyCUDA kernel in whatever context is current."""
+    from pycuda.compiler import SourceModule
+
+    add = SourceModule("__global__ void add(float *a) { a[threadIdx.x] += 1.0f; }").get_function("add")
+    host = np.zeros(32, dtype=np.float32)
+    device = cuda.mem_alloc(host.nbytes)
+    cuda.memcpy_htod(device, host)
+    add(device, block=(32, 1, 1))
+    cuda.memcpy_dtoh(host, device)
+    return float(host.sum())
+
+
+def autoinit() -> float:
+    """`import pycuda.autoinit` beside TensorFlow: with the budget it is served by the primary context."""
+    import pycuda.autoinit  # noqa: F401
+
+    tensorflow_work()
+    return add_one()
+
+
+def make_context() -> float:
+    """An explicit context, after TensorFlow's first operation: the place of the handle that does not exist."""
+    tensorflow_work()
+    cuda.init()
+    context = cuda.Device(0).make_context()
+    try:
+        return add_one()
+    finally:
+        context.pop()
+
+
+def limited() -> float:
+    """A small share for TensorFlow, then PyCUDA: the budget is the limit, so none is set by hand."""
+    cuda.init()
+    context = cuda.Device(0).make_context()
+    try:
+        tensorflow_work()
+        return add_one()
+    finally:
+        context.pop()
+
+
+def main() -> int:
+    ways = {"autoinit": autoinit, "make-context": make_context, "limited": limited}
+    if len(sys.argv) != 2 or sys.argv[1] not in ways:
+        print(f"usage: {sys.argv[0]} {' | '.join(ways)}", file=sys.stderr)
+        return 2
+    total = ways[sys.argv[1]]()
+    reading = memguard.ledger()
+    print(reading)
+    print(f"kernel result: {total:g} (32 expected)")
+    process = reading.devices[0].process
+    return 0 if total == 32 and process is not None else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

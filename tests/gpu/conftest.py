@@ -1,0 +1,79 @@
+"""GPU tests run where NVML shows a GPU, and are skipped nowhere else.
+
+`MEMGUARD_GPU_REPORT=path` writes what ran, with a hash of `memguard/`: committed under `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+
+def gpu_missing() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return None if pynvml.nvmlDeviceGetCount() else "NVML shows no GPU"
+    except Exception as error:
+        return f"no GPU: {error}"
+
+
+MISSING = gpu_missing()
+HERE = Path(__file__).parent
+results: dict[str, str] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if MISSING:
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "tests/gpu/" in report.nodeid and (report.when == "call" or report.outcome != "passed"):
+        results[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    target = os.environ.get("MEMGUARD_GPU_REPORT")
+    if target and not MISSING:
+        from _run import header
+
+        about = header("python -m pytest tests/gpu")
+        Path(target).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run code in a process of its own; it leaves its findings in `result`. A crash fails the test with its stderr."""
+
+    def call(code: str, *, env: dict[str, str] | None = None, timeout: float = 120, rc: int = 0) -> dict[str, Any]:
+        program = (
+            "import faulthandler, json, os\nfaulthandler.enable()\nimport memguard\nGIB, MIB = 1 << 30, 1 << 20\n"
+            "result = {}\n" + textwrap.dedent(code) + "\nprint('RESULT ' + json.dumps(result), flush=True)\n"
+        )
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
+        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, env=environment
+        )
+        assert done.returncode == rc, f"rc {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        found["stderr"] = done.stderr
+        return found
+
+    yield call

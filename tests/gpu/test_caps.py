@@ -1,0 +1,27 @@
+"""Each framework, in each circumstance, in a process of its own: capped as declared, undone where it can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "benchmarks" / "main_job.py")
+NAMES = [f"{f}-{w}" for f in ("torch", "tensorflow", "pycuda") for w in ("later", "imported", "live")]
+NAMES += ["order_cured", "order_cured_tensorflow_first", "order_control", "torch_expandable", "torch_async"]
+NAMES += ["tensorflow-undone", "torch_and_pycuda"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scenario_of_the_main_job(name: str) -> None:
+    import main_job
+    from checks import main_job_checks
+
+    outcome = main_job.run_scenario(SCRIPT, name, env=main_job.ENVIRONMENTS.get(name))
+    log = outcome.pop("_stderr")
+    mine = main_job_checks({name: outcome})
+    others = {key for key in main_job_checks({})}
+    relevant = {key: value for key, value in mine.items() if key not in others or value[0]}
+    assert relevant, (outcome, log[-3000:])
+    assert all(passed for passed, _ in relevant.values()), (relevant, outcome, log[-3000:])
