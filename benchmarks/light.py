@@ -1,0 +1,133 @@
+"""What memguard costs before any work: import, init, plan. Ratios against a control in the same run, with spread.
+
+    python benchmarks/light.py -o benchmarks/results/light.json
+
+`init` runs on this machine's GPU where there is one, else on a simulated one, and the result says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _run import ROOT, header  # noqa: E402
+
+PAIRS = 25
+
+
+def timed(code: str) -> float:
+    """Seconds of `code` inside a fresh interpreter: its start is not counted."""
+    program = f"import time\nt = time.perf_counter()\n{code}\nprint(time.perf_counter() - t)"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    return float(done.stdout.splitlines()[-1])
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=20)
+    return {"median": statistics.median(values), "p5": cuts[0], "p95": cuts[-1], "n": len(values)}
+
+
+def import_ratio() -> dict[str, Any]:
+    """`import memguard` against `import pydantic, yaml`, interleaved; beside it the control against itself."""
+    ours, control, again = [], [], []
+    for _ in range(PAIRS):
+        control.append(timed("import pydantic, yaml"))
+        ours.append(timed("import memguard"))
+        again.append(timed("import pydantic, yaml"))
+    return {
+        "memguard_s": spread(ours),
+        "control_s": spread(control),
+        "ratio": spread([a / b for a, b in zip(ours, control)]),
+        "control_against_itself": spread([a / b for a, b in zip(again, control)]),
+    }
+
+
+def init_time(simulate: str | None) -> dict[str, Any]:
+    """`memguard.init` of a file, no framework imported, memguard and its dependencies imported before."""
+    budget = ROOT / "configs" / "budget.yaml"
+    argument = f", simulate={simulate!r}" if simulate else ""
+    values = []
+    for _ in range(PAIRS):
+        program = (
+            "import memguard.conductor, memguard.config, time\n"
+            f"t = time.perf_counter()\nmemguard.init({str(budget)!r}{argument})"
+        )
+        values.append(timed(program))
+    return {"simulated": simulate, "init_s": spread(values)}
+
+
+def plan_time() -> dict[str, Any]:
+    """A plan of six frameworks on eight GPUs (six, by giving the policy a budget with made-up names)."""
+    from types import SimpleNamespace
+    from fractions import Fraction
+
+    from memguard import policy
+    from memguard.devices.simulated import SimulatedHost
+
+    devices = SimulatedHost(["h200"] * 8).devices()
+    frameworks = {
+        name: SimpleNamespace(share=Fraction(1, 7), limit=None, growth=True)
+        for name in ("torch", "tensorflow", "pycuda", "a", "b", "c")
+    }
+    budget: Any = SimpleNamespace(
+        device=SimpleNamespace(limit=Fraction(9, 10), reserve="auto"), devices={}, frameworks=frameworks
+    )
+    values = []
+    for _ in range(500):
+        started = time.perf_counter()
+        policy.plan(budget, devices)
+        values.append(time.perf_counter() - started)
+    return {"frameworks": 6, "gpus": 8, "plan_s": spread(values)}
+
+
+def gpu_here() -> bool:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return bool(pynvml.nvmlDeviceGetCount())
+    except Exception:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    simulate = None if gpu_here() else "h200"
+    result: dict[str, Any] = {"about": header("python benchmarks/light.py"), "import": import_ratio()}
+    result["init"] = init_time(simulate)
+    result["plan"] = plan_time()
+    ratio, init, plan = result["import"]["ratio"], result["init"]["init_s"], result["plan"]["plan_s"]
+    result["checks"] = {
+        "import memguard <= 1.5 x import pydantic, yaml": [
+            ratio["p95"] <= 1.5,
+            f"median {ratio['median']:.2f}, p95 {ratio['p95']:.2f}",
+        ],
+        "init with nothing imported <= 50 ms": [
+            init["p95"] <= 0.05,
+            f"median {init['median'] * 1e3:.1f} ms, p95 {init['p95'] * 1e3:.1f} ms"
+            + (" (simulated GPU)" if simulate else ""),
+        ],
+        "a plan of 6 frameworks x 8 GPUs <= 1 ms": [
+            plan["p95"] <= 1e-3,
+            f"median {plan['median'] * 1e3:.2f} ms, p95 {plan['p95'] * 1e3:.2f} ms",
+        ],
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    for name, (passed, figure) in result["checks"].items():
+        print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}")
+
+
+if __name__ == "__main__":
+    main()
