@@ -45,8 +45,12 @@ def problems(
     ]
     order = {path: index for index, path in enumerate(document.values)}
     kept.sort(key=lambda finding: order.get(_nearest(finding.loc, order), 0))
-    listed_problems = [*document.problems, *(_problem(finding, document) for finding in kept)]
-    return sorted(listed_problems, key=lambda problem: (problem.line or 0, problem.column or 0))
+    return in_order([*document.problems, *(_problem(finding, document) for finding in kept)])
+
+
+def in_order(unordered: Iterable[Problem]) -> list[Problem]:
+    """By line and column; as they were where there is no file."""
+    return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
 def _finding(error: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> Finding:

@@ -61,12 +61,13 @@ def _plain(value: object, path: Path, document: Document) -> object:
         found: dict[str, object] = {}
         for key, child in value.items():
             name = _key(key)
+            at = (*path, name or "")
             if name is None or name in found:
                 message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
                 document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
             else:
-                document.keys[(*path, name)] = None
-                found[name] = _plain(child, (*path, name), document)
+                document.keys[at] = None
+                found[name] = _plain(child, at, document)
         return found
     if isinstance(value, (list, tuple)):
         return [_plain(child, (*path, index), document) for index, child in enumerate(value)]

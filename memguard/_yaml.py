@@ -119,7 +119,7 @@ def _events(text: str) -> Iterator[Event]:
         raise Unreadable(Problem(message, "delete it", line, column)) from None
     try:
         while loader.check_event():
-            yield cast(Event, loader.get_event())  # type: ignore[no-untyped-call]
+            yield cast("Event", loader.get_event())  # type: ignore[no-untyped-call]
     except yaml.YAMLError as error:
         raise Unreadable(explain(error)) from None
     except Exception as error:
@@ -217,17 +217,17 @@ def _plain(node: _Node, path: Path, document: Document) -> object:
     found: dict[str, object] = {}
     for key, child in node.items:
         assert key is not None
+        at = (*path, key.text)
         problem = _wrong_key(key)
         if problem is None and key.text in found:
-            first = document.keys[(*path, key.text)] or key.mark
+            first = document.keys[at] or key.mark
             where = f": in line {first[0]} and here" if first[0] != key.mark[0] else " in this line"
-            message = f"{short(key.text)} is given twice{where}"
-            problem = _problem(message, "keep one of them", key.mark)
+            problem = _problem(f"{short(key.text)} is given twice{where}", "keep one of them", key.mark)
         if problem is not None:
             document.problems.append(problem)
         elif not key.bad:
-            document.keys[(*path, key.text)] = key.mark
-            found[key.text] = _plain(child, (*path, key.text), document)
+            document.keys[at] = key.mark
+            found[key.text] = _plain(child, at, document)
     return found
 
 

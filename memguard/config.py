@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from memguard import _config_checks, _config_values, _document, _yaml
-from memguard._config_problems import problems
+from memguard._config_problems import in_order, problems
 from memguard._config_schema import SCHEMA
 from memguard._document import Document
 from memguard.errors import ConfigError, Problem
@@ -180,7 +180,7 @@ def _budget(document: Document, source: str) -> Budget:
         document.problems.append(_not_a_mapping(document))
         document.bad.add(())
     if () in document.bad:
-        raise ConfigError(document.problems, source)
+        raise ConfigError(in_order(document.problems), source)
     assert isinstance(document.data, dict)
     findings = _config_checks.check(document.data, FRAMEWORKS)
     errors: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,16 @@ def test_the_commands() -> None:
     assert "unallocated  25% of (limit − reserve) − 1GiB" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert isinstance(wrong.exception, ConfigError)
+
+
+def test_the_reference_shows_what_is_really_printed() -> None:
+    document = (CONFIGS.parent / "docs" / "budget.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```\n(?:```text\n(.*?)```)?", document, re.DOTALL)
+    assert [bool(output) for _, output in blocks] == [False, True, True, True, True]
+    for text, output in blocks:
+        try:
+            parse(text, "budget.yaml")
+            printed = ""
+        except ConfigError as error:
+            printed = f"{error}\n"
+        assert printed == output

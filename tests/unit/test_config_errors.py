@@ -194,6 +194,10 @@ def test_all_problems_at_once_in_file_order() -> None:
     assert "add up to 110%" in found[2].message
 
 
+def test_what_is_no_budget_is_said_before_what_follows_it() -> None:
+    assert [(p.line, p.column) for p in problems("version\n---")] == [(1, 1), (2, 1)]
+
+
 def test_a_problem_in_an_alias_stands_where_the_value_stands() -> None:
     found = problems(fw("torch: &x {share: 0}\npycuda: *x"))
     assert [(p.line, p.column, p.path) for p in found] == [
