@@ -82,7 +82,11 @@ def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Finding:
         return Finding(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True)
     lowered = name.lower()
     near = _ALSO.get(lowered) if _ALSO.get(lowered) in allowed else None
-    matches = difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6) if len(name) <= 40 and near is None else []
+    matches = (
+        difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6)
+        if len(name) <= 40 and ":" not in name and near is None
+        else []
+    )
     near = near or (matches[0] if matches else None)
     if near is not None:
         return Finding(loc, f"unknown {thing} {short(name)}; {choice}", f"did you mean {near!r}?", True, True)
@@ -90,6 +94,11 @@ def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Finding:
     if home is not None and level != home:
         place = "a framework, as in 'torch: {share: 50%}'" if home == "framework" else f"'{home}:'"
         return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", f"move it below {place}", True, True)
+    if ":" in name and len(name) <= 40:  # {share:50%}
+        return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "write a space after ':'", True, True)
+    if name[:1].isdecimal() and level in ("device", "framework", "tensorflow"):  # {limit: 1,5GiB}
+        fix = "write decimals with a point, as in 1.5GiB"
+        return Finding(loc, f"unknown {thing} {short(name)}; {choice}", fix, True, True)
     if name in names[""]:
         return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", "align it with 'version:'", True, True)
     return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "remove it", True, True)

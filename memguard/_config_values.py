@@ -76,7 +76,8 @@ def version(value: object) -> int:
         if value == 1:
             return 1
         raise wrong(f"this memguard reads version 1, found {found(value)}", "write 'version: 1'")
-    raise wrong(f"the version is the number 1, found {found(value)}", "write 'version: 1', without quotes")
+    quoted = ", without quotes" if value == "1" else ""
+    raise wrong(f"the version is the number 1, found {found(value)}", f"write 'version: 1'{quoted}")
 
 
 def device_limit(value: object) -> Fraction | int:
@@ -172,7 +173,7 @@ def _size(value: object, allowed: str) -> int:
     if size < GRANULE:
         unitless = size < MIB and not re.search("[A-Za-z]", found(value))
         hint = f"; did you mean '{size}MiB'?" if unitless else ""
-        shown = f"{size} bytes" if unitless else f"{found(value)} ({size} bytes)"
+        shown = f"{size} byte{'s' if size > 1 else ''}" if unitless else f"{found(value)} ({size} bytes)"
         raise wrong(f"{shown}: less than 2MiB, the smallest piece that CUDA hands out", allowed + hint)
     return size
 

@@ -31,7 +31,7 @@ _SENTENCES: tuple[tuple[str, str, str, bool], ...] = (
     (
         "mapping values are not allowed",
         "a ':' where no key can stand",
-        "start a new line before this key, align it with the keys beside it, or put text that contains ': ' in quotes",
+        "see that the line above is 'key: value', align this key with those beside it, or put text with ': ' in quotes",
         False,
     ),
     (

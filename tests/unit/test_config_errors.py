@@ -35,6 +35,7 @@ def fw(lines: str) -> str:
          "write 'version: 1'"),
         ("version: '1'\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "the number 1, found '1'",
          "without quotes"),
+        ("version: 1.0\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "found '1.0'", "write 'version: 1'"),
         ("version: true\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "the number 1, found True", "version: 1"),
         ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
         # keys
@@ -53,6 +54,8 @@ def fw(lines: str) -> str:
         (fw("torch: {min: 5%}"), 3, 11, "torch.min", "not supported by this version", "remove it"),
         (fw("tensorflow: {share: 5%, growht: true}"), 3, 27, "tensorflow.growht",
          "allowed: share, limit, growth", "'growth'"),
+        (fw("torch: {share:50%}"), 3, 11, "torch['share:50%']", "unknown key 'share:50%'", "a space after ':'"),
+        (fw("torch: {limit: 40GiB, 5: }"), 3, 25, "torch['5']", "unknown key '5'", "decimals with a point"),
         # frameworks
         ("version: 1", 1, 1, "frameworks", "is missing", "torch: {share: 50%}"),
         ("version: 1\nframeworks: {}", 2, 13, "frameworks", "names no framework", "torch: {share: 50%}"),
