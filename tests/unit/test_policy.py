@@ -129,7 +129,7 @@ def test_a_declared_reserve_is_taken_as_it_is() -> None:
 def test_a_uuid_is_stronger_than_an_ordinal_and_that_than_a_name(keys: list[str]) -> None:
     limits = {UUID: "1GiB", "0": "2GiB", "Made*": "3GiB"}
     for gone in range(3):
-        strongest = [key for key in (UUID, "0", "Made*") if key in keys[: 3 - gone]][0]
+        strongest = next(key for key in (UUID, "0", "Made*") if key in keys[: 3 - gone])
         devices = {key: {"limit": limits[key]} for key in keys[: 3 - gone]}
         part = one(budget({"pycuda": {"share": "10%"}}, {"limit": "8GiB", "reserve": "512MiB"}, devices=devices))
         assert part.limit == int(limits[strongest][0]) * GIB
