@@ -1,1 +1,45 @@
-"""The command line: one file per command."""
+"""The command line: one file per command, imported when the command is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from memguard import __version__
+from memguard.errors import MemguardError
+
+_COMMANDS = ("check", "plan", "run", "schema", "simulate")
+
+
+class _Group(click.Group):
+    """The commands by file name, and the one place where memguard's errors become text and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"memguard.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MemguardError as error:
+            click.echo(f"memguard: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the terminal shows ^C on a line of its own
+            ctx.exit(130)
+
+
+@click.command("memguard", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="memguard", message="%(prog)s %(version)s")
+def main() -> None:
+    """GPU memory budgets for Python processes that mix TensorFlow, PyTorch and PyCUDA.
+
+    Exit codes: 2 a wrong budget, trace or command line; 3 no GPU to budget; 1 anything else.
+    """

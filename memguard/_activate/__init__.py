@@ -1,0 +1,1 @@
+"""What `memguard run` puts at the front of PYTHONPATH: a `sitecustomize` that activates the budget."""

@@ -1,0 +1,24 @@
+"""Imported by `site` in a Python that `memguard run` started, before the program.
+
+`site` reports an error in here and carries on, so every way out of this file that is not success ends the process:
+the program must not run without its cap. It has to parse under Pythons that memguard does not support.
+"""
+
+import os
+import sys
+
+if sys.version_info < (3, 10):
+    sys.stderr.write("memguard: Python 3.10 or newer is needed, and %s is older\n" % sys.executable)
+    sys.stderr.flush()
+    os._exit(1)
+
+try:
+    import importlib
+
+    importlib.import_module("_memguard_child").activate(os.path.dirname(os.path.abspath(__file__)))
+except Exception:
+    import traceback
+
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)

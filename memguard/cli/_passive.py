@@ -1,0 +1,104 @@
+"""Commands whose Python would not see the budget. `memguard run` refuses them rather than run without a cap."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+
+from memguard.errors import MemguardError
+
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?")
+_OURS = {"PYTHONPATH", "MEMGUARD_RUN", "MEMGUARD_SIMULATE"}
+_FLAGS = {
+    "I": "isolated: it ignores PYTHONPATH",
+    "E": "without its environment variables, PYTHONPATH among them",
+    "S": "without `site`",
+}
+_IN_CODE = "call memguard.init('budget.yaml') in the program and start it without memguard run"
+
+Refusal = tuple[str, str]  # why, and what to do
+
+
+def check(command: Sequence[str]) -> None:
+    """Raise MemguardError where the command would start a Python that cannot activate the budget."""
+    refusal = _refusal(command) or _refusal(_shebang(command[0]))
+    if refusal is not None:
+        why, fix = refusal
+        raise MemguardError(f"the budget would not be applied: {why}\n    fix: {fix}")
+
+
+def _refusal(command: Sequence[str]) -> Refusal | None:
+    if command and os.path.basename(command[0]) in {"sudo", "doas"}:
+        name = os.path.basename(command[0])
+        return f"{name} starts its command with an environment of its own", f"put {name} first: {name} memguard run ..."
+    for position, word in enumerate(command):
+        name = os.path.basename(word)
+        if _PYTHON.fullmatch(name):
+            return _flags(name, command[position + 1 :])
+        if name == "env" and (refusal := _env(command[position + 1 :])):
+            return refusal
+    return None
+
+
+def _flags(python: str, arguments: Sequence[str]) -> Refusal | None:
+    """Python's own options, alone or together as in -IB, up to the program."""
+    words = iter(arguments)
+    for word in words:
+        if word == "--check-hash-based-pycs":
+            next(words, None)
+        if word == "--" or not re.match("-.", word):
+            return None
+        if word.startswith("--"):
+            continue
+        for letter in word[1:]:
+            if letter in _FLAGS:
+                return f"{python} -{letter} runs {_FLAGS[letter]}", f"leave -{letter} out, or {_IN_CODE}"
+            if letter in "cm":
+                return None
+            if letter in "WX":
+                if word.endswith(letter):
+                    next(words, None)
+                break
+    return None
+
+
+def _env(arguments: Sequence[str]) -> Refusal | None:
+    """What `env` takes away or replaces before it starts its command."""
+    words = _split(arguments)
+    for word in words:
+        if word in {"-", "--ignore-environment"} or re.fullmatch(r"-[0v]*i.*", word):
+            return f"env {word} starts its command with an empty environment", f"leave it out, or {_IN_CODE}"
+        if word in {"-u", "--unset"}:
+            name = next(words, "")
+        elif word.startswith(("--unset=", "-u")):
+            name = word.removeprefix("--unset=").removeprefix("-u")
+        elif not word.startswith("-") and "=" in word:
+            name = word.partition("=")[0]
+        elif word.startswith("-"):
+            continue
+        else:
+            return None
+        if name in _OURS:
+            return f"env replaces {name}, which memguard sets", f"leave it out, or set {name} before memguard run"
+    return None
+
+
+def _split(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments of `env`, those that -S has it take apart taken apart."""
+    for word in arguments:
+        yield from word.removeprefix("-S").split() if "-S" in arguments or word.startswith("-S") else [word]
+
+
+def _shebang(program: str) -> list[str]:
+    """The interpreter line of a script such as `jupyter` or `torchrun`; empty for anything else."""
+    found = shutil.which(program)
+    if found is None:
+        return []
+    try:
+        with open(found, "rb") as file:
+            line = file.readline(512)
+    except OSError:
+        return []
+    return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []

@@ -1,0 +1,96 @@
+"""`memguard run`: start a program under a budget without changing it.
+
+The command replaces this process (`exec`), so its exit code and signals are its own. What it takes along is an
+environment in which the first Python activates the budget: see `memguard/_activate`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from memguard.errors import ConfigError, MemguardError, Problem
+
+_ACTIVATE = Path(__file__).resolve().parents[1] / "_activate"
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
+
+
+@click.command(
+    "run",
+    short_help="Start a program under a budget, without changing it.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option("-c", "--config", "budget", type=click.Path(), help="The budget file; else budget.yaml here or above.")
+@click.option(
+    "--simulate", "gpus", multiple=True, metavar="GPU", help="A simulated GPU such as h200; again for several."
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(budget: str | None, gpus: tuple[str, ...], command: tuple[str, ...]) -> None:
+    """Start COMMAND under a budget: memguard run -c budget.yaml -- python train.py
+
+    COMMAND replaces memguard, so exit code, signals and standard input are its own. It need not be Python: each
+    Python that a shell script starts gets the budget. What those start themselves, such as the workers of torchrun
+    and multiprocessing, does not: call memguard.init there.
+    """
+    from memguard import config
+    from memguard.cli import _passive
+
+    path = _find(budget)
+    config.load(path)
+    _passive.check(command)
+    if gpus:
+        from memguard.devices.simulated import SimulatedHost
+
+        SimulatedHost(gpus)  # an unknown name is better said here
+        click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
+    _exec(command, environment(os.environ, path, gpus))
+
+
+def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """`environ`, changed so that a Python started with it activates the budget."""
+    folder = str(_ACTIVATE)
+    if os.pathsep in folder:
+        raise MemguardError(
+            f"memguard is installed in {folder}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name\n"
+            "    fix: install it elsewhere, or call memguard.init('budget.yaml') in the program"
+        )
+    result = {name: value for name, value in environ.items() if name != "MEMGUARD_SIMULATE"}
+    inherited = environ.get("PYTHONPATH")
+    result["PYTHONPATH"] = f"{folder}{os.pathsep}{inherited}" if inherited else folder
+    result["MEMGUARD_RUN"] = str(budget)
+    if gpus:
+        result["MEMGUARD_SIMULATE"] = ",".join(gpus)
+    return result
+
+
+def _find(budget: str | None) -> Path:
+    """The budget file as an absolute path: the program may change its directory before Python starts."""
+    if budget is not None:
+        return Path(budget).absolute()
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "budget.yaml").is_file():
+            return folder / "budget.yaml"
+    problem = Problem(f"there is none in {here} or a folder above it", "name the file: memguard run -c FILE -- COMMAND")
+    raise ConfigError([problem], "budget.yaml")
+
+
+def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        # Python ignores these for itself, and an ignored signal would stay ignored in the command.
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], list(command), dict(environ))
+    except OSError as error:
+        click.echo(f"memguard: {command[0]}: {error.strerror}", err=True)
+        raise SystemExit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE) from None
+    except ValueError as error:  # for example a null byte in an argument
+        raise MemguardError(f"{command[0]}: {error}") from None

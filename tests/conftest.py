@@ -1,0 +1,42 @@
+"""What every test directory shares: hypothesis without a clock, and `--no-skips`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+GPU = Path(__file__).parent / "gpu"
+
+# A busy machine must not fail a property that holds.
+settings.register_profile("memguard", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("memguard")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a skipped test outside tests/gpu fails the run")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> object:
+    report = yield
+    _refuse_skip(report, item)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> object:
+    report = yield
+    _refuse_skip(report, collector)
+    return report
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport, node: pytest.Item | pytest.Collector) -> None:
+    if not report.skipped or hasattr(report, "wasxfail") or not node.config.getoption("--no-skips"):
+        return
+    if GPU in node.path.parents or node.path == GPU:
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"skipped, which --no-skips forbids: {reason}"

@@ -1,0 +1,141 @@
+"""The command line as a whole: what it lists, what it imports, how it fails."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import memguard
+from memguard import cli, errors
+
+COMMANDS = ["check", "plan", "run", "schema", "simulate"]
+HOME = Path(memguard.__file__).parents[1]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with memguard importable in a child as it is here."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEMGUARD_")}
+    if HOME.name != "site-packages":
+        environ["PYTHONPATH"] = str(HOME)
+    return environ
+
+
+def call(*arguments: str) -> int:
+    """The exit code of a command line, run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main.main(list(arguments), prog_name="memguard")
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make `memguard schema` raise."""
+
+    @click.command("schema")
+    def command() -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("memguard.cli.schema"), "schema", command)
+
+
+def test_help_lists_every_command_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--help") == 0
+    listed = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == COMMANDS
+    assert all(len(line.split()) > 3 for line in listed)
+
+
+def test_every_file_of_the_command_line_is_a_command() -> None:
+    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py") if not path.name.startswith("_")}
+    assert sorted(files) == COMMANDS
+    context = click.Context(cli.main)
+    for name in COMMANDS:
+        command = cli.main.get_command(context, name)
+        assert command is not None and command.name == name
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom memguard.cli import main\n"
+        "early = [m for m in sys.modules if m.startswith('memguard.cli.')]\nassert not early, early\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "heavy = {'pydantic', 'yaml', 'rich', 'pynvml', 'torch', 'tensorflow', 'pycuda', 'numpy', 'cuda'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"memguard {memguard.__version__}\n"
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("chekc") == 2
+    assert "No such command 'chekc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.MemguardError("something"),
+        errors.ConfigError([errors.Problem("wrong", "put it right", line=3)], "b.yaml"),
+        errors.PlanError([errors.Problem("too much")]),
+        errors.DeviceError("no GPU"),
+        errors.CapNotApplied("torch", "reason", "remedy"),
+        errors.TraceError("cut short"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_one_text_and_their_exit_code(
+    error: errors.MemguardError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, error)
+    assert call("schema") == error.exit_code
+    said = capsys.readouterr()
+    assert said.err == f"memguard: {error}\n"
+    assert said.out == ""
+
+
+def test_an_interrupt_ends_as_shells_expect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, KeyboardInterrupt())
+    assert call("schema") == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_a_fault_of_memguard_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main.main(["schema"])
+
+
+def test_a_wrong_file_says_so_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "memguard", "check", "absent.yaml"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("memguard: absent.yaml")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "memguard", "schema"],
+            env=environment(), stdout=gone, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == ""

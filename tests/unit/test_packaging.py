@@ -1,0 +1,135 @@
+"""What is promised about the package as a whole, and about the rules its tests run under."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memguard
+
+PACKAGE = Path(memguard.__file__).parent
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environ = dict(os.environ)
+    if PACKAGE.parent.name != "site-packages":
+        environ["PYTHONPATH"] = str(PACKAGE.parent)
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+
+
+def test_all_is_the_sorted_public_names() -> None:
+    assert memguard.__all__ == sorted(memguard.__all__)
+    public = [name for name in dir(memguard) if not name.startswith("_")]
+    assert public == memguard.__all__
+
+
+def test_every_public_name_can_be_had() -> None:
+    for name in memguard.__all__:
+        assert callable(getattr(memguard, name)), name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        _ = memguard.initialise
+
+
+def test_every_error_is_public() -> None:
+    from memguard import errors
+
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.MemguardError) and not name.startswith("_")
+    }
+    assert defined <= set(memguard.__all__)
+
+
+def test_the_version_is_the_projects() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert memguard.__version__ == declared[1]
+
+
+def test_the_installed_version_is_the_packages() -> None:
+    """Nothing to compare where the checkout is used without being installed."""
+    installed = {d.version for d in importlib.metadata.distributions(name="memguard")}
+    assert installed <= {memguard.__version__}
+
+
+def test_importing_memguard_is_cheap_and_changes_nothing() -> None:
+    done = python(
+        "import os, sys, threading\nbefore = dict(os.environ), list(sys.path), list(sys.meta_path)\n"
+        "import memguard\n"
+        "assert before == (dict(os.environ), list(sys.path), list(sys.meta_path))\n"
+        "assert threading.active_count() == 1\n"
+        "found = {name.partition('.')[0] for name in sys.modules}\n"
+        "heavy = {'torch', 'tensorflow', 'pycuda', 'cuda', 'pynvml', 'numpy', 'rich', 'click', 'pydantic', 'yaml'}\n"
+        "assert not heavy & found, heavy & found\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_can_be_imported_without_a_framework() -> None:
+    names = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "_activate" not in path.parts and path.name != "__main__.py"
+    ]
+    done = python(
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name.removesuffix('.__init__'))\n"
+        "frameworks = {'torch', 'tensorflow', 'pycuda', 'cuda', 'pynvml'} & set(sys.modules)\n"
+        "assert not frameworks, frameworks\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_is_longer_than_it_should_be() -> None:
+    lengths = {str(path.relative_to(PACKAGE)): path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
+def test_the_package_carries_what_it_needs_beside_code() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "_activate" / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "folder", "code"),
+    [([], "unit", 0), (["--no-skips"], "unit", 1), (["--no-skips"], "gpu", 0)],
+    ids=["allowed", "refused", "gpu"],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["test", "module"])
+def test_no_skips(tmp_path: Path, options: list[str], folder: str, code: int, whole: bool) -> None:
+    """A test that runs in no job is as good as none, so CI refuses skips; only tests/gpu may."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / folder).mkdir()
+    skip = "pytest.skip('why', allow_module_level=True)\n" if whole else ""
+    (tmp_path / folder / "test_skipped.py").write_text(
+        f"import pytest\n{skip}def test_runs(): pass\ndef test_skips(): pytest.skip('why')\n"
+        "@pytest.mark.xfail\ndef test_known(): assert False\n"
+    )
+    (tmp_path / folder / "test_other.py").write_text("def test_runs(): pass\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        ".",
+        *options,
+        ".",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode != 0) == bool(code), done.stdout
+    assert ("--no-skips forbids: " in done.stdout) == bool(code)
+    assert ("passed" in done.stdout) == (not (code and whole)), done.stdout
