@@ -83,7 +83,7 @@ def train(batches: int) -> tuple[list[float], Any]:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         scores = answer.softmax(1)[:, 1].detach().contiguous()
     torch.cuda.synchronize()
     return losses, scores

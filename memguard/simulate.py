@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from memguard.devices.simulated import Model, SimulatedHost
+from memguard import accounts
+from memguard.accounts import Ledger
+from memguard.devices.simulated import CONTEXT, Model, SimulatedHost
 from memguard.errors import TraceError
-from memguard.frameworks.simulated import STYLES, FrameworkOutOfMemory, SimulatedFramework
-from memguard.model import Device, TraceEvent
+from memguard.frameworks.simulated import MODULES, STYLES, FrameworkOutOfMemory, SimulatedFramework
+from memguard.model import Device, DevicePlan, Enforcement, TraceEvent
 from memguard.trace import Trace, TraceHeader
 from memguard.units import GRANULE, format_size
 
@@ -76,6 +78,8 @@ class Outcome:
     devices: tuple[DeviceOutcome, ...]
     frameworks: tuple[FrameworkOutcome, ...]
     notes: tuple[str, ...] = ()
+    ledger: Ledger | None = None
+    """Who holds what after the last event, by the same accounts as of real GPUs."""
 
     @property
     def refused(self) -> int:
@@ -84,7 +88,8 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"simulated": True, "refused": self.refused, **asdict(self)}
+        plain = asdict(replace(self, ledger=None))
+        return {"simulated": True, "refused": self.refused, **plain, "ledger": self.ledger and self.ledger.as_dict()}
 
     def render(self) -> str:
         """Plain text of at most 80 columns."""
@@ -208,7 +213,24 @@ class _Run:
             DeviceOutcome(index, gpu.name, gpu.usable, self.host.peak(gpu), self.full[index])
             for index, gpu in enumerate(self.gpus)
         )
-        return Outcome(len(self.trace.events), self.caps is not None, devices, tuple(rows), tuple(self.notes))
+        notes = tuple(self.notes)
+        return Outcome(len(self.trace.events), self.caps is not None, devices, tuple(rows), notes, self.ledger())
+
+    def ledger(self) -> Ledger:
+        parts = []
+        for gpu in self.gpus:
+            usages = {name: framework.usage(gpu) for name, framework in self.frameworks.items()}
+            live = {name for name, usage in usages.items() if usage is not None}
+            own = self.host.processes(gpu).get(self.host.pid, 0)
+            modules = sum(MODULES[self.frameworks[name].style] for name in live)
+            overhead = accounts.Overhead(CONTEXT + modules if live else 0)
+            caps = {name: caps[gpu.uuid] for name, caps in (self.caps or {}).items() if name in usages}
+            part = DevicePlan(gpu, gpu.usable, 0, caps, 0)
+            holds = {name: Enforcement.ENFORCED.value if name in caps else "none" for name in usages}
+            memory = self.host.memory(gpu)
+            ledger = accounts.device_ledger(gpu, memory, own, usages, holds, overhead, part)
+            parts.append(replace(ledger, limit=None))
+        return Ledger(0.0, tuple(parts), simulated=True)
 
     def _framework(self, name: str, options: Mapping[str, Mapping[str, Any]]) -> SimulatedFramework:
         if name not in STYLES:

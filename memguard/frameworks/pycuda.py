@@ -85,8 +85,8 @@ class PyCUDA(Framework):
             pools = self._pools(device.uuid)
             pitched = self._pitched[device.uuid]
             held = sum(p.held() for p in pools) + pitched
-            in_use = sum(p.pool.active_bytes for p in pools) + pitched
-            idle = sum(p.pool.managed_bytes - p.pool.active_bytes for p in pools)
+            in_use = sum(p.active_bytes() for p in pools) + pitched
+            idle = sum(p.idle_bytes() for p in pools)
         return Usage(held, in_use, idle)
 
     def trim(self, device: Device) -> None:
@@ -168,7 +168,7 @@ class PyCUDA(Framework):
                     tracked = framework._others.get(self)
                     if tracked is None:
                         uuid = framework._uuid(drv, current)
-                        tracked = _Pool(weakref.proxy(self), current.handle, uuid, raw_pool.allocate)
+                        tracked = _Pool(weakref.ref(self), current.handle, uuid, raw_pool.allocate)
                         framework._others[self] = tracked
                 return framework._allocate(drv, tracked, size)
 
@@ -196,7 +196,8 @@ class PyCUDA(Framework):
         with self._lock:
             pool = self._own.get(current.handle)
             if pool is None:
-                pool = _Pool(make(), current.handle, self._uuid(drv, current), make.allocate)
+                made = make()
+                pool = _Pool(lambda: made, current.handle, self._uuid(drv, current), make.allocate)
                 self._own[current.handle] = pool
             return pool
 
@@ -262,44 +263,72 @@ class _Pool:
 
     `active` may count too many (an allocation freed by hand counts until its object dies), never too few,
     so a block reported as free is free.
+
+    One small block always lies idle in the pool: PyCUDA's pool takes the current context when its first block
+    is given back, and where none is current, as at exit or on another thread, that aborts the process (measured).
     """
 
-    def __init__(self, pool: Any, context: int, uuid: str, allocate: Callable[[Any, int], Any]) -> None:
-        self.pool, self.context, self.uuid = pool, context, uuid
-        self._allocate = allocate
+    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, allocate: Callable[[Any, int], Any]) -> None:
+        self.context, self.uuid = context, uuid
+        self.active: Counter[int] = Counter()
+        self._pool, self._allocate = pool, allocate  # a pool of the user's own is referred to weakly
         self._blocks: Counter[int] = Counter()
         self._slabs = 0
-        self.active: Counter[int] = Counter()
 
     def bin_size(self, size: int) -> int:
-        return int(self.pool.alloc_size(self.pool.bin_number(size)))
+        pool = self._pool()
+        return int(pool.alloc_size(pool.bin_number(size)))
 
     def has_free(self, bin_size: int) -> bool:
         return self._blocks[bin_size] > self.active[bin_size]
 
     def take(self, size: int, bin_size: int) -> Any:
-        before = self.pool.managed_bytes
-        allocation = self._allocate(self.pool, size)
-        grown = self.pool.managed_bytes - before
+        allocation = self._take(size, bin_size)
+        self.active[bin_size] += 1
+        self._keep_one_idle()
+        return allocation
+
+    def free_held(self) -> None:
+        pool = self._pool()
+        if pool is None:
+            return
+        pool.free_held()
+        self._blocks = +Counter(self.active)
+        if not self._small():  # a slab goes back when its last piece does: until then none is counted as gone
+            self._slabs = 0
+        self._keep_one_idle()
+
+    def held(self) -> int:
+        """Bytes taken from the driver: what the pool manages, and what the driver rounds that up to."""
+        pool = self._pool()
+        managed = int(pool.managed_bytes) if pool is not None else 0
+        waste = sum((round_up(size) - size) * count for size, count in self._blocks.items() if size > _SMALL)
+        return managed + waste + self._slabs - self._small() if managed else 0
+
+    def active_bytes(self) -> int:
+        pool = self._pool()
+        return int(pool.active_bytes) if pool is not None else 0
+
+    def idle_bytes(self) -> int:
+        pool = self._pool()
+        return int(pool.managed_bytes - pool.active_bytes) if pool is not None else 0
+
+    def _take(self, size: int, bin_size: int) -> Any:
+        pool = self._pool()
+        before = pool.managed_bytes
+        allocation = self._allocate(pool, size)
+        grown = pool.managed_bytes - before
         if grown < 0:  # the driver refused once, PyCUDA gave its idle blocks back and tried again
             self._blocks = Counter(self.active)
         if grown != 0:
             self._blocks[bin_size] += 1
             self._slabs = max(self._slabs, round_up(self._small()))
-        self.active[bin_size] += 1
         return allocation
 
-    def free_held(self) -> None:
-        self.pool.free_held()
-        self._blocks = +Counter(self.active)
-        if not self._small():  # a slab goes back when its last piece does: until then none is counted as gone
-            self._slabs = 0
-
-    def held(self) -> int:
-        """Bytes taken from the driver: what the pool manages, and what the driver rounds that up to."""
-        managed = int(self.pool.managed_bytes)
-        waste = sum((round_up(size) - size) * count for size, count in self._blocks.items() if size > _SMALL)
-        return managed + waste + self._slabs - self._small() if managed else 0
+    def _keep_one_idle(self) -> None:
+        pool = self._pool()
+        if pool.held_blocks == 0 and pool.managed_bytes:
+            self._take(1, self.bin_size(1))  # dropped at once: the block stays in the pool
 
     def _small(self) -> int:
         return sum(size * count for size, count in self._blocks.items() if size <= _SMALL)
