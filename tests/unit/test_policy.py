@@ -267,6 +267,8 @@ def test_what_this_process_holds_already_is_not_busy() -> None:
     assert busy(part, memory, GIB) is None
     assert busy(part, memory, GIB - 1) is not None
     assert busy(part, memory, None) is not None, "unknown is not taken for ours"
+    shared = busy(part, MemoryInfo(16 * GIB, 0, 12 * GIB, 4 * GIB), 2 * GIB)
+    assert "6.00 GiB left" in (shared or "") and "other processes hold 10.00 GiB" in (shared or "")
 
 
 # admit
@@ -302,7 +304,7 @@ def test_a_framework_that_is_not_live_has_its_whole_cap() -> None:
 
 def test_held_above_the_cap_leaves_nothing_and_nothing_negative() -> None:
     refused = admit("torch", 1, 2 * GIB, {"torch": Usage(3 * GIB, 3 * GIB, 0)}, FREE)
-    assert refused.refusal is not None and refused.available == 0
+    assert refused.available == 0 and "can get 0 B" in (refused.refusal or "")
 
 
 def test_tensorflow_with_growth_counts_by_its_live_arrays() -> None:
@@ -317,6 +319,12 @@ def test_what_tensorflows_pool_must_have_is_not_asked_of_the_card() -> None:
     growing = {"tensorflow": Usage(None, GIB, 0, held_at_least=4 * GIB, held_at_most=8 * GIB)}
     assert admit("tensorflow", 4 * GIB, 8 * GIB, growing, FULL).refusal is None
     assert admit("tensorflow", 4 * GIB + 1, 8 * GIB, growing, FULL).refusal is not None
+
+
+def test_nothing_known_of_it_counts_as_nothing_held() -> None:
+    silent = {"tensorflow": Usage(None, None, None)}
+    assert admit("tensorflow", 8 * GIB, 8 * GIB, silent, FREE).refusal is None
+    assert admit("tensorflow", 2 * GIB, 8 * GIB, silent, FULL).available == GIB
 
 
 def test_a_full_card_is_refused_with_what_it_has() -> None:
@@ -335,6 +343,8 @@ def test_siblings_are_trimmed_only_as_far_as_it_takes_the_largest_first() -> Non
         "pycuda": Usage(2 * GIB, 0, 2 * GIB),
         "other": Usage(5 * GIB, 0, 5 * GIB),
         "tensorflow": Usage(None, GIB, 0, held_at_least=GIB),
+        "silent": Usage(9 * GIB, 0, None),
+        "idle": None,
     }
     assert admit("torch", GIB, 20 * GIB, usages, FULL).trim == ()
     assert admit("torch", GIB + 1, 20 * GIB, usages, FULL).trim == ("other",)
