@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from typing_extensions import assert_type
 
 import memguard
-
-if TYPE_CHECKING:
-    from typing_extensions import assert_type
-
-    from memguard.accounts import Ledger
-    from memguard.conductor import Guard, WorkloadReport
-    from memguard.errors import Problem
-    from memguard.model import Device, Plan
+from memguard.accounts import Ledger
+from memguard.conductor import Guard, WorkloadReport
+from memguard.errors import Problem
+from memguard.model import Device, Plan
 
 
 def applying(path: os.PathLike[str]) -> None:
-    assert_type(memguard.init("budget.yaml"), "Guard")
+    assert_type(memguard.init("budget.yaml"), Guard)
     memguard.init(Path("budget.yaml"), replace=True)
     memguard.init(path, simulate="h200")
     memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}, simulate=["h200", "a100"])
     memguard.init(3)  # type: ignore[arg-type]
     memguard.init("budget.yaml", simulate=1)  # type: ignore[arg-type]
-    memguard.init("budget.yaml", True)  # type: ignore[misc]
+    memguard.init("budget.yaml", True)  # type: ignore[call-arg]
     with memguard.guard("budget.yaml") as active:
-        assert_type(active, "Guard")
-        assert_type(active.plan, "Plan")
-        assert_type(active.plan.devices[0].device, "Device")
+        assert_type(active, Guard)
+        assert_type(active.plan, Plan)
+        assert_type(active.plan.devices[0].device, Device)
     assert_type(memguard.shutdown(), list[str])
 
 
 def asking() -> None:
     reading = memguard.ledger()
-    assert_type(reading, "Ledger")
+    assert_type(reading, Ledger)
     assert_type(reading.simulated, bool)
     memguard.require("torch", "4GiB")
     memguard.require("torch", 4 << 30)
@@ -44,11 +41,16 @@ def asking() -> None:
     assert_type(memguard.trim("torch"), int)
 
 
+def recording() -> None:
+    with memguard.record_trace("trace.jsonl", interval=0.1):
+        pass
+
+
 def working() -> None:
     with memguard.workload("train", framework="torch", needs="6GiB") as report:
         pass
-    assert_type(report, "WorkloadReport")
-    assert_type(report.peak, "int | None")
+    assert_type(report, WorkloadReport)
+    assert_type(report.peak, int | None)
     with memguard.workload("train"):  # type: ignore[call-arg]
         pass
 
@@ -57,7 +59,7 @@ def failing() -> None:
     try:
         memguard.init("budget.yaml")
     except (memguard.ConfigError, memguard.PlanError) as error:
-        assert_type(error.problems, "tuple[Problem, ...]")
+        assert_type(error.problems, tuple[Problem, ...])
     except memguard.BudgetExceeded as error:
         assert_type(error.needed, int)
         assert_type(error.available, int)
@@ -67,7 +69,3 @@ def failing() -> None:
         pass
     except memguard.MemguardError as error:
         assert_type(error.exit_code, int)
-
-
-def unknown() -> None:
-    memguard.initialise()  # type: ignore[attr-defined]

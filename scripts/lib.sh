@@ -1,0 +1,50 @@
+# Sourced by the scripts: a Python that is new enough, and a virtual environment with memguard in it.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+VENV="$ROOT/.venv"
+
+say() { printf '%s\n' "$*" >&2; }
+
+# The first Python of at least 3.10 that can make virtual environments; PYTHON=... names one.
+find_python() {
+    local candidate found=""
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue
+        found=$candidate
+        "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 || continue
+        printf '%s\n' "$candidate"
+        return
+    done
+    if [ -n "$found" ]; then
+        say "memguard: $found cannot make virtual environments (it has no venv or no ensurepip)"
+        say "    fix: install its venv package, on Debian and Ubuntu: apt-get install python3-venv"
+    else
+        say "memguard: Python 3.10 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 || true)"
+        say "    fix: install a newer Python, or name one: PYTHON=/path/to/python3.12 $0"
+    fi
+    return 1
+}
+
+# What an installation depends on: pyproject.toml and the Python that it was made with.
+fingerprint() {
+    "$VENV/bin/python" - "$ROOT/pyproject.toml" <<'PY'
+import hashlib, sys
+print(hashlib.sha256(open(sys.argv[1], "rb").read() + sys.version.encode()).hexdigest())
+PY
+}
+
+# make_venv NAME ARGUMENT...: have the virtual environment, and in it what `pip install ARGUMENT...` installs, once per NAME.
+make_venv() {
+    local name=$1 stamp="$VENV/.memguard-$1" python
+    shift
+    if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+        python=$(find_python)
+        say "making a virtual environment in $VENV"
+        "$python" -m venv --clear "$VENV"
+    fi
+    if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
+        say "installing into $VENV: $*"
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2
+        fingerprint >"$stamp"
+    fi
+}
