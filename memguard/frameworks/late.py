@@ -6,6 +6,7 @@ An error of the callback comes out of the user's `import` statement. Removing th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -20,34 +21,37 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
+        self._lock = threading.Lock()  # never held while anything is found or imported
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` after `module` is first imported; the returned call takes that back."""
-        self._waiting[module] = callback
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
+        with self._lock:
+            self._waiting[module] = callback
+            if self not in sys.meta_path:
+                sys.meta_path.insert(0, self)
 
         def forget() -> None:
-            if self._waiting.get(module) is callback:
-                del self._waiting[module]
-            if not self._waiting and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            with self._lock:
+                if self._waiting.get(module) is callback:
+                    del self._waiting[module]
+                self._leave_when_idle()
 
         return forget
 
     def clear(self) -> None:
-        """Take every callback back."""
+        """Take every callback back. In a forked child too, where another thread may have held the lock."""
+        self._lock = threading.Lock()
         self._waiting.clear()
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self._leave_when_idle()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._waiting or getattr(self._finding, "busy", False):
+        names: set[str] = vars(self._finding).setdefault("names", set())
+        if fullname not in self._waiting or fullname in names:
             return None
-        self._finding.busy = True  # the other finders may import on the way
+        names.add(fullname)  # the other finders may ask for it again on the way, or import another one
         try:
             for finder in list(sys.meta_path):
                 if finder is self or not hasattr(finder, "find_spec"):
@@ -58,15 +62,20 @@ class ImportHook(importlib.abc.MetaPathFinder):
                         spec.loader = _Loader(spec.loader, self._imported)
                     return spec
         finally:
-            self._finding.busy = False
+            names.discard(fullname)
         return None
 
     def _imported(self, module: str) -> None:
-        callback = self._waiting.pop(module, None)
-        if not self._waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        with self._lock:
+            callback = self._waiting.pop(module, None)
+            self._leave_when_idle()
         if callback is not None:
             callback()
+
+    def _leave_when_idle(self) -> None:
+        if not self._waiting:
+            with contextlib.suppress(ValueError):  # gone already
+                sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):
