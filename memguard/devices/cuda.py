@@ -6,8 +6,10 @@ forked children. Where CUDA is not initialised yet, a short child process is ask
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -36,12 +38,12 @@ def available() -> bool:
 
 
 def initialised() -> bool:
-    """Whether something has run `cuInit` in this process. Never runs it."""
-    if not (_libcuda_loaded() and available()):
+    """Whether something has run `cuInit` in this process. Never runs it, and loads nothing."""
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
+    except OSError:
         return False
-    driver = _driver()
-    code, _ = driver.cuDeviceGetCount()
-    return bool(code == driver.CUresult.CUDA_SUCCESS)
+    return bool(libcuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
 
 
 def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
@@ -51,20 +53,18 @@ def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
     about 0.4 s; it is started only where CUDA is not initialised here and `ask_child` allows it.
     """
     if initialised():
-        return _enumerate(_driver())
+        return _enumerate(_driver()) if available() else None
     return _ask_child() if ask_child and available() else None
 
 
 def context_active(ordinal: int) -> bool | None:
     """Whether the primary context exists (`cuDevicePrimaryCtxGetState`, which creates none); None if unknown."""
-    if not _libcuda_loaded():
+    if not initialised():
         return False
     if not available():
         return None
     driver = _driver()
     code, _, active = driver.cuDevicePrimaryCtxGetState(driver.CUdevice(ordinal))
-    if code == driver.CUresult.CUDA_ERROR_NOT_INITIALIZED:
-        return False
     return bool(active) if code == driver.CUresult.CUDA_SUCCESS else None
 
 
@@ -168,12 +168,3 @@ def _answer_parent() -> None:
         return
     _check(driver, "cuInit", (code,))
     print(json.dumps([(d.ordinal, d.uuid, d.multiprocessors) for d in _enumerate(driver)]))
-
-
-def _libcuda_loaded() -> bool:
-    """0.3 ms; reading the map loads nothing, where asking libcuda would load it."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            return any("libcuda.so" in line for line in maps)
-    except OSError:
-        return False

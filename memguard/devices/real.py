@@ -68,9 +68,8 @@ class RealHost:
 
     def context_active(self, device: Device) -> bool | None:
         asked = self._ask(child=False)
-        if asked is None:
-            # Nothing has initialised CUDA, so no context exists; without cuda-bindings nobody can say.
-            return None if not cuda.available() else False
+        if asked is None:  # CUDA is initialised and cuda-bindings missing, or nothing has initialised it
+            return None if cuda.initialised() else False
         ordinal = next((c.ordinal for c in asked if c.uuid == device.uuid), None)
         return None if ordinal is None else cuda.context_active(ordinal)
 
