@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -567,6 +568,18 @@ def bfc_refusals(log: str) -> list[dict[str, Any]]:
     return found
 
 
+def mixed_workload(output: Path | None) -> dict[str, Any]:
+    """The example as a user runs it; its ledger goes into the README, its trace beside the output."""
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, str(root / "examples" / "mixed_workload.py")]
+    if output:
+        command += ["--record", str(output.parent / "mixed-h200.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
+    ledger = done.stdout.partition("ledger after the work")[2].strip("\n")
+    return {"returncode": done.returncode, "ledger": ledger, "stdout": done.stdout, "stderr_tail": done.stderr[-500:]}
+
+
 def parent(output: Path | None) -> None:
     result: dict[str, Any] = {"about": header("python benchmarks/main_job.py"), "seed": SEED, "limit": LIMIT}
     scenarios: dict[str, Any] = {}
@@ -582,6 +595,7 @@ def parent(output: Path | None) -> None:
         if outcome["returncode"] != 0 and "stderr_tail" in outcome and name != "order_control":
             print(outcome["stderr_tail"][-500:], file=sys.stderr, flush=True)
     result["scenarios"] = scenarios
+    result["mixed_workload"] = mixed_workload(output)
     result["checks"] = checks(scenarios)
     text = json.dumps(result, indent=1)
     if output:

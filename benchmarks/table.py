@@ -1,0 +1,135 @@
+"""The tables of README.md, made from the committed results, and whether those are of today's `memguard/`.
+
+    python benchmarks/table.py            # print them
+    python benchmarks/table.py --write    # put them into README.md
+    python benchmarks/table.py --status   # which results are stale
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _run import ROOT, source_hash  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return found
+
+
+def short(exception: str | None) -> str:
+    return "nothing" if exception is None else exception.removeprefix("builtins.").split(".")[-1]
+
+
+def main_job() -> list[str]:
+    result = load("h200-main-job.json")
+    about, scenarios = result["about"], result["scenarios"]
+    before, after = scenarios["without_memguard"], scenarios["together"]
+    driven = after["driven"]
+    versions = about["versions"]
+    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+
+    def with_it(name: str) -> str:
+        outcome = driven[name]
+        return f"stops at {outcome['most_held'] / MIB:,.0f} of {outcome['cap'] / MIB:,.0f} MiB: `{short(outcome['phases'][0]['exception'])}`"
+
+    def without(name: str) -> str:
+        text = before[name].get("text", "").split("\n")[0]
+        text = text if len(text) < 60 else "INTERNAL ASSERT FAILED … please report a bug to PyTorch" if "ASSERT" in text else text[:60]
+        return f"dies: `{short(before[name]['exception'])}`: {text}"
+
+    readings = after["readings"] + scenarios["torch_and_pycuda"]["readings"]
+    unaccounted = max(scenarios["torch_and_pycuda"]["readings"], key=lambda r: abs(r["unaccounted"]))["unaccounted"]
+    lines = [
+        f"One process on an {about['gpu']}, limit 40 GiB; without memguard, TensorFlow first, then 4 GiB each for the others:",
+        "",
+        "| | without memguard | with memguard, each asked for more until it refused |",
+        "| --- | --- | --- |",
+        f"| TensorFlow ¹ | takes {before['tensorflow_took'] / MIB:,.0f} MiB at its first operation | {with_it('tensorflow')} |",
+        f"| PyTorch | {without('torch')} | {with_it('torch')} |",
+        f"| PyCUDA | {without('pycuda')} | {with_it('pycuda')} |",
+        f"| the process, by NVML | leaves {before['left_free'] / GIB:.1f} GiB of the card | at most {after['nvml']['max_bytes'] / GIB:.2f} GiB in {after['nvml']['samples']} samples, one each 50 ms |",
+        f"| says who holds it | nobody | {len(readings)} ledgers, each summing to NVML's total to the byte; unaccounted {unaccounted / MIB:+.0f} MiB at worst with PyTorch and PyCUDA live |",
+        "| `import tensorflow` before `import torch` | "
+        f"first matrix product dies of signal {-scenarios['order_control']['returncode']} | works, {scenarios['order_cured']['multiprocessors']} multiprocessors seen |",
+        "",
+        f"¹ TensorFlow {versions['tensorflow']}, {about['tensorflow_build']}. PyTorch {versions['torch']}, "
+        f"PyCUDA {versions['pycuda']}, driver {about['driver']}.",
+        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
+        f"[h200-main-job.json](benchmarks/results/h200-main-job.json), of memguard {about['memguard_hash']}.",
+    ]
+    return lines
+
+
+def light() -> list[str]:
+    result = load("h200-light.json")
+    ratio, init, plan = result["import"]["ratio"], result["init"], result["plan"]["plan_s"]
+    control = result["import"]["control_against_itself"]
+    alone, everything = init["init_s"], init["import_and_init_s"]
+
+    def ms(value: dict[str, float]) -> str:
+        return f"{value['median'] * 1e3:.2f} ms ({value['p5'] * 1e3:.2f}–{value['p95'] * 1e3:.2f})"
+
+    return [
+        "| what it costs before any work | median (5 %–95 %) |",
+        "| --- | --- |",
+        f"| `import memguard`, as a ratio to `import pydantic, yaml` | {ratio['median']:.2f} ({ratio['p5']:.2f}–{ratio['p95']:.2f}); the control against itself {control['median']:.2f} ({control['p5']:.2f}–{control['p95']:.2f}) |",
+        f"| `memguard.init`, no framework imported | {ms(alone)} |",
+        f"| the same with the imports of pydantic, PyYAML and nvidia-ml-py | {ms(everything)} |",
+        f"| a plan of 6 frameworks × 8 GPUs | {ms(plan)} |",
+    ]
+
+
+def ledger() -> list[str]:
+    text = load("h200-main-job.json")["mixed_workload"]["ledger"]
+    lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
+    return [
+        "The ledger after [examples/mixed_workload.py](examples/mixed_workload.py) (TensorFlow prepares images, PyTorch",
+        "trains, a PyCUDA kernel post-processes), in the same run:",
+        "",
+        "```",
+        *lines,
+        "```",
+    ]
+
+
+def tables() -> str:
+    return "\n".join([*main_job(), "", *ledger(), "", *light()])
+
+
+def status() -> list[str]:
+    """One line for each result: measured when, on what, and whether `memguard/` has changed since."""
+    current = source_hash()
+    lines = []
+    for path in sorted(RESULTS.glob("*.json")):
+        about = json.loads(path.read_text())["about"]
+        fresh = about["memguard_hash"] == current
+        state = "current" if fresh else "STALE: memguard/ has changed since"
+        lines.append(f"{path.name}: {about['gpu'] or 'no GPU'}, {about['date'][:10]}: {state}")
+    return lines
+
+
+def main() -> int:
+    if "--status" in sys.argv:
+        print("\n".join(status()))
+        return 0
+    if "--write" in sys.argv:
+        readme = ROOT / "README.md"
+        text = readme.read_text()
+        head, tail = text.split(BEGIN)[0], text.split(END)[1]
+        readme.write_text(f"{head}{BEGIN}\n{tables()}\n{END}{tail}")
+        return 0
+    print(tables())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
