@@ -99,7 +99,7 @@ def read(text: str) -> Document:
         document.bad.add(())
         return document
     try:
-        root = _compose(text.removeprefix("\ufeff"), document.problems)
+        root = _compose(text, document.problems)
     except Unreadable as stop:
         document.problems.append(stop.problem)
         document.bad.add(())

@@ -91,8 +91,8 @@ def test_a_budget_cannot_be_changed_and_survives_pickling() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_dumped_budget_is_read_back() -> None:
-    for path in CONFIGS.glob("*.yaml"):
-        budget = load(path)
+    odd = from_mapping({"version": 1, "frameworks": {"pycuda": {"limit": (2 << 20) + 1}}})
+    for budget in [odd, *map(load, CONFIGS.glob("*.yaml"))]:
         assert from_mapping(budget.model_dump(exclude_none=True)) == budget
 
 

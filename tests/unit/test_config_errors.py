@@ -150,6 +150,10 @@ def fw(lines: str) -> str:
         (fw("torch: {limit: 7GiB}") + "device: {limit: 8GiB}\ndevices: {0: {reserve: 2GiB}}", 5, 24,
          "devices['0'].reserve",
          "1GiB more than this limit of 8GiB − reserve 2GiB", "raise the limit to 9GiB"),
+        (fw("torch: {limit: 5GiB}") + "device: {limit: 8GiB, reserve: 2GiB}\ndevices: {0: {limit: 6GiB}}", 5, 22,
+         "devices['0'].limit", "torch 5GiB is 1GiB more than this limit of 6GiB − reserve 2GiB", "raise the limit to 7GiB"),
+        (fw("torch: {limit: 7GiB}") + "device: {limit: 6GiB}\ndevices: {0: {}}", 4, 17, "device.limit",
+         "torch 7GiB is 1GiB more", "raise the limit to 7GiB"),
         (GOOD + "device: {limit: 2GiB, reserve: 2GiB}", 4, 32, "device.reserve", "leaves nothing", "lower the reserve"),
         # the whole
         ("", 1, 1, "", "is empty", "memguard schema"),
