@@ -314,6 +314,26 @@ def test_a_module_that_another_finder_brings(write: Write, tmp_path: Path) -> No
     assert seen == ["e"]
 
 
+@pytest.mark.filterwarnings("ignore::ImportWarning")
+def test_finders_and_loaders_of_old_kinds_are_left_alone(write: Write) -> None:
+    class OldFinder:
+        """Without find_spec, as Python itself skips it."""
+
+    class OldLoader:
+        def load_module(self, name: str) -> ModuleType:
+            module = sys.modules[name] = ModuleType(name)
+            return module
+
+    def find(name: str) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, OldLoader()) if name == "mg_late_old" else None  # type: ignore[arg-type]
+
+    sys.meta_path[:0] = [OldFinder(), Finder(find)]
+    hook, seen = ImportHook(), Calls()
+    forget = hook.watch("mg_late_old", seen.by("old"))
+    assert importlib.import_module("mg_late_old").__name__ == "mg_late_old"
+    forget()
+
+
 def test_a_finder_that_imports_a_watched_module_while_it_finds(write: Write) -> None:
     write(mg_late_a="", mg_late_b="")
 
