@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, header  # noqa: E402
+from _run import ROOT, header
 
 PAIRS = 25
 
@@ -65,8 +65,8 @@ def init_time(simulate: str | None) -> dict[str, Any]:
 
 def plan_time() -> dict[str, Any]:
     """A plan of six frameworks on eight GPUs (six, by giving the policy a budget with made-up names)."""
-    from types import SimpleNamespace
     from fractions import Fraction
+    from types import SimpleNamespace
 
     from memguard import policy
     from memguard.devices.simulated import SimulatedHost

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, header, main, run_scenario  # noqa: E402
+from _run import GIB, MIB, header, main, run_scenario
 
 SEED = 20261121
 LIMIT = 40 * GIB
@@ -127,12 +127,13 @@ def drive_tensorflow(cap: int) -> dict[str, Any]:
 
 
 def drive_pycuda(cap: int) -> dict[str, Any]:
-    import memguard.conductor
     import pycuda.driver as drv
     import pycuda.tools
 
-    framework = memguard.conductor.current().frameworks["pycuda"]
-    device = memguard.conductor.current().plan.devices[0].device
+    import memguard.active
+
+    framework = memguard.active.current().frameworks["pycuda"]
+    device = memguard.active.current().plan.devices[0].device
     scale = pycuda.tools.DeviceMemoryPool()
 
     def held() -> int:
@@ -330,9 +331,9 @@ def torch_async() -> dict[str, Any]:
     import torch
 
     def held() -> int:
-        import memguard.conductor
+        import memguard.active
 
-        guard = memguard.conductor.current()
+        guard = memguard.active.current()
         usage = guard.frameworks["torch"].usage(guard.plan.devices[0].device)
         return (usage.held or 0) if usage is not None else 0
 

@@ -1,8 +1,8 @@
 """The tables of README.md, made from the committed results, and whether those are of today's `memguard/`.
 
-    python benchmarks/table.py            # print them
-    python benchmarks/table.py --write    # put them into README.md
-    python benchmarks/table.py --status   # which results are stale
+python benchmarks/table.py            # print them
+python benchmarks/table.py --write    # put them into README.md
+python benchmarks/table.py --status   # which results are stale
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, source_hash  # noqa: E402
+from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -33,40 +33,51 @@ def main_job() -> list[str]:
     result = load("h200-main-job.json")
     about, scenarios = result["about"], result["scenarios"]
     before, after = scenarios["without_memguard"], scenarios["together"]
-    driven = after["driven"]
-    versions = about["versions"]
+    versions, nvml = about["versions"], after["nvml"]
+    pair = scenarios["torch_and_pycuda"]["readings"]
     passed = sum(1 for ok, _ in result["checks"].values() if ok)
+    worst = max((reading["unaccounted"] for reading in pair), key=abs)
 
     def with_it(name: str) -> str:
-        outcome = driven[name]
-        return f"stops at {outcome['most_held'] / MIB:,.0f} of {outcome['cap'] / MIB:,.0f} MiB: `{short(outcome['phases'][0]['exception'])}`"
+        outcome = after["driven"][name]
+        most, cap = outcome["most_held"] / MIB, outcome["cap"] / MIB
+        return f"stops at {most:,.0f} of {cap:,.0f} MiB: `{short(outcome['phases'][0]['exception'])}`"
 
     def without(name: str) -> str:
         text = before[name].get("text", "").split("\n")[0]
-        text = text if len(text) < 60 else "INTERNAL ASSERT FAILED … please report a bug to PyTorch" if "ASSERT" in text else text[:60]
-        return f"dies: `{short(before[name]['exception'])}`: {text}"
+        if "ASSERT" in text:
+            text = "INTERNAL ASSERT FAILED … please report a bug to PyTorch"
+        return f"dies: `{short(before[name]['exception'])}`: {text[:60]}"
 
-    readings = after["readings"] + scenarios["torch_and_pycuda"]["readings"]
-    unaccounted = max(scenarios["torch_and_pycuda"]["readings"], key=lambda r: abs(r["unaccounted"]))["unaccounted"]
-    lines = [
-        f"One process on an {about['gpu']}, limit 40 GiB; without memguard, TensorFlow first, then 4 GiB each for the others:",
+    took, left = before["tensorflow_took"] / MIB, before["left_free"] / GIB
+    samples = f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']} samples, one each 50 ms"
+    ledgers = f"{len(after['readings'] + pair)} ledgers, each summing to NVML's total to the byte"
+    unaccounted = f"unaccounted {worst / MIB:+.0f} MiB at worst with PyTorch and PyCUDA live"
+    signal, cured = -scenarios["order_control"]["returncode"], scenarios["order_cured"]["multiprocessors"]
+    rows = [
+        ("", "without memguard", "with memguard, each asked for more until it refused"),
+        ("---", "---", "---"),
+        ("TensorFlow ¹", f"takes {took:,.0f} MiB at its first operation", with_it("tensorflow")),
+        ("PyTorch", without("torch"), with_it("torch")),
+        ("PyCUDA", without("pycuda"), with_it("pycuda")),
+        ("the process, by NVML", f"leaves {left:.1f} GiB of the card", samples),
+        ("says who holds it", "nobody", f"{ledgers}; {unaccounted}"),
+        (
+            "`import tensorflow` before `import torch`",
+            f"first matrix product dies of signal {signal}",
+            f"works, {cured} multiprocessors seen",
+        ),
+    ]
+    return [
+        f"One process on an {about['gpu']}, limit 40 GiB. Without memguard: TensorFlow first, then 4 GiB for each other.",
         "",
-        "| | without memguard | with memguard, each asked for more until it refused |",
-        "| --- | --- | --- |",
-        f"| TensorFlow ¹ | takes {before['tensorflow_took'] / MIB:,.0f} MiB at its first operation | {with_it('tensorflow')} |",
-        f"| PyTorch | {without('torch')} | {with_it('torch')} |",
-        f"| PyCUDA | {without('pycuda')} | {with_it('pycuda')} |",
-        f"| the process, by NVML | leaves {before['left_free'] / GIB:.1f} GiB of the card | at most {after['nvml']['max_bytes'] / GIB:.2f} GiB in {after['nvml']['samples']} samples, one each 50 ms |",
-        f"| says who holds it | nobody | {len(readings)} ledgers, each summing to NVML's total to the byte; unaccounted {unaccounted / MIB:+.0f} MiB at worst with PyTorch and PyCUDA live |",
-        "| `import tensorflow` before `import torch` | "
-        f"first matrix product dies of signal {-scenarios['order_control']['returncode']} | works, {scenarios['order_cured']['multiprocessors']} multiprocessors seen |",
+        *("| " + " | ".join(row) + " |" for row in rows),
         "",
         f"¹ TensorFlow {versions['tensorflow']}, {about['tensorflow_build']}. PyTorch {versions['torch']}, "
         f"PyCUDA {versions['pycuda']}, driver {about['driver']}.",
         f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
         f"[h200-main-job.json](benchmarks/results/h200-main-job.json), of memguard {about['memguard_hash']}.",
     ]
-    return lines
 
 
 def light() -> list[str]:
@@ -75,13 +86,17 @@ def light() -> list[str]:
     control = result["import"]["control_against_itself"]
     alone, everything = init["init_s"], init["import_and_init_s"]
 
+    def spread(value: dict[str, float]) -> str:
+        return f"{value['median']:.2f} ({value['p5']:.2f}–{value['p95']:.2f})"
+
     def ms(value: dict[str, float]) -> str:
         return f"{value['median'] * 1e3:.2f} ms ({value['p5'] * 1e3:.2f}–{value['p95'] * 1e3:.2f})"
 
     return [
         "| what it costs before any work | median (5 %–95 %) |",
         "| --- | --- |",
-        f"| `import memguard`, as a ratio to `import pydantic, yaml` | {ratio['median']:.2f} ({ratio['p5']:.2f}–{ratio['p95']:.2f}); the control against itself {control['median']:.2f} ({control['p5']:.2f}–{control['p95']:.2f}) |",
+        f"| `import memguard`, as a ratio to `import pydantic, yaml` | {spread(ratio)}; "
+        f"the control against itself {spread(control)} |",
         f"| `memguard.init`, no framework imported | {ms(alone)} |",
         f"| the same with the imports of pydantic, PyYAML and nvidia-ml-py | {ms(everything)} |",
         f"| a plan of 6 frameworks × 8 GPUs | {ms(plan)} |",

@@ -1,6 +1,6 @@
 """The main job, for real where there is a GPU with the frameworks, else its recorded trace on a simulated H200.
 
-    scripts/demo
+scripts/demo
 """
 
 from __future__ import annotations

@@ -104,10 +104,9 @@ def post_process(scores: Any) -> np.ndarray:
 
 
 def job() -> dict[str, Any]:
+    import pycuda.autoinit  # noqa: F401  (served by the primary context: no second one)
     import tensorflow as tf  # noqa: F401  (before torch: with both in the budget, memguard makes that work)
     import torch
-
-    import pycuda.autoinit  # noqa: F401  (served by the primary context: no second one)
 
     prepare(make_images(4, seed=0)[0])
     torch.cuda.init()

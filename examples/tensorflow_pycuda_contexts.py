@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import sys
 
-import memguard
 import numpy as np
+
+import memguard
 
 budget = {
     "version": 1,

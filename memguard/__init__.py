@@ -13,14 +13,14 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memguard.conductor import guard as guard
-    from memguard.conductor import init as init
-    from memguard.conductor import ledger as ledger
-    from memguard.conductor import require as require
-    from memguard.conductor import resize as resize
-    from memguard.conductor import shutdown as shutdown
-    from memguard.conductor import trim as trim
-    from memguard.conductor import workload as workload
+    from memguard.active import guard as guard
+    from memguard.active import init as init
+    from memguard.active import ledger as ledger
+    from memguard.active import require as require
+    from memguard.active import resize as resize
+    from memguard.active import shutdown as shutdown
+    from memguard.active import trim as trim
+    from memguard.active import workload as workload
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
     from memguard.errors import CapNotApplied as CapNotApplied
@@ -41,11 +41,11 @@ _ERRORS = (
 _FUNCTIONS = ("guard", "init", "ledger", "require", "resize", "shutdown", "trim", "workload")
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
-    **dict.fromkeys(_FUNCTIONS, "memguard.conductor"),
+    **dict.fromkeys(_FUNCTIONS, "memguard.active"),
     "record_trace": "memguard.recorder",
 }
 
-__all__ = [  # noqa: PLE0604 (checked by a test against the names above)
+__all__ = [
     "AlreadyActive",
     "BudgetExceeded",
     "CapNotApplied",

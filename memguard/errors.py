@@ -3,8 +3,9 @@
 ::
 
     MemguardError
-    ├── ConfigError          the budget file is wrong: every problem, with line and fix (exit code 2)
-    ├── PlanError            the budget is right but does not fit these devices (exit code 2)
+    ├── ProblemsError        base of the next two: `problems`
+    │   ├── ConfigError      the budget file is wrong: every problem, with line and fix (exit code 2)
+    │   └── PlanError        the budget is right but does not fit these devices (exit code 2)
     ├── DeviceError          no NVIDIA driver, no GPU, or NVML refuses (exit code 3)
     ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
@@ -46,7 +47,9 @@ class Problem:
         return f"{text}\n    fix: {self.fix}" if self.fix else text
 
 
-class _Problems(MemguardError):
+class ProblemsError(MemguardError):
+    """Base of ConfigError and PlanError: `problems`, each with its place and its fix."""
+
     exit_code = 2
 
     def __init__(self, problems: Sequence[Problem], source: str = "budget") -> None:
@@ -55,11 +58,11 @@ class _Problems(MemguardError):
         super().__init__("\n".join(p.render(source) for p in self.problems))
 
 
-class ConfigError(_Problems):
+class ConfigError(ProblemsError):
     """The budget file is wrong; `problems` holds every error found, in file order."""
 
 
-class PlanError(_Problems):
+class PlanError(ProblemsError):
     """The budget is valid but does not fit the devices it is resolved against."""
 
 

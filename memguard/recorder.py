@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from memguard import conductor, trace
+from memguard import active, trace
+from memguard.conductor import Guard
 from memguard.errors import TraceError
 from memguard.model import State, TraceEvent, Usage
 
@@ -33,7 +34,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     """
     if os.path.lexists(path):
         raise TraceError(f"{os.fspath(path)} exists already\n    fix: name a new file, or remove that one")
-    guard = conductor.current()
+    guard = active.current()
     started = time.time()
     stops: dict[str, Callable[[], list[TraceEvent]]] = {}
     for name, framework in guard.frameworks.items():
@@ -56,7 +57,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
 
 
 class _Sampler:
-    def __init__(self, guard: conductor.Guard, names: list[str], interval: float) -> None:
+    def __init__(self, guard: Guard, names: list[str], interval: float) -> None:
         self._guard, self._names, self._interval = guard, names, interval
         self._stop = threading.Event()
         self._events: list[TraceEvent] = []
@@ -98,7 +99,7 @@ class _Sampler:
                 most[what] = max(most.get(what, 0), size)
 
 
-def _mark(guard: conductor.Guard, name: str, when: float) -> list[TraceEvent]:
+def _mark(guard: Guard, name: str, when: float) -> list[TraceEvent]:
     framework = guard.frameworks[name]
     marks = []
     for position, part in enumerate(guard.plan.devices):
@@ -108,7 +109,7 @@ def _mark(guard: conductor.Guard, name: str, when: float) -> list[TraceEvent]:
     return marks
 
 
-def _header(guard: conductor.Guard, started: float, most: dict[str, dict[str, int]]) -> trace.TraceHeader:
+def _header(guard: Guard, started: float, most: dict[str, dict[str, int]]) -> trace.TraceHeader:
     devices = (part.device for part in guard.plan.devices)
     return trace.TraceHeader(
         datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),

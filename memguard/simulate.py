@@ -1,4 +1,4 @@
-"""Replay an allocation trace on simulated GPUs, with or without a budget's caps. What it cannot show: docs/simulation.md.
+"""Replay an allocation trace on simulated GPUs, with or without a budget's caps. Its limits: docs/simulation.md.
 
 Nothing here is real, and every text and table that comes out of it says so.
 """

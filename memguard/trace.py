@@ -251,6 +251,9 @@ class _Reader:
         names = list(known)
         if isinstance(value, str) and value in names:
             return value
+        return self._unknown(what, value, names)
+
+    def _unknown(self, what: str, value: Any, names: list[str]) -> NoReturn:
         near = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
         hint = f"; did you mean {near[0]!r}?" if near else ""
         where = " in the header" if what == "framework" else ""

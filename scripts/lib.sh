@@ -19,7 +19,7 @@ find_python() {
         say "memguard: $found cannot make virtual environments (it has no venv or no ensurepip)"
         say "    fix: install its venv package, on Debian and Ubuntu: apt-get install python3-venv"
     else
-        say "memguard: Python 3.10 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 || true)"
+        say "memguard: Python 3.10 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>/dev/null || echo missing)"
         say "    fix: install a newer Python, or name one: PYTHON=/path/to/python3.12 $0"
     fi
     return 1
@@ -34,17 +34,18 @@ PY
 }
 
 # make_venv NAME ARGUMENT...: have the virtual environment, and in it what `pip install ARGUMENT...` installs, once per NAME.
+# (Also called in conditions, where `set -e` counts for nothing: hence the returns.)
 make_venv() {
-    local name=$1 stamp="$VENV/.memguard-$1" python
+    local stamp="$VENV/.memguard-$1" python
     shift
     if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
-        python=$(find_python)
+        python=$(find_python) || return 1
         say "making a virtual environment in $VENV"
-        "$python" -m venv --clear "$VENV"
+        "$python" -m venv --clear "$VENV" || return 1
     fi
     if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
         say "installing into $VENV: $*"
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2 || return 1
         fingerprint >"$stamp"
     fi
 }

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from memguard import __version__
-from memguard.errors import MemguardError
+from memguard.errors import MemguardError, ProblemsError
 
 _COMMANDS = ("check", "plan", "run", "schema", "simulate")
 
@@ -29,7 +29,8 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except MemguardError as error:
-            click.echo(f"memguard: {error}", err=True)
+            # A budget's problems begin with file:line:column, which editors and terminals make a link of.
+            click.echo(f"{error}" if isinstance(error, ProblemsError) else f"memguard: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo(err=True)  # the terminal shows ^C on a line of its own

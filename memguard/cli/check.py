@@ -36,7 +36,7 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
 def _device(device: DeviceBudget | DeviceOverride) -> str:
     from fractions import Fraction
 
-    from memguard._config_values import text
+    from memguard.config._values import text
 
     said = []
     if device.limit is not None:
@@ -48,7 +48,7 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(framework: FrameworkBudget) -> str:
-    from memguard._config_values import text
+    from memguard.config._values import text
 
     size = (
         f"{text(framework.share)} of (limit − reserve)" if framework.share is not None else f"{text(framework.limit)}"
@@ -61,7 +61,7 @@ def _framework(framework: FrameworkBudget) -> str:
 def _rest(budget: Budget) -> str:
     from fractions import Fraction
 
-    from memguard._config_values import text
+    from memguard.config._values import text
 
     frameworks = budget.frameworks.values()
     share = 1 - sum((f.share for f in frameworks if f.share is not None), Fraction(0))

@@ -46,7 +46,7 @@ def simulate(
         names = {name for part in plan.devices for name in part.caps}
         outcome = simulation.replay(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
     else:
-        # Growth was the budget's doing, where there was one: by itself TensorFlow takes the card at its first operation.
+        # Growth was the budget's doing, where there was one: by itself TensorFlow takes the card at once.
         growth = {"tensorflow": {"growth": False}} if "caps" in recorded.header.extra else None
         outcome = simulation.replay(recorded, host, None, growth)
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())

@@ -7,6 +7,7 @@ set-ups; drivers 535.43 to 535.85 swap fields of the process list, so their byte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -66,10 +67,8 @@ class Nvml:
             if self._pid == os.getpid():
                 import pynvml
 
-                try:
+                with contextlib.suppress(pynvml.NVMLError):  # the driver went away: nothing is left to give back
                     pynvml.nvmlShutdown()
-                except pynvml.NVMLError:
-                    pass  # the driver went away: there is nothing left to give back
             self._pid = None
             self._handles.clear()
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture
-def run() -> Iterator[Callable[..., dict[str, Any]]]:
+def run() -> Callable[..., dict[str, Any]]:
     """Run code in a process of its own; it leaves its findings in `result`. A crash fails the test with its stderr."""
 
     def call(code: str, *, env: dict[str, str] | None = None, timeout: float = 120, rc: int = 0) -> dict[str, Any]:
@@ -76,4 +76,14 @@ def run() -> Iterator[Callable[..., dict[str, Any]]]:
         found["stderr"] = done.stderr
         return found
 
-    yield call
+    return call
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where there is no GPU: when these tests last ran on one, and whether memguard has changed since."""
+    if MISSING:
+        from table import status
+
+        terminalreporter.write_line(f"tests/gpu: {MISSING}. Last results on a GPU:")
+        for line in status():
+            terminalreporter.write_line(f"  {line}")

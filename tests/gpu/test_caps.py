@@ -21,7 +21,7 @@ def test_scenario_of_the_main_job(name: str) -> None:
     outcome = main_job.run_scenario(SCRIPT, name, env=main_job.ENVIRONMENTS.get(name))
     log = outcome.pop("_stderr")
     mine = main_job_checks({name: outcome})
-    others = {key for key in main_job_checks({})}
+    others = set(main_job_checks({}))
     relevant = {key: value for key, value in mine.items() if key not in others or value[0]}
     assert relevant, (outcome, log[-3000:])
     assert all(passed for passed, _ in relevant.values()), (relevant, outcome, log[-3000:])

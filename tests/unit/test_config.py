@@ -121,7 +121,7 @@ def test_every_sample_is_a_budget_and_passes_the_schema(path: Path) -> None:
 
 
 def plain(text: str) -> Any:
-    from memguard._yaml import read
+    from memguard.config._yaml import read
 
     return read(text).data
 

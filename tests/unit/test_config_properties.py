@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from memguard._yaml import read
 from memguard.config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
+from memguard.config._yaml import read
 from memguard.errors import ConfigError
 from memguard.units import GIB, GRANULE
 

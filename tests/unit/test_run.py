@@ -196,7 +196,7 @@ def test_a_spawned_worker_is_passive(folder: Path) -> None:
     (folder / "spawn.py").write_text(
         "import multiprocessing, os, sys\n"
         "def work(_):\n"
-        "    return 'memguard.conductor' in sys.modules, any('_activate' in p for p in sys.path)\n"
+        "    return 'memguard.active' in sys.modules, any('_activate' in p for p in sys.path)\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.map(work, [0]))\n"

@@ -121,7 +121,7 @@ def test_uncapped_tensorflow_takes_the_card_and_torch_finds_none() -> None:
     host = SimulatedHost()
     SimulatedFramework(host, "tensorflow").allocate(1)
     assert abs(own(host) - 141_350 * MIB) < 16 * MIB
-    with pytest.raises(FrameworkOutOfMemory, match="no cap.*the card is full") as caught:
+    with pytest.raises(FrameworkOutOfMemory, match=r"no cap.*the card is full") as caught:
         SimulatedFramework(host, "torch").allocate(4 * GIB)
     assert caught.value.driver is not None and caught.value.cap is None
     assert caught.value.__cause__ is None and caught.value.driver.__traceback__ is None

@@ -215,7 +215,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
         write(path, HEADER, [TraceEvent(1, "jax", "trim")])
     with pytest.raises(TraceError, match=":1: cannot be written as JSON"):
         write(path, TraceHeader("2025-01-31", HEADER.devices, {"torch": {"x": object()}}), [])
-    with pytest.raises(TraceError, match=":1: .*not a date"):
+    with pytest.raises(TraceError, match=r":1: .*not a date"):
         write(path, TraceHeader("", HEADER.devices, {}), [])
     with pytest.raises(TraceError, match="cannot be written"):
         write(tmp_path / "no" / "folder", HEADER, [])

@@ -25,8 +25,8 @@ from yaml.events import (
     ScalarEvent,
 )
 
-from memguard._document import MAX_DEPTH, MAX_NODES, Document, Mark, Path, encodable
-from memguard._yaml_errors import explain
+from memguard.config._document import MAX_DEPTH, MAX_NODES, Document, Mark, Path, encodable
+from memguard.config._yaml_errors import explain
 from memguard.errors import Problem
 from memguard.units import short
 

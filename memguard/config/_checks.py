@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
 
-from memguard import _config_values as values
-from memguard._config_values import percent_text, size_text
+from memguard.config import _values as values
+from memguard.config._values import percent_text, size_text
 
 Loc = tuple[str | int, ...]
 T = TypeVar("T")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memguard._config_checks import Finding, Loc
-from memguard._config_values import found
-from memguard._document import Document
+from memguard.config._checks import Finding, Loc
+from memguard.config._document import Document
+from memguard.config._values import found
 from memguard.errors import Problem
 from memguard.units import short
 

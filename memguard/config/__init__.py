@@ -24,10 +24,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from memguard import _config_checks, _config_values, _document, _yaml
-from memguard._config_problems import in_order, problems
-from memguard._config_schema import SCHEMA
-from memguard._document import Document
+from memguard.config import _checks, _document, _values, _yaml
+from memguard.config._document import Document
+from memguard.config._problems import in_order, problems
+from memguard.config._schema import SCHEMA
 from memguard.errors import ConfigError, Problem
 from memguard.units import short
 
@@ -71,21 +71,21 @@ def _entries(entries: Mapping[str, Any], dump: SerializerFunctionWrapHandler) ->
     return dump(dict(entries))
 
 
-_TEXT = PlainSerializer(_config_values.text)
+_TEXT = PlainSerializer(_values.text)
 
 
 class DeviceBudget(_Model):
     """What this process may take of each GPU. `limit`: a fraction of what CUDA can give, or bytes. `reserve`: bytes."""
 
-    limit: Annotated[Fraction | int, PlainValidator(_config_values.device_limit), _TEXT] = Fraction(9, 10)
-    reserve: Annotated[int | Literal["auto"], PlainValidator(_config_values.reserve), _TEXT] = "auto"
+    limit: Annotated[Fraction | int, PlainValidator(_values.device_limit), _TEXT] = Fraction(9, 10)
+    reserve: Annotated[int | Literal["auto"], PlainValidator(_values.reserve), _TEXT] = "auto"
 
 
 class DeviceOverride(_Model):
     """What differs on some GPUs; None means as in `device`."""
 
-    limit: Annotated[Fraction | int | None, PlainValidator(_config_values.device_limit), _TEXT] = None
-    reserve: Annotated[int | Literal["auto"] | None, PlainValidator(_config_values.reserve), _TEXT] = None
+    limit: Annotated[Fraction | int | None, PlainValidator(_values.device_limit), _TEXT] = None
+    reserve: Annotated[int | Literal["auto"] | None, PlainValidator(_values.reserve), _TEXT] = None
 
 
 class FrameworkBudget(_Model):
@@ -95,9 +95,9 @@ class FrameworkBudget(_Model):
     None for the others.
     """
 
-    share: Annotated[Fraction | None, PlainValidator(_config_values.share), _TEXT] = None
-    limit: Annotated[int | None, PlainValidator(_config_values.limit), _TEXT] = None
-    growth: Annotated[bool | None, PlainValidator(_config_values.growth)] = None
+    share: Annotated[Fraction | None, PlainValidator(_values.share), _TEXT] = None
+    limit: Annotated[int | None, PlainValidator(_values.limit), _TEXT] = None
+    growth: Annotated[bool | None, PlainValidator(_values.growth)] = None
 
 
 def _framework_name(name: str) -> str:
@@ -108,7 +108,7 @@ def _framework_name(name: str) -> str:
 
 def _frameworks(entries: Mapping[str, FrameworkBudget]) -> Frozen[FrameworkBudget]:
     if not entries:
-        raise _config_values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
+        raise _values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
     tensorflow = entries.get("tensorflow")
     if tensorflow is not None and tensorflow.growth is None:
         entries = {**entries, "tensorflow": tensorflow.model_copy(update={"growth": True})}
@@ -121,10 +121,10 @@ class Budget(_Model):
     `devices` has a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key.
     """
 
-    version: Annotated[int, PlainValidator(_config_values.version)]
+    version: Annotated[int, PlainValidator(_values.version)]
     device: DeviceBudget = DeviceBudget()
     devices: Annotated[
-        Mapping[Annotated[str, AfterValidator(_config_values.device_key)], DeviceOverride],
+        Mapping[Annotated[str, AfterValidator(_values.device_key)], DeviceOverride],
         AfterValidator(Frozen),
         WrapSerializer(_entries),
     ] = Frozen({})
@@ -182,7 +182,7 @@ def _budget(document: Document, source: str) -> Budget:
     if () in document.bad:
         raise ConfigError(in_order(document.problems), source)
     assert isinstance(document.data, dict)
-    findings = _config_checks.check(document.data, FRAMEWORKS)
+    findings = _checks.check(document.data, FRAMEWORKS)
     errors: list[Any] = []
     try:
         budget = Budget.model_validate(document.data)
@@ -198,7 +198,7 @@ def _not_a_mapping(document: Document) -> Problem:
     fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
     if document.data is None:
         return Problem("is empty", fix, line, column)
-    return Problem(f"holds {_config_values.found(document.data)}, not the keys of a budget", fix, line, column)
+    return Problem(f"holds {_values.found(document.data)}, not the keys of a budget", fix, line, column)
 
 
 def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
