@@ -69,7 +69,7 @@ def main_job() -> list[str]:
         ),
     ]
     return [
-        f"One process on an {about['gpu']}, limit 40 GiB. Without memguard: TensorFlow first, then 4 GiB for each other.",
+        f"One process on an {about['gpu']}, limit 40 GiB. Without: TensorFlow first, then 4 GiB for each other.",
         "",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
@@ -107,8 +107,8 @@ def ledger() -> list[str]:
     text = load("h200-main-job.json")["mixed_workload"]["ledger"]
     lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
     return [
-        "The ledger after [examples/mixed_workload.py](examples/mixed_workload.py) (TensorFlow prepares images, PyTorch",
-        "trains, a PyCUDA kernel post-processes), in the same run:",
+        "The ledger after [examples/mixed_workload.py](examples/mixed_workload.py) (TensorFlow prepares images,",
+        "PyTorch trains, a PyCUDA kernel post-processes), in the same run:",
         "",
         "```",
         *lines,

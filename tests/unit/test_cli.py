@@ -101,7 +101,9 @@ def test_errors_are_one_text_and_their_exit_code(
     raising(monkeypatch, error)
     assert call("schema") == error.exit_code
     said = capsys.readouterr()
-    assert said.err == f"memguard: {error}\n"
+    # A budget's problems begin with file:line:column, so that editors and terminals can follow them.
+    prefix = "" if isinstance(error, errors.ProblemsError) else "memguard: "
+    assert said.err == f"{prefix}{error}\n"
     assert said.out == ""
 
 
@@ -125,7 +127,7 @@ def test_a_wrong_file_says_so_without_a_traceback(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("memguard: absent.yaml")
+    assert done.stderr.startswith("absent.yaml: ")
     assert "Traceback" not in done.stderr
 
 
