@@ -36,8 +36,10 @@ def activate(folder: str) -> None:
             1,
         )
     except Exception as error:
-        code = getattr(error, "exit_code", None)  # one of memguard's own, which may not have been imported
-        _end(traceback.format_exc().rstrip() if code is None else f"memguard: {error}", 1 if code is None else code)
+        # memguard's own errors by what they carry: their module may not have been imported.
+        if not hasattr(error, "exit_code"):
+            _end(traceback.format_exc().rstrip(), 1)
+        _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
 
 
 def _leave_path(folder: str) -> None:
