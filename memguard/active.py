@@ -59,12 +59,16 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
 
 @contextmanager
 def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
-    """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged."""
+    """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
+
+    Where the same budget is active already, the block leaves it active.
+    """
+    before = _active
     active = init(budget, replace=replace, simulate=simulate)
     try:
         yield active
     finally:
-        if _active is active:
+        if _active is active and active is not before:
             shutdown()
 
 

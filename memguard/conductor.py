@@ -127,6 +127,7 @@ class Guard:
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
+        self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._hook.clear()
         for entry in self._entries.values():
             entry.framework.forked()
@@ -166,10 +167,13 @@ class Guard:
         try:
             yield report
         finally:
-            if self.active:
+            try:
+                self._check_active()
                 report.after = self._in_use(framework)
                 peaks = [u.peak for u in self._usages_of(framework) if u is not None and u.peak is not None]
                 report.peak = sum(peaks) if peaks else None
+            except MemguardError as error:  # shut down in the block, or a GPU lost: the user's own error goes first
+                _log.debug("workload %s: no figures at its end: %s", name, error)
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every device. Lowering trims, and reports what is still held above it."""
@@ -195,7 +199,7 @@ class Guard:
             for part in self.plan.devices:
                 before = self.host.memory(part.device).free
                 for entry in chosen:
-                    if entry.framework.state() is State.LIVE:
+                    if entry.framework.usage(part.device) is not None:  # `state` would wait for a running import
                         entry.framework.trim(part.device)
                 returned += max(self.host.memory(part.device).free - before, 0)
             return returned
@@ -228,9 +232,9 @@ class Guard:
 
     def _imported(self, name: str) -> None:
         """Runs inside the user's import, on the user's thread. What it raises comes out of that import."""
-        if not self.active:
-            return
         with self._lock:
+            if not self.active:
+                return
             entry = self._entries[name]
             if entry.framework.state() is State.ABSENT:
                 entry.enforcement = Enforcement.ABSENT

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import random
+import signal
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,22 +20,26 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import conductor
+from memguard import active
 from memguard.conductor import Guard
 from memguard.config import from_mapping
-from memguard.devices.simulated import SimulatedHost
+from memguard.devices.simulated import CONTEXT, SimulatedHost
 from memguard.errors import (
     AlreadyActive,
+    BudgetExceeded,
+    CapNotApplied,
     ConfigError,
     DeviceError,
+    MemguardError,
     NotActive,
     PlanError,
 )
 from memguard.frameworks import registry
+from memguard.frameworks.base import Framework
 from memguard.frameworks.late import ImportHook
 from memguard.frameworks.simulated import FrameworkOutOfMemory, SimulatedFramework
-from memguard.model import Applied, Enforcement, State
-from memguard.units import GIB
+from memguard.model import Applied, Device, Enforcement, MemoryInfo, State, Usage
+from memguard.units import GIB, MIB
 
 BUDGET = {
     "version": 1,
@@ -131,9 +145,9 @@ def test_another_budget_or_other_gpus_need_replace() -> None:
     for arguments in ((TORCH, "h200"), (BUDGET, "h100"), (BUDGET, ["h200", "h200"])):
         with pytest.raises(AlreadyActive, match="replace=True"):
             start(*arguments)
-    assert guard.active and conductor.current() is guard
+    assert guard.active and active.current() is guard
     other = start(TORCH, replace=True)
-    assert not guard.active and other.active and conductor.current() is other
+    assert not guard.active and other.active and active.current() is other
     assert list(other.frameworks) == ["torch"] and len(hooks()) == 1
 
 
@@ -201,11 +215,12 @@ def test_shutdown_restores_what_was_before(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_undone_is_listed() -> None:
     guard = start()
-    simulated(guard, "tensorflow").allocate(1)
-    simulated(guard, "torch").allocate(1)
+    torch, tensorflow = simulated(guard, "torch"), simulated(guard, "tensorflow")
+    torch.allocate(1)
+    tensorflow.allocate(1)
     (stays,) = memguard.shutdown()
     assert stays.startswith("tensorflow: stays: ") and "permanent" in stays
-    assert cap_of(simulated_again := guard.host and None) is None if False else True
+    assert cap_of(torch) is None and cap_of(tensorflow) == 4 * GIB, "the others are undone all the same"
     assert hooks() == [] and not guard.active
 
 
@@ -218,3 +233,803 @@ def test_permanent_changes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, torch=lambda h, n: Permanent(h, n, imported=True))
     start(TORCH)
     assert memguard.shutdown() == ["torch: a library stays loaded"]
+
+
+class Steps(SimulatedFramework):
+    """Writes down what is done to it; `fails` names the steps that raise."""
+
+    done: list[str]
+    fails: tuple[str, ...] = ()
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        self._step("apply")
+        undo = super().apply(caps, options).undo
+
+        def undone() -> None:
+            self._step("undo")
+            assert undo is not None
+            undo()
+
+        return Applied(Enforcement.ENFORCED, undone)
+
+    def _step(self, step: str) -> None:
+        self.done.append(f"{step} {self.name}")
+        if f"{step} {self.name}" in self.fails:
+            raise RuntimeError(f"{step} of {self.name} failed")
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    def arrange(*fails: str, pending: tuple[str, ...] = ()) -> list[str]:
+        done: list[str] = []
+
+        def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+            framework = Steps(host, name, imported=name not in pending)
+            framework.done, framework.fails = done, fails
+            return framework
+
+        replaced(monkeypatch, torch=make, tensorflow=make, pycuda=make)
+        return done
+
+    return arrange
+
+
+def test_undone_last_first(steps: Callable[..., list[str]]) -> None:
+    done = steps(pending=("tensorflow",))
+    guard = start()
+    simulated(guard, "tensorflow").start_importing()
+    memguard.shutdown()
+    assert done == ["apply torch", "apply pycuda", "apply tensorflow", "undo tensorflow", "undo pycuda", "undo torch"]
+
+
+def test_a_failing_apply_takes_everything_back(steps: Callable[..., list[str]], caplog: Any) -> None:
+    done = steps("apply pycuda", pending=("tensorflow",))
+    with pytest.raises(RuntimeError, match="apply of pycuda failed"):
+        start()
+    assert done == ["apply torch", "apply pycuda", "undo torch"] and hooks() == []
+    with pytest.raises(NotActive, match="no budget is active"):
+        memguard.ledger()
+    done.clear()
+    with pytest.raises(RuntimeError):
+        start()
+    assert done == ["apply torch", "apply pycuda", "undo torch"], "it can be tried again"
+
+
+def test_an_undo_that_fails_does_not_stop_the_others(steps: Callable[..., list[str]]) -> None:
+    done = steps("undo tensorflow")
+    guard = start()
+    torch = simulated(guard, "torch")
+    assert memguard.shutdown() == ["tensorflow: could not be undone: undo of tensorflow failed"]
+    assert done[3:] == ["undo pycuda", "undo tensorflow", "undo torch"] and cap_of(torch) is None
+    assert not guard.active
+
+
+def test_the_first_error_comes_out_where_an_undo_fails_too(steps: Callable[..., list[str]]) -> None:
+    done = steps("apply pycuda", "undo torch")
+    with pytest.raises(RuntimeError, match="apply of pycuda failed"):
+        start()
+    assert done[-2:] == ["undo tensorflow", "undo torch"]
+
+
+def test_replacing_a_budget_undoes_the_old_one_first(steps: Callable[..., list[str]]) -> None:
+    done = steps()
+    start()
+    start(TORCH, replace=True)
+    assert done[3:] == ["undo pycuda", "undo tensorflow", "undo torch", "apply torch"]
+
+
+def test_an_interrupt_during_init_leaves_nothing_applied(
+    steps: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = steps()
+    monkeypatch.setattr(Steps, "why_absent", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Steps, "state", lambda self: State.IMPORTED if self.name == "torch" else self.why_absent())
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert done == ["apply torch", "undo torch"] and hooks() == []
+
+
+# what is declared and cannot be
+
+
+def test_a_cap_that_cannot_hold_raises_out_of_the_import(steps: Callable[..., list[str]]) -> None:
+    steps("apply torch", pending=("torch",))
+    guard = start(TORCH)
+    torch = simulated(guard, "torch")
+    with pytest.raises(RuntimeError, match="apply of torch failed"):
+        torch.start_importing()
+    assert torch.state() is State.IMPORTABLE and guard.active
+    assert memguard.ledger().devices[0].row("torch").enforcement == "pending"
+
+
+def test_tensorflow_that_is_live_already_cannot_be_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(host: SimulatedHost, name: str) -> SimulatedFramework:
+        framework = imported(host, name)
+        framework.allocate(1)
+        return framework
+
+    replaced(monkeypatch, torch=imported, tensorflow=live)
+    with pytest.raises(CapNotApplied, match="tensorflow: cap not applied: too late") as caught:
+        start()
+    assert caught.value.framework == "tensorflow" and caught.value.remedy in str(caught.value)
+    with pytest.raises(NotActive):
+        memguard.ledger()
+
+
+class Absent(SimulatedFramework):
+    """Not there, or found to be of no use once it is imported."""
+
+    at_import = False
+
+    def why_absent(self) -> str | None:
+        return "torch is not installed"
+
+    def state(self) -> State:
+        return super().state() if self.at_import and not self.imported else State.ABSENT
+
+
+@pytest.mark.parametrize("at_import", [False, True])
+def test_what_is_not_there_is_warned_about_and_its_share_stays_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_import: bool
+) -> None:
+    monkeypatch.setattr(Absent, "at_import", at_import)
+    replaced(monkeypatch, torch=Absent)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        guard = start()
+        if at_import:
+            assert caplog.records == []
+            simulated(guard, "torch").start_importing()
+    assert [r.message for r in caplog.records] == ["torch: torch is not installed; its share stays free"]
+    assert guard.notes == [r.message for r in caplog.records]
+    part = memguard.ledger().devices[0]
+    assert part.row("torch").enforcement == "absent" and part.row("torch").bytes == 0
+    assert part.row("pycuda").cap == 2 * GIB, "what another does not use is not given away"
+    with pytest.raises(CapNotApplied, match="it is absent"):
+        memguard.resize("torch", "1GiB")
+
+
+def test_an_override_that_names_no_gpu_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "memguard"):
+        guard = start({**BUDGET, "devices": {"A100*": {"limit": "16GiB"}}})
+    assert len(guard.notes) == len(caplog.records) == 1 and "'A100*' names none" in guard.notes[0]
+    assert guard.notes[0] in str(guard) and f"note: {guard.notes[0][:30]}" in str(memguard.ledger())
+
+
+def test_a_card_that_others_fill_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    host = SimulatedHost(["t4"])
+    (gpu,) = host.devices()
+    host.occupy(gpu, 1, 10 * GIB)
+    guard = Guard(from_mapping(TORCH), host)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        guard.start()
+    assert "other processes hold 10.00 GiB" in caplog.text and len(guard.notes) == 1
+    guard.stop()
+
+
+# guard
+
+
+def test_a_budget_for_a_block() -> None:
+    with memguard.guard(TORCH, simulate="h200") as guard:
+        assert active.current() is guard and guard.active
+    assert not guard.active and hooks() == []
+
+
+def test_a_block_that_raises_is_undone_and_its_error_comes_out() -> None:
+    with pytest.raises(ZeroDivisionError), memguard.guard(TORCH, simulate="h200") as guard:
+        _ = 1 / 0
+    assert not guard.active and hooks() == []
+
+
+def test_a_block_that_shuts_down_itself_or_replaces_its_budget() -> None:
+    with memguard.guard(TORCH, simulate="h200"):
+        memguard.shutdown()
+    with memguard.guard(TORCH, simulate="h200"):
+        other = start(BUDGET, replace=True)
+    assert other.active, "the block undoes what it applied, and nothing else"
+
+
+def test_a_block_with_the_budget_that_is_active_already_leaves_it_active() -> None:
+    guard = start()
+    with memguard.guard(BUDGET, simulate="h200") as inner:
+        assert inner is guard
+    assert guard.active
+    with pytest.raises(ZeroDivisionError), memguard.guard(BUDGET, simulate="h200"):
+        _ = 1 / 0
+    assert guard.active
+
+
+# require
+
+
+def test_require_refuses_before_the_allocator_does() -> None:
+    torch = simulated(start(), "torch")
+    memguard.require("torch", "4GiB")
+    array = torch.allocate(3 * GIB)
+    memguard.require("torch", GIB)
+    with pytest.raises(BudgetExceeded, match="torch needs") as caught:
+        memguard.require("torch", GIB + 1)
+    assert (caught.value.framework, caught.value.needed, caught.value.available) == ("torch", GIB + 1, GIB)
+    torch.free(array)
+    memguard.require("torch", "4GiB")
+
+
+@pytest.mark.parametrize("size", ["4GB", 0, -1, "x", True, 1.5, None, 1 << 60])
+def test_a_size_that_is_none(size: Any) -> None:
+    start()
+    for call in (lambda: memguard.require("torch", size), lambda: memguard.resize("torch", size)):
+        with pytest.raises(MemguardError):
+            call()
+
+
+def test_a_framework_that_is_not_in_the_budget() -> None:
+    start(TORCH)
+    for call in (
+        lambda: memguard.require("cupy", 1),
+        lambda: memguard.resize("cupy", "1GiB"),
+        lambda: memguard.trim("cupy"),
+        lambda: memguard.workload("w", framework="cupy").__enter__(),
+    ):
+        with pytest.raises(NotActive, match="'cupy' is not in the budget, which has: torch"):
+            call()
+
+
+def test_require_trims_a_sibling_only_where_the_card_is_full() -> None:
+    guard = start({**BUDGET, "device": {"limit": "100%", "reserve": "2GiB"}})
+    torch, pycuda = simulated(guard, "torch"), simulated(guard, "pycuda")
+    (gpu,) = guard.host.devices()
+    torch.free(torch.allocate(3 * GIB))
+    pycuda.allocate(1)
+    memguard.require("pycuda", GIB)
+    assert torch.stats(gpu).held == 3 * GIB
+    host_of(guard).occupy(gpu, 1, guard.host.memory(gpu).free - 512 * MIB)
+    memguard.require("pycuda", GIB)
+    assert torch.stats(gpu).held == 0
+    pycuda.allocate(GIB)
+    host_of(guard).occupy(gpu, 2, guard.host.memory(gpu).free)
+    with pytest.raises(BudgetExceeded, match="the card has only 0 B free") as caught:
+        memguard.require("torch", "1GiB")
+    assert caught.value.available == 0
+
+
+def test_with_several_gpus_require_asks_about_those_the_framework_uses() -> None:
+    guard = start(simulate=["h200", "t4"], budget={**BUDGET, "device": {"limit": "12GiB", "reserve": "2GiB"}})
+    torch = simulated(guard, "torch")
+    first, second = guard.host.devices()
+    memguard.require("torch", "4GiB")
+    torch.allocate(3 * GIB, device=1)
+    with pytest.raises(BudgetExceeded):
+        memguard.require("torch", "2GiB")
+    guard.require("torch", "2GiB", device=first)
+    with pytest.raises(BudgetExceeded):
+        guard.require("torch", "2GiB", device=second)
+    host_of(guard).occupy(first, 1, guard.host.memory(first).free)
+    memguard.require("torch", "1GiB")  # the card that it does not use may be full
+    with pytest.raises(BudgetExceeded, match="the card has only"):
+        memguard.require("pycuda", "1GiB")  # uses none yet: the first one is asked about
+
+
+# workload
+
+
+def test_a_workload_reports_what_it_did() -> None:
+    torch = simulated(start(), "torch")
+    torch.allocate(GIB)
+    with memguard.workload("embed", framework="torch", needs="1GiB") as report:
+        torch.free(torch.allocate(2 * GIB))
+        torch.allocate(512 * MIB)
+        assert report.after is None and report.delta is None
+    assert (report.name, report.framework) == ("embed", "torch")
+    assert report.before == GIB and report.after == GIB + 512 * MIB and report.delta == 512 * MIB
+    assert report.peak == 3 * GIB
+
+
+def test_a_workload_that_cannot_be_had_does_not_run() -> None:
+    start()
+    with pytest.raises(BudgetExceeded), memguard.workload("embed", framework="torch", needs="5GiB"):
+        pytest.fail("the block ran")
+
+
+def test_the_users_error_comes_out_of_a_workload_and_the_report_is_filled_in() -> None:
+    torch = simulated(start(), "torch")
+    with (
+        pytest.raises(FrameworkOutOfMemory, match="torch"),
+        memguard.workload("embed", framework="torch") as report,
+    ):
+        torch.allocate(GIB)
+        torch.allocate(5 * GIB)
+    assert report.before == 0 and report.after == report.peak == GIB
+
+
+def test_nothing_of_ours_keeps_what_a_failed_block_held() -> None:
+    """A kept traceback keeps the block's locals, and so its tensors, alive (measured: 4,096 MiB)."""
+
+    class Tensor:
+        pass
+
+    start()
+    kept: list[weakref.ref[Tensor]] = []
+
+    def block() -> None:
+        with memguard.workload("embed", framework="torch"), memguard.guard(BUDGET, simulate="h200"):
+            tensor = Tensor()
+            kept.append(weakref.ref(tensor))
+            raise ValueError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            block()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_reading_that_fails_at_the_end_does_not_replace_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(SimulatedFramework):
+        broken = False
+
+        def usage(self, device: Device) -> Usage | None:
+            if self.broken:
+                raise DeviceError("NVML: GPU is lost")
+            return super().usage(device)
+
+    replaced(monkeypatch, torch=Broken)
+    torch = simulated(start(), "torch")
+    with pytest.raises(ZeroDivisionError), memguard.workload("w", framework="torch") as report:
+        monkeypatch.setattr(Broken, "broken", True)
+        _ = 1 / 0
+    assert report.after is None
+    assert isinstance(torch, Broken)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_workload_in_which_the_budget_is_shut_down(again: bool) -> None:
+    start()
+    with memguard.workload("w", framework="torch") as report:
+        memguard.shutdown()
+        if again:
+            start(BUDGET)
+    assert report.before == 0 and report.after is None and report.peak is None and report.delta is None
+
+
+# resize and trim
+
+
+def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
+    guard = start()
+    torch = simulated(guard, "torch")
+    (gpu,) = guard.host.devices()
+    array = torch.allocate(4 * GIB)
+    memguard.resize("torch", "6GiB")
+    more = torch.allocate(2 * GIB)
+    torch.free(more)
+    assert guard.plan.devices[0].caps["torch"] == 6 * GIB
+    memguard.resize("torch", "3GiB")
+    assert torch.stats(gpu).held == 4 * GIB, "the cache went, the live array stays"
+    assert [note for note in guard.notes if "above its cap" in note] == [
+        "torch: holds 1.00 GiB above its cap of 3.00 GiB on NVIDIA H200: it gets no more, and shrinks as arrays are "
+        "freed and memguard.trim() runs"
+    ]
+    with pytest.raises(FrameworkOutOfMemory):
+        torch.allocate(4 * MIB)
+    torch.free(array)
+    assert memguard.trim() == 4 * GIB
+    torch.allocate(3 * GIB)
+    assert memguard.ledger().devices[0].row("torch").cap == 3 * GIB
+
+
+def test_lowering_onto_what_is_in_use_has_nothing_to_report() -> None:
+    guard = start()
+    torch = simulated(guard, "torch")
+    torch.allocate(3 * GIB)
+    torch.free(torch.allocate(GIB))
+    memguard.resize("torch", "3GiB")
+    assert not any("above its cap" in note for note in guard.notes)
+
+
+def test_a_framework_capped_while_it_holds_more_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def live(host: SimulatedHost, name: str) -> SimulatedFramework:
+        framework = imported(host, name)
+        framework.allocate(5 * GIB)
+        framework.free(framework.allocate(GIB))
+        return framework
+
+    replaced(monkeypatch, torch=live)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        guard = start(TORCH)
+    assert "torch: holds 1.00 GiB above its cap of 4.00 GiB" in caplog.text and guard.active
+
+
+def test_a_cap_changed_before_the_import_is_the_one_that_is_applied() -> None:
+    guard = start()
+    memguard.resize("torch", "1GiB")
+    torch = simulated(guard, "torch")
+    torch.start_importing()
+    assert cap_of(torch) == GIB
+
+
+def test_tensorflow_cannot_be_resized_once_its_cap_is_set() -> None:
+    guard = start()
+    memguard.resize("tensorflow", "3GiB")
+    tensorflow = simulated(guard, "tensorflow")
+    tensorflow.start_importing()
+    with pytest.raises(CapNotApplied, match="fixed"):
+        memguard.resize("tensorflow", "2GiB")
+    assert cap_of(tensorflow) == guard.plan.devices[0].caps["tensorflow"] == 3 * GIB
+
+
+def test_a_size_that_does_not_fit_changes_nothing() -> None:
+    guard = start()
+    torch = simulated(guard, "torch")
+    torch.start_importing()
+    plan = guard.plan
+    for wrong in ("9GiB", "1MiB"):
+        with pytest.raises(PlanError, match="is possible beside the other caps"):
+            memguard.resize("torch", wrong)
+    assert guard.plan is plan and cap_of(torch) == 4 * GIB
+    memguard.resize("torch", "8GiB")  # what is unallocated may be had
+
+
+def test_trim_gives_back_and_says_how_much() -> None:
+    guard = start()
+    torch, pycuda = simulated(guard, "torch"), simulated(guard, "pycuda")
+    assert memguard.trim() == 0
+    torch.free(torch.allocate(2 * GIB))
+    pycuda.free(pycuda.allocate(GIB))
+    assert memguard.trim("torch") == 2 * GIB
+    held = pycuda.stats(guard.host.devices()[0]).held
+    assert held >= GIB and memguard.trim() == held and memguard.trim() == 0
+
+
+def test_trim_counts_every_gpu() -> None:
+    guard = start(simulate=["h200", "h100"])
+    torch = simulated(guard, "torch")
+    for device in (0, 1):
+        torch.free(torch.allocate(GIB, device=device))
+    assert memguard.trim() == 2 * GIB
+
+
+# ledger
+
+
+def test_the_ledger_accounts_for_everything() -> None:
+    guard = start()
+    (gpu,) = guard.host.devices()
+    empty = memguard.ledger().devices[0]
+    assert empty.process == 0 and empty.row("free").bytes == gpu.usable and empty.row("overhead").bytes == 0
+    torch, tensorflow = simulated(guard, "torch"), simulated(guard, "tensorflow")
+    torch.free(torch.allocate(GIB))
+    torch.allocate(2 * GIB)
+    host_of(guard).occupy(gpu, 7, 3 * GIB)
+    part = memguard.ledger().devices[0]
+    assert part.row("torch").bytes == 3 * GIB and part.row("torch").in_use == 2 * GIB
+    assert part.row("overhead").bytes == CONTEXT + 94 * MIB and part.row("unaccounted").bytes == 0
+    assert part.row("other processes").bytes == 3 * GIB
+    host_of(guard).take(gpu, 512 * MIB)  # past every framework
+    part = memguard.ledger().devices[0]
+    assert part.row("unaccounted").bytes == 512 * MIB and part.row("overhead").bytes == CONTEXT + 94 * MIB
+    tensorflow.allocate(GIB)
+    part = memguard.ledger().devices[0]
+    assert part.row("tensorflow").at_least == GIB
+    assert sum(row.bytes or 0 for row in part.rows) == gpu.total
+    assert memguard.ledger().simulated and "(simulated)" in str(memguard.ledger())
+
+
+def test_random_work_always_adds_up_to_the_byte() -> None:
+    rng = random.Random(11)
+    guard = start(simulate=["h200", "l4"])
+    live: list[tuple[SimulatedFramework, int]] = []
+    for _ in range(150):
+        framework = simulated(guard, rng.choice(["torch", "tensorflow", "pycuda"]))
+        if live and rng.random() < 0.45:
+            owner, array = live.pop(rng.randrange(len(live)))
+            owner.free(array)
+        else:
+            with contextlib.suppress(FrameworkOutOfMemory):
+                live.append((framework, framework.allocate(rng.randrange(1, 700 * MIB), device=rng.randrange(2))))
+        if rng.random() < 0.1:
+            memguard.trim()
+        ledger = memguard.ledger()
+        for part in ledger.devices:
+            assert sum(row.bytes or 0 for row in part.rows) == part.device.total
+            assert part.process == guard.host.processes(part.device).get(guard.host.pid, 0)
+            for name in ("torch", "pycuda"):
+                assert (part.row(name).bytes or 0) <= (part.row(name).cap or 0)
+
+
+def test_overhead_above_the_reserve_is_said_once_with_the_reserve_that_fits() -> None:
+    guard = start({**BUDGET, "device": {"limit": "16GiB", "reserve": "600MiB"}})
+    simulated(guard, "torch").allocate(1)
+    for _ in range(3):
+        memguard.ledger()
+    (note,) = [note for note in guard.notes if "overhead" in note]
+    assert "more than the reserve of 600.0 MiB" in note and "reserve: 612MiB" in note
+
+
+class Restless(SimulatedHost):
+    """Another process takes a byte whenever somebody looks, `times` times."""
+
+    times = 0
+
+    def memory(self, device: Device) -> MemoryInfo:
+        if self.times:
+            self.times -= 1
+            self.occupy(device, 7, (self.processes(device).get(7) or 0) + 1)
+        return super().memory(device)
+
+
+@pytest.mark.parametrize(("times", "moved"), [(0, False), (2, False), (3, False), (4, False), (100, True)])
+def test_a_card_that_moves_is_read_again_and_it_is_said_where_it_never_rests(times: int, moved: bool) -> None:
+    host = Restless(["h200"])
+    guard = Guard(from_mapping(TORCH), host)
+    guard.start()
+    host.times = times
+    (part,) = guard.ledger().devices
+    assert part.moved is moved
+    assert sum(row.bytes or 0 for row in part.rows) == part.device.total
+    guard.stop()
+
+
+def test_two_gpus_have_a_plan_and_a_table_each() -> None:
+    guard = start({"version": 1, "frameworks": {"torch": {"share": "50%"}}}, ["h200", "t4"])
+    torch = simulated(guard, "torch")
+    torch.allocate(GIB, device=1)
+    first, second = memguard.ledger().devices
+    assert first.row("torch").bytes == 0 and second.row("torch").bytes == GIB
+    assert (first.row("torch").cap or 0) > 60 * GIB > 7 * GIB > (second.row("torch").cap or 0)
+    assert first.process == 0 and second.process == GIB + CONTEXT + 94 * MIB
+    assert str(memguard.ledger()).count("total ") == 2
+
+
+# threads
+
+
+def patient(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    return condition()
+
+
+def test_threads_may_call_everything_at_once() -> None:
+    strange: list[BaseException] = []
+    switch = sys.getswitchinterval()
+    done = [0]
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(60):
+            try:
+                chance = rng.randrange(9)
+                if chance == 0:
+                    start(rng.choice([BUDGET, TORCH]), replace=rng.random() < 0.5)
+                elif chance == 1:
+                    memguard.shutdown()
+                elif chance == 2:
+                    memguard.require("torch", rng.choice(["1GiB", "5GiB"]))
+                elif chance == 3:
+                    memguard.resize("torch", rng.choice(["2GiB", "4GiB"]))
+                elif chance == 4:
+                    memguard.trim()
+                elif chance == 5:
+                    with memguard.workload("w", framework="torch", needs="1GiB"):
+                        time.sleep(0)
+                elif chance == 6:
+                    str(active.current())
+                elif chance == 7 and seed == 0:
+                    framework = active.current().frameworks.get("pycuda")
+                    if isinstance(framework, SimulatedFramework):
+                        framework.allocate(1000)
+                else:
+                    for part in memguard.ledger().devices:
+                        if sum(row.bytes or 0 for row in part.rows) != part.device.total:
+                            raise AssertionError("the rows do not add up")
+                done[0] += 1
+            except MemguardError:
+                done[0] += 1
+            except BaseException as error:
+                strange.append(error)
+                return
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(switch)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert strange == []
+    memguard.shutdown()
+    assert hooks() == []
+
+
+def test_an_import_that_waits_while_the_budget_is_shut_down() -> None:
+    guard = start(TORCH)
+    torch = simulated(guard, "torch")
+    errors: list[BaseException] = []
+
+    def importing() -> None:
+        try:
+            torch.start_importing()
+        except BaseException as error:
+            errors.append(error)
+
+    with guard._lock:
+        thread = threading.Thread(target=importing, daemon=True)
+        thread.start()
+        assert patient(lambda: hooks() == [])  # its callback is on its way, and waits for us
+        time.sleep(0.02)
+        memguard.shutdown()
+    thread.join(5)
+    assert errors == [] and not thread.is_alive()
+    assert cap_of(torch) is None, "a budget that is gone applies nothing"
+
+
+@pytest.mark.parametrize("call", ["trim", "ledger", "require"])
+def test_a_call_while_another_thread_imports_the_framework_does_not_deadlock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
+) -> None:
+    """The importing thread holds the import's lock and needs the guard's; the caller must not hold it and wait."""
+
+    class Importable(SimulatedFramework):
+        state = Framework.state  # the real frameworks' own: it waits for a running import
+
+        def _live(self, module: Any) -> bool:
+            return hasattr(module, "cuda") and bool(self._pools)
+
+        def usage(self, device: Device) -> Usage | None:
+            module = sys.modules.get(self.hook)
+            return super().usage(device) if module is not None and self._live(module) else None
+
+    (tmp_path / "memguard_simulated_torch.py").write_text(
+        "import builtins\nbuiltins.mg_importing.set()\nbuiltins.mg_go_on.wait(5)\ncuda = None\n"
+    )
+    importing, go_on = threading.Event(), threading.Event()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("builtins.mg_importing", importing, raising=False)
+    monkeypatch.setattr("builtins.mg_go_on", go_on, raising=False)
+    replaced(monkeypatch, torch=Importable)
+    guard = start(TORCH)
+    calls: dict[str, Callable[[], object]] = {
+        "trim": memguard.trim,
+        "ledger": memguard.ledger,
+        "require": lambda: memguard.require("torch", "1GiB"),
+    }
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    def thread(work: Callable[[], object]) -> threading.Thread:
+        started = threading.Thread(target=run, args=(work,), daemon=True)
+        started.start()
+        return started
+
+    one = thread(lambda: importlib.import_module("memguard_simulated_torch"))
+    assert importing.wait(5)
+    other = thread(calls[call])
+    other.join(0.1)
+    go_on.set()
+    one.join(5)
+    other.join(5)
+    stuck = one.is_alive() or other.is_alive()
+    sys.modules.pop("memguard_simulated_torch", None)
+    if stuck:
+        monkeypatch.setattr(active, "_active", None)  # its lock is lost
+        guard._hook.clear()
+    assert not stuck and errors == []
+
+
+# forks
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """What `work` returns in a forked child; a child that hangs is killed."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, "the child hung"
+    return answer
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+@forks
+def test_a_forked_child_is_inert_and_the_parent_goes_on() -> None:
+    guard = start()
+
+    def child() -> str:
+        simulated(guard, "torch").start_importing()
+        return f"{guard.active} {hooks()} {cap_of(simulated(guard, 'torch'))} {memguard.shutdown()}"
+
+    assert in_child(child) == "False [] None []"
+    assert in_child(lambda: str(memguard.ledger())).startswith("NotActive: no budget is active in this process")
+    assert in_child(lambda: str(guard.ledger())).startswith("NotActive: no budget is active here: this is a forked")
+    simulated(guard, "torch").start_importing()
+    assert guard.active and cap_of(simulated(guard, "torch")) == 4 * GIB
+
+
+@forks
+def test_a_forked_child_may_have_a_budget_of_its_own() -> None:
+    start()
+
+    def child() -> str:
+        own = start(TORCH)
+        simulated(own, "torch").allocate(GIB)
+        part = memguard.ledger().devices[0]
+        return f"{own.active} {part.row('torch').bytes} {list(own.frameworks)} {memguard.shutdown()}"
+
+    assert in_child(child) == f"True {GIB} ['torch'] []"
+
+
+@forks
+def test_a_fork_inside_a_block_leaves_the_child_without_errors() -> None:
+    def child() -> str:
+        block.__exit__(None, None, None)
+        work.__exit__(None, None, None)
+        return "fine"
+
+    block = memguard.guard(BUDGET, simulate="h200")
+    guard = block.__enter__()
+    work = memguard.workload("w", framework="torch")
+    work.__enter__()
+    assert in_child(child) == "fine" and guard.active
+    work.__exit__(None, None, None)
+    block.__exit__(None, None, None)
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("lock", ["guard", "module"])
+def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: str) -> None:
+    guard = start()
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with guard._lock if lock == "guard" else active._lock:
+            held.set()
+            release.wait(20)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert held.wait(5)
+    try:
+
+        def child() -> str:
+            try:
+                guard.ledger()
+            except NotActive as error:
+                return f"{'forked' in str(error)} {start(TORCH).active} {memguard.shutdown()}"
+            return "active"
+
+        assert in_child(child) == "True True []"
+    finally:
+        release.set()
+        thread.join(5)
+
+
+@forks
+def test_what_was_forked_stays_inert_in_its_own_children() -> None:
+    guard = start()
+    assert in_child(lambda: in_child(lambda: str(guard.active))) == "False"
