@@ -7,6 +7,7 @@ use, by a daemon thread that lives as long as the block.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import threading
 import time
@@ -17,8 +18,11 @@ from datetime import datetime, timezone
 
 from memguard import active, trace
 from memguard.conductor import Guard
-from memguard.errors import TraceError
-from memguard.model import State, TraceEvent, Usage
+from memguard.errors import MemguardError, TraceError
+from memguard.frameworks.base import Framework
+from memguard.model import Device, State, TraceEvent, Usage
+
+_log = logging.getLogger("memguard")
 
 INTERVAL = 0.002
 """Seconds between samples of a framework that reports no single allocations; one sample of TensorFlow is 2.3 µs."""
@@ -35,30 +39,49 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     if os.path.lexists(path):
         raise TraceError(f"{os.fspath(path)} exists already\n    fix: name a new file, or remove that one")
     guard = active.current()
+    frameworks = dict(guard.frameworks)
     started = time.time()
     stops: dict[str, Callable[[], list[TraceEvent]]] = {}
-    for name, framework in guard.frameworks.items():
+    for name, framework in frameworks.items():
         if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
             stops[name] = stop
-    sampler = _Sampler(guard, [name for name in guard.frameworks if name not in stops], interval)
+    sampler = _Sampler(guard, frameworks, [name for name in frameworks if name not in stops], interval)
     sampler.start()
-    try:
-        yield
-    finally:
+
+    def finish() -> None:
         events = sampler.stop()
         for stop in stops.values():
             events += stop()
         ended = time.time()  # after the last sample, so that marks come last
-        for name in guard.frameworks:
-            events += _mark(guard, name, ended)
-        header = _header(guard, started, sampler.most)
+        for name, framework in frameworks.items():
+            events += _mark(guard, name, framework, ended)
+        header = _header(guard, frameworks, started, sampler.most)
         events = [replace(e, time=round(e.time - started, 6)) for e in sorted(events, key=lambda e: e.time)]
         trace.write(path, header, [e for e in events if e.time >= 0])
 
+    try:
+        yield
+    except BaseException:
+        try:
+            finish()
+        except MemguardError as error:  # the block's own error goes first
+            _log.warning("%s", error)
+        raise
+    finish()
+
+
+def _usage(framework: Framework, device: Device) -> Usage | None:
+    """What the framework says; None too where the reading fails, which must not break the block."""
+    try:
+        return framework.usage(device)
+    except MemguardError as error:
+        _log.debug("%s: %s", framework.name, error)
+        return None
+
 
 class _Sampler:
-    def __init__(self, guard: Guard, names: list[str], interval: float) -> None:
-        self._guard, self._names, self._interval = guard, names, interval
+    def __init__(self, guard: Guard, frameworks: dict[str, Framework], names: list[str], interval: float) -> None:
+        self._guard, self._frameworks, self._names, self._interval = guard, frameworks, names, interval
         self._stop = threading.Event()
         self._events: list[TraceEvent] = []
         self._last: dict[tuple[str, int], int] = {}
@@ -79,9 +102,9 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        for name, framework in self._guard.frameworks.items():
+        for name, framework in self._frameworks.items():
             for position, part in enumerate(self._guard.plan.devices):
-                usage = framework.usage(part.device)
+                usage = _usage(framework, part.device)
                 if usage is None:
                     continue
                 self._measure(name, usage)
@@ -99,28 +122,29 @@ class _Sampler:
                 most[what] = max(most.get(what, 0), size)
 
 
-def _mark(guard: Guard, name: str, when: float) -> list[TraceEvent]:
-    framework = guard.frameworks[name]
+def _mark(guard: Guard, name: str, framework: Framework, when: float) -> list[TraceEvent]:
     marks = []
     for position, part in enumerate(guard.plan.devices):
-        usage = framework.usage(part.device)
+        usage = _usage(framework, part.device)
         if usage is not None and (usage.held is not None or usage.in_use is not None):
             marks.append(TraceEvent(when, name, "mark", held=usage.held, in_use=usage.in_use, device=position))
     return marks
 
 
-def _header(guard: Guard, started: float, most: dict[str, dict[str, int]]) -> trace.TraceHeader:
+def _header(
+    guard: Guard, frameworks: dict[str, Framework], started: float, most: dict[str, dict[str, int]]
+) -> trace.TraceHeader:
     devices = (part.device for part in guard.plan.devices)
     return trace.TraceHeader(
         datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
         tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture) for d in devices),
         {
             name: {"version": _version(f.module), **guard.plan.options.get(name, {}), **f.about()}
-            for name, f in guard.frameworks.items()
+            for name, f in frameworks.items()
         },
         guard.host.simulated,
         {
-            "caps": {name: guard.plan.devices[0].caps[name] for name in guard.frameworks},
+            "caps": {name: guard.plan.devices[0].caps[name] for name in frameworks},
             "most": most,
         },
     )

@@ -600,8 +600,11 @@ def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
     guard = start()
     torch = simulated(guard, "torch")
     (gpu,) = guard.host.devices()
-    array = torch.allocate(4 * GIB)
+    array = torch.allocate(3 * GIB)
+    torch.free(torch.allocate(GIB))
     memguard.resize("torch", "6GiB")
+    assert torch.stats(gpu).held == 4 * GIB, "nothing is trimmed where nothing is above its cap"
+    torch.allocate(GIB)
     more = torch.allocate(2 * GIB)
     torch.free(more)
     assert guard.plan.devices[0].caps["torch"] == 6 * GIB
@@ -614,8 +617,8 @@ def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
     with pytest.raises(FrameworkOutOfMemory):
         torch.allocate(4 * MIB)
     torch.free(array)
-    assert memguard.trim() == 4 * GIB
-    torch.allocate(3 * GIB)
+    assert memguard.trim() == 3 * GIB
+    torch.allocate(2 * GIB)
     assert memguard.ledger().devices[0].row("torch").cap == 3 * GIB
 
 
@@ -761,6 +764,15 @@ class Restless(SimulatedHost):
         return super().memory(device)
 
 
+def test_a_card_that_rests_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    readings = []
+    memory = SimulatedHost.memory
+    monkeypatch.setattr(SimulatedHost, "memory", lambda self, gpu: readings.append(gpu) or memory(self, gpu))
+    memguard.ledger()
+    assert len(readings) == 2
+
+
 @pytest.mark.parametrize(("times", "moved"), [(0, False), (2, False), (3, False), (4, False), (100, True)])
 def test_a_card_that_moves_is_read_again_and_it_is_said_where_it_never_rests(times: int, moved: bool) -> None:
     host = Restless(["h200"])
@@ -770,6 +782,96 @@ def test_a_card_that_moves_is_read_again_and_it_is_said_where_it_never_rests(tim
     (part,) = guard.ledger().devices
     assert part.moved is moved
     assert sum(row.bytes or 0 for row in part.rows) == part.device.total
+    guard.stop()
+
+
+class Container(SimulatedHost):
+    """NVML lists other PIDs than this process's own; whether a context exists is `active`."""
+
+    active: bool | None = None
+
+    def processes(self, device: Device) -> Mapping[int, int | None]:
+        return {pid + 1: size for pid, size in super().processes(device).items()}
+
+    def context_active(self, device: Device) -> bool:
+        return self.active  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("live", "active", "process"),
+    [
+        (True, True, None),  # it is there, and NVML does not name it: unknown
+        (True, None, None),  # whether there is a context cannot be asked, but a framework is live
+        (False, True, None),
+        (False, None, 0),  # nothing is live, nothing is listed
+        (False, False, 0),
+        (True, False, 0),  # live without a context on this GPU: it holds nothing there
+    ],
+)
+def test_a_process_that_nvml_does_not_name_is_unknown(live: bool, active: bool | None, process: int | None) -> None:
+    host = Container(["h200"])
+    guard = Guard(from_mapping(TORCH), host)
+    guard.start()
+    host.active = active
+    if live:
+        simulated(guard, "torch").allocate(GIB)
+    (part,) = guard.ledger().devices
+    assert part.process is process or part.process == process
+    assert sum(row.bytes or 0 for row in part.rows) == part.device.total
+    guard.stop()
+
+
+@pytest.mark.parametrize("active", [True, None])
+def test_a_context_that_another_library_opened_is_overhead(
+    active: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = start()
+    (gpu,) = guard.host.devices()
+    host_of(guard).open_context(gpu)
+    monkeypatch.setattr(SimulatedHost, "context_active", lambda self, device: active)
+    part = memguard.ledger().devices[0]
+    assert part.row("overhead").bytes == CONTEXT and part.row("unaccounted").bytes == 0
+
+
+class NotSimulated(SimulatedHost):
+    """For what is done on real GPUs only."""
+
+    simulated = False
+
+
+@pytest.mark.parametrize(
+    ("names", "version", "answer", "asked"),
+    [
+        (("torch", "tensorflow"), "13.0", "loaded a library first", True),
+        (("tensorflow", "torch"), "13.0", None, True),
+        (("tensorflow", "torch"), None, "never", False),
+        (("torch", "pycuda"), "13.0", "never", False),
+        (("tensorflow",), "13.0", "never", False),
+    ],
+)
+def test_torch_and_tensorflow_together_have_their_cuda_runtimes_told_apart(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], version: str | None, answer: str | None, asked: bool
+) -> None:
+    versions: list[str] = []
+    monkeypatch.setattr(registry, "create", lambda name, host: imported(host, name))
+    monkeypatch.setattr("memguard.frameworks.torch.cuda_version", lambda: version)
+    monkeypatch.setattr("memguard.frameworks.cudart.cure", lambda v: versions.append(v) or answer)
+    budget = {"version": 1, "frameworks": {name: {"share": "10%"} for name in names}}
+    guard = Guard(from_mapping(budget), NotSimulated(["h200"]))
+    guard.start()
+    assert versions == (["13.0"] if asked else [])
+    told = asked and answer is not None
+    assert any("loaded a library first" in note for note in guard.notes) is told
+    assert guard.stop() == (["torch: the CUDA runtime loaded first stays loaded"] if told else [])
+
+
+def test_cuda_runtimes_are_left_alone_where_one_of_the_two_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "create", lambda name, host: (Absent if name == "torch" else imported)(host, name))
+    monkeypatch.setattr("memguard.frameworks.torch.cuda_version", lambda: "13.0")
+    monkeypatch.setattr("memguard.frameworks.cudart.cure", lambda v: pytest.fail("it has nothing to cure"))
+    budget = {"version": 1, "frameworks": {"torch": {"share": "10%"}, "tensorflow": {"share": "10%"}}}
+    guard = Guard(from_mapping(budget), NotSimulated(["h200"]))
+    guard.start()
     guard.stop()
 
 
@@ -988,13 +1090,13 @@ def test_a_fork_inside_a_block_leaves_the_child_without_errors() -> None:
     def child() -> str:
         block.__exit__(None, None, None)
         work.__exit__(None, None, None)
-        return "fine"
+        return f"{report.before} {report.after}"
 
     block = memguard.guard(BUDGET, simulate="h200")
     guard = block.__enter__()
     work = memguard.workload("w", framework="torch")
-    work.__enter__()
-    assert in_child(child) == "fine" and guard.active
+    report = work.__enter__()
+    assert in_child(child) == "0 None" and guard.active, "no framework is asked anything in the child"
     work.__exit__(None, None, None)
     block.__exit__(None, None, None)
 

@@ -1,0 +1,225 @@
+"""Recording on simulated GPUs: the trace replays to what was recorded, and recording never hurts the program."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memguard
+from memguard import simulate, trace
+from memguard.conductor import Guard
+from memguard.errors import DeviceError, NotActive, TraceError
+from memguard.frameworks.simulated import FrameworkOutOfMemory, SimulatedFramework
+from memguard.model import Device, Usage
+from memguard.units import GIB, MIB
+
+BUDGET = {
+    "version": 1,
+    "device": {"limit": "24GiB", "reserve": "2GiB"},
+    "frameworks": {
+        "torch": {"limit": "4GiB"},
+        "tensorflow": {"limit": "4GiB", "growth": True},
+        "pycuda": {"limit": "2GiB"},
+    },
+}
+NAMES = ("torch", "tensorflow", "pycuda")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    memguard.shutdown()
+    assert not [t for t in threading.enumerate() if t.name == "memguard-trace"]
+
+
+def start(*devices: str, imported: tuple[str, ...] = NAMES) -> Guard:
+    guard = memguard.init(BUDGET, simulate=devices or ("h200",))
+    for name in imported:
+        of(guard, name).start_importing()
+    return guard
+
+
+def of(guard: Guard, name: str) -> SimulatedFramework:
+    framework = guard.frameworks[name]
+    assert isinstance(framework, SimulatedFramework)
+    return framework
+
+
+def replayed(path: Path, guard: Guard) -> simulate.Outcome:
+    caps = {name: guard.plan.caps(name) for name in NAMES}
+    return simulate.replay(trace.read(path), caps=caps, options=guard.plan.options)
+
+
+def test_a_recording_replays_to_what_was_recorded(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    path = tmp_path / "run.jsonl"
+    guard = start()
+    (gpu,) = guard.host.devices()
+    live: dict[str, list[int]] = {name: [] for name in NAMES}
+    peaks = dict.fromkeys(NAMES, 0)
+    with memguard.record_trace(path, interval=0.0005):
+        for _ in range(120):
+            name = rng.choice(["torch", "torch", "pycuda", "tensorflow"])
+            if live[name] and rng.random() < 0.4:
+                # TensorFlow says only its level: the replay takes it down from the last array on
+                at = -1 if name == "tensorflow" else rng.randrange(len(live[name]))
+                of(guard, name).free(live[name].pop(at))
+            else:
+                try:
+                    live[name].append(of(guard, name).allocate(rng.randrange(1, 300 * MIB)))
+                except FrameworkOutOfMemory:
+                    continue
+            if name == "tensorflow":
+                time.sleep(0.003)
+            peaks[name] = max(peaks[name], of(guard, name).stats(gpu).peak_held)
+    outcome = replayed(path, guard)
+    assert outcome.refused == 0, outcome.render()
+    rows = {row.framework: row for row in outcome.frameworks}
+    assert set(rows) == set(NAMES)
+    for name in ("torch", "pycuda"):
+        assert rows[name].peak_held == peaks[name] and rows[name].peak_in_use == of(guard, name).stats(gpu).peak_in_use
+        assert rows[name].marks == 1 and rows[name].held_deviation == rows[name].in_use_deviation == 0
+    tensorflow = rows["tensorflow"]
+    assert tensorflow.held_deviation is None, "TensorFlow with growth does not say what it holds"
+    assert tensorflow.in_use_deviation is not None and tensorflow.in_use_deviation < 0.02
+    assert abs(tensorflow.peak_in_use - of(guard, "tensorflow").stats(gpu).peak_in_use) < 0.02 * 4 * GIB
+
+
+def test_the_header_says_where_and_under_which_caps(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    guard = start()
+    with memguard.record_trace(path):
+        array = of(guard, "torch").allocate(GIB)
+        of(guard, "torch").free(array)
+        of(guard, "torch").allocate(3 * MIB)
+    header = trace.read(path).header
+    assert header.simulated is True, "nothing simulated may look recorded"
+    (device,) = header.devices
+    (gpu,) = guard.host.devices()
+    assert (device.name, device.total, device.reserved) == (gpu.name, gpu.total, gpu.reserved)
+    assert list(header.frameworks) == list(NAMES)
+    assert header.frameworks["tensorflow"]["growth"] is True
+    assert header.extra["caps"] == {"torch": 4 * GIB, "tensorflow": 4 * GIB, "pycuda": 2 * GIB}
+    assert header.extra["most"]["torch"]["in_use"] == GIB and header.extra["most"]["torch"]["held"] == GIB
+    assert "pycuda" not in header.extra["most"], "what never was live has no figures"
+
+
+def test_events_are_in_order_from_the_start_of_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    guard = start()
+    torch = of(guard, "torch")
+    before = torch.allocate(GIB)
+    time.sleep(0.002)
+    with memguard.record_trace(path):
+        first = torch.allocate(5 * MIB)
+        torch.free(before)  # nobody who reads the trace knows it
+        torch.free(first)
+    torch.allocate(7)
+    events = trace.read(path).events
+    assert [(e.op, e.bytes) for e in events if e.op in ("alloc", "free")] == [("alloc", 5 * MIB), ("free", None)]
+    assert events[-1].op == "mark" and events[-1].in_use == 0 and (events[-1].held or 0) >= GIB
+    assert all(0 <= a.time <= b.time < 60 for a, b in itertools.pairwise(events))
+
+
+def test_a_framework_imported_inside_the_block_is_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    guard = start(imported=())
+    with memguard.record_trace(path, interval=0.0005):
+        array = of(guard, "torch").allocate(GIB)
+        time.sleep(0.02)
+        of(guard, "torch").free(array)
+        time.sleep(0.02)
+        of(guard, "torch").allocate(2 * GIB)
+    events = [e for e in trace.read(path).events if e.op != "mark"]
+    assert {e.op for e in events} == {"in_use"}
+    assert [e.in_use for e in events] == [GIB, 0, 2 * GIB]
+
+
+def test_every_gpu_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    guard = start("h200", "h100")
+    with memguard.record_trace(path):
+        of(guard, "torch").allocate(GIB, device=1)
+        of(guard, "tensorflow").allocate(GIB, device=1)
+        of(guard, "pycuda").allocate(GIB, device=0)
+    recorded = trace.read(path)
+    where = {e.framework: e.device for e in recorded.events if e.op != "mark"}
+    assert where == {"torch": 1, "tensorflow": 1, "pycuda": 0} and len(recorded.header.devices) == 2
+    outcome = replayed(path, guard)
+    assert {(r.framework, r.device): r.refused for r in outcome.frameworks} == {
+        ("torch", 1): 0, ("tensorflow", 1): 0, ("pycuda", 0): 0,
+    }  # fmt: skip
+
+
+def test_what_cannot_be_recorded_is_said_before_the_block_runs(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(NotActive), memguard.record_trace(path):
+        pytest.fail("the block ran")
+    start()
+    path.write_text("mine")
+    with pytest.raises(TraceError, match="exists already"), memguard.record_trace(path):
+        pytest.fail("the block ran")
+    assert path.read_text() == "mine"
+
+
+def test_a_folder_that_is_not_there_is_said_after_the_block(tmp_path: Path) -> None:
+    start()
+    ran = []
+    with pytest.raises(TraceError, match="cannot be written"), memguard.record_trace(tmp_path / "no" / "run.jsonl"):
+        ran.append(1)
+    assert ran == [1]
+
+
+def test_a_block_that_raises_is_recorded_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    guard = start()
+    with pytest.raises(FrameworkOutOfMemory), memguard.record_trace(path):
+        of(guard, "torch").allocate(GIB)
+        of(guard, "torch").allocate(5 * GIB)
+    assert [e.bytes for e in trace.read(path).events if e.op == "alloc"] == [GIB]
+
+
+@pytest.mark.parametrize("trouble", ["folder", "shutdown"])
+def test_the_users_error_comes_first(tmp_path: Path, trouble: str) -> None:
+    guard = start()
+    torch = of(guard, "torch")
+    path = tmp_path / ("no/run.jsonl" if trouble == "folder" else "run.jsonl")
+    with pytest.raises(ZeroDivisionError), memguard.record_trace(path):
+        torch.allocate(GIB)
+        if trouble == "shutdown":
+            memguard.shutdown()
+        _ = 1 / 0
+
+
+def test_a_budget_that_is_shut_down_in_the_block_is_recorded_until_then(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    torch = of(start(), "torch")
+    with memguard.record_trace(path):
+        torch.allocate(GIB)
+        memguard.shutdown()
+    assert [e.bytes for e in trace.read(path).events if e.op == "alloc"] == [GIB]
+
+
+def test_a_reading_that_fails_does_not_break_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    guard = start()
+    usage = SimulatedFramework.usage
+    failing = [True]
+
+    def sometimes(self: Any, device: Device) -> Usage | None:
+        if failing[0] and self.name == "pycuda":
+            raise DeviceError("NVML: GPU is lost")
+        return usage(self, device)
+
+    monkeypatch.setattr(SimulatedFramework, "usage", sometimes)
+    with memguard.record_trace(path, interval=0.0005):
+        of(guard, "torch").allocate(GIB)
+        time.sleep(0.01)
+    assert [e.bytes for e in trace.read(path).events if e.op == "alloc"] == [GIB]
