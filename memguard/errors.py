@@ -57,6 +57,9 @@ class ProblemsError(MemguardError):
         self.source = source
         super().__init__("\n".join(p.render(source) for p in self.problems))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.problems, self.source)
+
 
 class ConfigError(ProblemsError):
     """The budget file is wrong; `problems` holds every error found, in file order."""
@@ -79,6 +82,9 @@ class CapNotApplied(MemguardError):
         self.framework, self.reason, self.remedy = framework, reason, remedy
         super().__init__(f"{framework}: cap not applied: {reason}\n    fix: {remedy}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.framework, self.reason, self.remedy)
+
 
 class BudgetExceeded(MemguardError):
     """The memory asked for with `require` or `workload` cannot be had within the budget.
@@ -89,6 +95,9 @@ class BudgetExceeded(MemguardError):
     def __init__(self, framework: str, needed: int, available: int, message: str) -> None:
         self.framework, self.needed, self.available = framework, needed, available
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.framework, self.needed, self.available, str(self))
 
 
 class NotActive(MemguardError):

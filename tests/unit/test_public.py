@@ -1,0 +1,182 @@
+"""The public face: few names, bound when first used, and an import that leaves nothing behind."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memguard
+from memguard import errors
+from memguard.errors import BudgetExceeded, CapNotApplied, ConfigError, MemguardError, PlanError, Problem
+
+HEAVY = ("torch", "tensorflow", "pycuda", "numpy", "pynvml", "cuda", "rich", "click", "pydantic", "yaml")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has beyond its own after running `code`."""
+    program = f"import sys\nbefore = set(sys.modules)\n{code}\nafter = set(sys.modules)\n"
+    program += "import json\nprint(json.dumps(sorted(after - before)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_loads_the_standard_library_and_nothing_else() -> None:
+    found = loaded_by("import memguard")
+    assert {name for name in found if name.startswith("memguard")} == {"memguard"}
+    others = {name.partition(".")[0] for name in found} - {"memguard"}
+    assert others <= set(sys.stdlib_module_names)
+
+
+def test_importing_starts_no_thread_and_changes_no_hook() -> None:
+    loaded_by(
+        "import threading, os, logging, importlib, typing, warnings\n"
+        "state = lambda: (list(sys.meta_path), list(sys.path_hooks), threading.active_count(), dict(os.environ),"
+        " sys.excepthook, logging.getLogger().handlers[:], warnings.filters[:], sys.path[:])\n"
+        "first = state()\nimport memguard\nassert state() == first, 'changed'"
+    )
+
+
+def test_importing_reads_no_environment_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "memguard.yaml").write_text("not a budget")
+    done = subprocess.run(
+        [sys.executable, "-c", "import memguard\nfor name in memguard.__all__: getattr(memguard, name)"],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(memguard.__file__).parents[1]), "MEMGUARD_CONFIG": str(tmp_path / "missing.yaml")},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_budget_on_simulated_gpus_loads_no_framework_and_no_driver() -> None:
+    found = loaded_by(
+        "import memguard\n"
+        "memguard.init({'version': 1, 'frameworks': {'torch': {'share': '50%'}, 'tensorflow': {'share': '20%'}}},"
+        " simulate='h200')\n"
+        "memguard.require('torch', '1GiB'); memguard.ledger().as_dict(); memguard.shutdown()"
+    )
+    tops = {name.partition(".")[0] for name in found}
+    assert not tops & {"torch", "tensorflow", "pycuda", "numpy", "pynvml", "cuda", "rich", "click"}
+    assert "memguard.frameworks.torch" not in found and "memguard.devices.real" not in found
+
+
+def test_errors_are_bound_without_what_they_do_not_need() -> None:
+    found = loaded_by("from memguard import BudgetExceeded, ConfigError, NotActive")
+    assert {name for name in found if name.startswith("memguard")} == {"memguard", "memguard.errors"}
+    assert not {name.partition(".")[0] for name in found} & set(HEAVY)
+
+
+def test_the_public_names() -> None:
+    assert memguard.__all__ == sorted(memguard.__all__)
+    for name in memguard.__all__:
+        value = getattr(memguard, name)
+        assert callable(value) and value is getattr(memguard, name)
+        assert (value.__doc__ or "").strip(), f"{name} says nothing about itself"
+        assert value.__module__.startswith("memguard.")
+    assert dir(memguard) == sorted([*memguard.__all__, "__version__"])
+    namespace: dict[str, object] = {}
+    exec("from memguard import *", namespace)
+    assert set(memguard.__all__) == set(namespace) - {"__builtins__"}
+
+
+def test_type_checkers_see_the_names_that_exist() -> None:
+    tree = ast.parse(Path(memguard.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    declared = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for name in node.names:
+            assert name.asname == name.name, "an explicit re-export"
+            declared[name.name] = node.module
+    assert sorted(declared) == memguard.__all__
+    for name, module in declared.items():
+        assert getattr(memguard, name).__module__ == module
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'memguard' has no attribute 'limit'"):
+        _ = memguard.limit  # type: ignore[attr-defined]
+    assert not hasattr(memguard, "_active")
+
+
+def test_there_is_one_logger_and_it_is_silent_until_asked() -> None:
+    logger = logging.getLogger("memguard")
+    assert [type(handler) for handler in logger.handlers] == [logging.NullHandler]
+    assert logger.level == logging.NOTSET and logger.propagate
+
+
+def test_arguments_of_the_public_functions() -> None:
+    """What users write by keyword stays."""
+    given = {
+        name: list(inspect.signature(getattr(memguard, name)).parameters)
+        for name in memguard.__all__
+        if inspect.isfunction(getattr(memguard, name))
+    }
+    assert given == {
+        "guard": ["budget", "replace", "simulate"],
+        "init": ["budget", "replace", "simulate"],
+        "ledger": [],
+        "record_trace": ["path", "interval"],
+        "require": ["framework", "size"],
+        "resize": ["framework", "size"],
+        "shutdown": [],
+        "trim": ["framework"],
+        "workload": ["name", "framework", "needs"],
+    }
+
+
+PUBLIC_ERRORS = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, MemguardError)
+]
+
+
+def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
+    names = {error.__name__ for error in PUBLIC_ERRORS if not error.__subclasses__() or error is MemguardError}
+    assert names == {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
+    for name in names:
+        assert name in (errors.__doc__ or "")
+
+
+def test_exit_codes_are_those_of_the_docstring() -> None:
+    codes = {error.__name__: error.exit_code for error in PUBLIC_ERRORS}
+    assert codes["MemguardError"] == codes["CapNotApplied"] == codes["BudgetExceeded"] == 1
+    assert codes["ConfigError"] == codes["PlanError"] == codes["TraceError"] == 2
+    assert codes["DeviceError"] == 3
+    for line in (errors.__doc__ or "").splitlines():
+        for name, code in codes.items():
+            if name in line and "exit code" in line:
+                assert f"exit code {code}" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemguardError("text"),
+        ConfigError([Problem("wrong", "mend it", 3, 4, "device")], "budget.yaml"),
+        PlanError([Problem("wrong", "mend it")], "plan"),
+        CapNotApplied("torch", "a reason", "a remedy"),
+        BudgetExceeded("torch", 5, 4, "a message"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("way", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+def test_errors_come_whole_out_of_another_process(error: MemguardError, way: object) -> None:
+    """A pool of worker processes pickles what its workers raise, and hangs where that fails."""
+    assert callable(way)
+    again = way(error)
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_a_problem_is_rendered_with_its_place_and_its_fix() -> None:
+    whole = Problem("wrong", "mend it", 3, 4, "device.limit")
+    assert whole.render("b.yaml") == "b.yaml:3:4: device.limit: wrong\n    fix: mend it"
+    assert Problem("wrong").render("plan") == "plan: wrong"
+    assert str(PlanError([whole, Problem("two")], "p")) == "p:3:4: device.limit: wrong\n    fix: mend it\np: two"
+    assert str(CapNotApplied("torch", "why", "how")) == "torch: cap not applied: why\n    fix: how"
