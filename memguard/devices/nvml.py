@@ -55,11 +55,11 @@ class Nvml:
 
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
-        return self._call(lambda n: self._memory(n, self._handles[uuid]))
+        return self._call(lambda n: self._memory(n, self._handle(uuid)))
 
     def processes(self, uuid: str) -> dict[int, int | None]:
         """Bytes by PID of every compute process; None where NVML gives no bytes. 40 µs on an H200."""
-        return self._call(lambda n: self._processes(n, self._handles[uuid]))
+        return self._call(lambda n: self._processes(n, self._handle(uuid)))
 
     def close(self) -> None:
         """Give NVML back (nvmlShutdown). The next call initialises it again."""
@@ -82,8 +82,8 @@ class Nvml:
                 if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
                     pynvml.nvmlInit()
                     self._handles.clear()
-                    self._pid = os.getpid()
                     self._probe(pynvml)
+                    self._pid = os.getpid()  # last: what failed on the way starts anew
                 return work(pynvml)
             except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
                 name = type(error).__name__
@@ -96,6 +96,11 @@ class Nvml:
             self._handles[n.nvmlDeviceGetUUID(handle)] = handle
         version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
         self._bytes_believed = not (535, 43) <= version <= (535, 85)
+
+    def _handle(self, uuid: str) -> Any:
+        if uuid not in self._handles:
+            raise DeviceError(f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`")
+        return self._handles[uuid]
 
     def _devices(self, n: Any) -> tuple[Device, ...]:
         found = []

@@ -1,0 +1,163 @@
+/* A libnvidia-ml.so.1 for tests: what memguard asks of NVML, answered from a scenario file that is read at every call.
+ *
+ * NVML_STUB names the file, lines of `key=value`: driver=, count=, init= (error code), memory_v2=, memory=, handle=,
+ * processes_code=, lost= (index of a GPU that is gone, -1: none), and for the GPU of index 0: uuid0=, name0=, total0=,
+ * reserved0=, used0=, mig0=, arch0=, processes0=pid:bytes,pid:na. NVML_STUB_LOG names a file for `init` and `shutdown`.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef unsigned long long u64;
+typedef struct { u64 total, free, used; } memory_t;
+typedef struct { unsigned version; u64 total, reserved, free, used; } memory_v2_t;
+typedef struct { unsigned pid; u64 bytes; unsigned gpu_instance, compute_instance; } process_t;
+
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7, LOST = 15 };
+
+static int ready_in; /* the process that initialised; a forked child has to do it again */
+static char cells[16]; /* handles are addresses of these */
+
+static int text(const char *key, int index, char *out, size_t size) {
+    char wanted[64], line[4096];
+    if (index < 0) snprintf(wanted, sizeof wanted, "%s=", key);
+    else snprintf(wanted, sizeof wanted, "%s%d=", key, index);
+    FILE *file = fopen(getenv("NVML_STUB"), "r");
+    int found = 0;
+    while (file && !found && fgets(line, sizeof line, file))
+        if (!strncmp(line, wanted, strlen(wanted))) {
+            line[strcspn(line, "\n")] = 0;
+            snprintf(out, size, "%s", line + strlen(wanted));
+            found = 1;
+        }
+    if (file) fclose(file);
+    return found;
+}
+
+static u64 number(const char *key, int index, u64 otherwise) {
+    char value[64];
+    return text(key, index, value, sizeof value) ? strtoull(value, NULL, 10) : otherwise;
+}
+
+static void note(const char *what) {
+    const char *path = getenv("NVML_STUB_LOG");
+    FILE *file = path ? fopen(path, "a") : NULL;
+    if (file) { fprintf(file, "%s %d\n", what, (int)getpid()); fclose(file); }
+}
+
+static int check(void *handle, int *index) {
+    if (ready_in != getpid()) return UNINITIALIZED;
+    if ((char *)handle < cells || (char *)handle >= cells + sizeof cells) return INVALID;
+    *index = (int)((char *)handle - cells);
+    return number("lost", -1, (u64)-1) == (u64)*index ? LOST : OK;
+}
+
+static int answer(void *handle, const char *key, char *out, unsigned size) {
+    int index, code = check(handle, &index);
+    if (!code) text(key, index, out, size);
+    return code;
+}
+
+#ifndef NO_INIT
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    int code = (int)number("init", -1, OK);
+    if (!code) { ready_in = getpid(); note("init"); }
+    return code;
+}
+#endif
+
+int nvmlShutdown(void) {
+    if (ready_in != getpid()) return UNINITIALIZED;
+    ready_in = 0;
+    note("shutdown");
+    return (int)number("shutdown", -1, OK);
+}
+
+const char *nvmlErrorString(int code) {
+    static char buffer[32];
+    snprintf(buffer, sizeof buffer, "stub error %d", code);
+    return buffer;
+}
+
+int nvmlSystemGetDriverVersion(char *out, unsigned size) {
+    if (ready_in != getpid()) return UNINITIALIZED;
+    if (!text("driver", -1, out, size)) snprintf(out, size, "580.159.03");
+    return OK;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    if (ready_in != getpid()) return UNINITIALIZED;
+    *count = (unsigned)number("count", -1, 1);
+    return OK;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    if (ready_in != getpid()) return UNINITIALIZED;
+    *handle = cells + index;
+    int code = (int)number("handle", -1, OK);
+    return code ? code : check(*handle, (int *)&index);
+}
+
+int nvmlDeviceGetUUID(void *handle, char *out, unsigned size) { return answer(handle, "uuid", out, size); }
+int nvmlDeviceGetName(void *handle, char *out, unsigned size) { return answer(handle, "name", out, size); }
+
+#ifndef NO_ARCHITECTURE
+int nvmlDeviceGetArchitecture(void *handle, unsigned *out) {
+    int index, code = check(handle, &index);
+    *out = (unsigned)number("arch", index, 9);
+    return code;
+}
+#endif
+
+int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {
+    int index, code = check(handle, &index);
+    u64 mode = number("mig", index, 99);
+    *current = *pending = (unsigned)mode;
+    return code ? code : mode == 99 ? NOT_SUPPORTED : OK;
+}
+
+int nvmlDeviceGetMemoryInfo(void *handle, memory_t *out) {
+    int index, code = check(handle, &index);
+    if (code || (code = (int)number("memory", -1, OK))) return code;
+    u64 reserved = number("reserved", index, 0), used = number("used", index, 0);
+    out->total = number("total", index, 0);
+    out->used = used + reserved; /* v1 counts the driver's part as used */
+    out->free = out->total - out->used;
+    return OK;
+}
+
+#ifndef NO_MEMORY_V2
+int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2_t *out) {
+    int index, code = check(handle, &index);
+    if (code || (code = (int)number("memory_v2", -1, OK))) return code;
+    if (out->version != (sizeof(memory_v2_t) | 2u << 24)) return 25; /* argument version mismatch */
+    out->total = number("total", index, 0);
+    out->reserved = number("reserved", index, 0);
+    out->used = number("used", index, 0);
+    out->free = out->total - out->reserved - out->used;
+    return OK;
+}
+#endif
+
+#ifndef NO_PROCESSES_V3
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, process_t *out) {
+    char list[2048] = "", *rest = list, *entry;
+    int index, code = check(handle, &index);
+    if (code || (code = (int)number("processes_code", -1, OK))) return code;
+    text("processes", index, list, sizeof list);
+    unsigned found = 0;
+    while ((entry = strsep(&rest, ",")))
+        if (*entry) {
+            if (out && found < *count) {
+                out[found].pid = (unsigned)strtoul(entry, &entry, 10);
+                out[found].bytes = strcmp(entry, ":na") ? strtoull(entry + 1, NULL, 10) : ~0ULL;
+            }
+            found++;
+        }
+    code = found && (!out || found > *count) ? TOO_SMALL : OK;
+    *count = found;
+    return code;
+}
+#endif

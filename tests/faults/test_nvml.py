@@ -1,0 +1,493 @@
+"""NVML when all is well, and when it is not: the real nvidia-ml-py over a stub library, in processes of their own.
+
+gcc is needed: where it is missing these tests fail, so that nobody believes they ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB, MIB = 1 << 30, 1 << 20
+UUIDS = ["GPU-11111111-1111-1111-1111-111111111111", "GPU-22222222-2222-2222-2222-222222222222"]
+
+TWO = {
+    "count": 2,
+    "uuid0": UUIDS[0], "name0": "NVIDIA H200", "arch0": 9,
+    "total0": 143_771 * MIB, "reserved0": 615 * MIB, "used0": 3 * GIB,
+    "uuid1": UUIDS[1], "name1": "Tesla T4", "arch1": 6,
+    "total1": 15_360 * MIB, "reserved1": 449 * MIB, "used1": 0, "mig0": 0,
+}  # fmt: skip
+ONE = {**{key: value for key, value in TWO.items() if not key.endswith("1")}, "count": 1}
+PREAMBLE = """
+import json, os, pathlib, sys
+import memguard
+from memguard.devices.nvml import Nvml
+from memguard.errors import DeviceError
+GIB, MIB = 1 << 30, 1 << 20
+result = {}
+
+def scenario(**changes):
+    path = pathlib.Path(os.environ["NVML_STUB"])
+    lines = dict(line.split("=", 1) for line in path.read_text().splitlines()) | changes
+    path.write_text("".join(f"{key}={value}\\n" for key, value in lines.items()))
+
+def refused(call):
+    try:
+        call()
+    except DeviceError as error:
+        return str(error)
+    return None
+"""
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder with the stub library, built once for each set of missing functions."""
+    built: dict[tuple[str, ...], Path] = {}
+
+    def make(*without: str) -> Path:
+        if without not in built:
+            folder = tmp_path_factory.mktemp("nvml")
+            flags = [f"-DNO_{name}" for name in without]
+            source = str(Path(__file__).with_name("nvml_stub.c"))
+            library = str(folder / "libnvidia-ml.so.1")
+            subprocess.run(["gcc", "-shared", "-fPIC", *flags, "-o", library, source], check=True)
+            built[without] = folder
+        return built[without]
+
+    return make
+
+
+@pytest.fixture
+def run(build: Callable[..., Path], tmp_path: Path) -> Run:
+    """Run code over a scenario; it leaves its findings in `result`."""
+
+    def call(
+        code: str,
+        gpus: dict[str, object] = ONE,
+        *,
+        without: tuple[str, ...] = (),
+        library: Path | None = None,
+        env: dict[str, str] | None = None,
+        **changes: object,
+    ) -> dict[str, Any]:
+        scenario = tmp_path / "scenario"
+        scenario.write_text("".join(f"{key}={value}\n" for key, value in {**gpus, **changes}.items()))
+        environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+        environment |= {
+            "LD_LIBRARY_PATH": str(library or build(*without)),
+            "NVML_STUB": str(scenario),
+            "NVML_STUB_LOG": str(tmp_path / "log"),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            **(env or {}),
+        }
+        program = f"{PREAMBLE}\n{textwrap.dedent(code)}\nprint('RESULT', json.dumps(result), flush=True)"
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, env=environment
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+        found: dict[str, Any] = json.loads(line[7:])
+        found["stderr"] = done.stderr
+        log = tmp_path / "log"
+        found["log"] = [entry.split() for entry in log.read_text().splitlines()] if log.exists() else []
+        return found
+
+    return call
+
+
+# all is well
+
+
+def test_two_gpus(run: Run) -> None:
+    found = run(
+        """
+        nvml = Nvml()
+        result["devices"] = [vars(device) for device in nvml.devices()]
+        result["memory"] = [vars(nvml.memory(device["uuid"])) for device in result["devices"]]
+        result["processes"] = [list(nvml.processes(device["uuid"]).items()) for device in result["devices"]]
+        nvml.close()
+        """,
+        TWO,
+        processes0=f"7:{GIB},8:{2 * GIB}",
+    )
+    first, second = found["devices"]
+    assert (first["uuid"], first["name"], first["index"], first["architecture"]) == (
+        UUIDS[0],
+        "NVIDIA H200",
+        0,
+        "hopper",
+    )
+    assert (first["total"], first["reserved"]) == (143_771 * MIB, 615 * MIB)
+    assert (second["name"], second["index"], second["architecture"]) == ("Tesla T4", 1, "turing")
+    assert first["ordinal"] is None and first["simulated"] is False
+    for memory in found["memory"]:
+        assert memory["total"] == memory["reserved"] + memory["used"] + memory["free"]
+    assert found["memory"][0]["used"] == 3 * GIB
+    assert found["processes"] == [[[7, GIB], [8, 2 * GIB]], []]
+    assert [entry[0] for entry in found["log"]] == ["init", "shutdown"]
+
+
+def test_closed_doors_open_again(run: Run) -> None:
+    found = run(
+        f"""
+        nvml = Nvml()
+        nvml.close()
+        nvml.devices()
+        nvml.close()
+        nvml.close()
+        result["used"] = nvml.memory({UUIDS[0]!r}).used
+        """
+    )
+    assert found["used"] == 3 * GIB
+    assert [entry[0] for entry in found["log"]] == ["init", "shutdown", "init"]
+
+
+def test_a_process_that_is_listed_twice_is_added_up(run: Run) -> None:
+    code = f"result['found'] = list(Nvml().processes({UUIDS[0]!r}).items())"
+    assert run(code, processes0="7:100,7:50,8:1")["found"] == [[7, 150], [8, 1]]
+    assert run(code, processes0="7:100,7:na,7:50")["found"] == [[7, None]]
+
+
+@pytest.mark.parametrize(("number", "name"), [(7, "ampere"), (8, "ada"), (10, "blackwell"), (77, "unknown")])
+def test_architectures(run: Run, number: int, name: str) -> None:
+    assert run("result['is'] = Nvml().devices()[0].architecture", arch0=number)["is"] == name
+
+
+def test_a_library_that_does_not_know_architectures(run: Run) -> None:
+    assert run("result['is'] = Nvml().devices()[0].architecture", without=("ARCHITECTURE",))["is"] == "unknown"
+
+
+def test_threads_share_one_door(run: Run) -> None:
+    found = run(
+        f"""
+        import threading
+        nvml, errors = Nvml(), []
+        def work():
+            try:
+                for _ in range(100):
+                    assert nvml.memory({UUIDS[0]!r}).used == 3 * GIB and nvml.processes({UUIDS[0]!r}) == {{7: 5}}
+            except BaseException as error:
+                errors.append(repr(error))
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        result["errors"] = errors
+        """,
+        processes0="7:5",
+    )
+    assert found["errors"] == [] and [entry[0] for entry in found["log"]] == ["init"]
+
+
+# no NVML
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        (9, "load the NVIDIA kernel module"),
+        (18, "the driver was updated while loaded: reboot"),
+        (4, "run as a user who may open /dev/nvidia"),
+        (999, "run `nvidia-smi`"),
+    ],
+)
+def test_nvml_that_does_not_start(run: Run, code: int, fix: str) -> None:
+    found = run("result['text'] = refused(Nvml().devices); Nvml().close()", init=code)
+    assert found["text"].startswith("NVML: ") and f"\n    fix: {fix}" in found["text"]
+
+
+def test_no_library(run: Run, tmp_path: Path) -> None:
+    """One that cannot be loaded, so that a real one elsewhere is not found in its place."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libnvidia-ml.so.1").write_text("no library")
+    found = run(
+        """
+        result["text"] = refused(Nvml().devices)
+        try:
+            memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+        except memguard.DeviceError as error:
+            result["init"] = str(error)
+        try:
+            memguard.ledger()
+        except memguard.NotActive:
+            result["inactive"] = True
+        """,
+        library=tmp_path / "lib",
+    )
+    assert found["text"] == found["init"] and "install the NVIDIA driver" in found["text"] and found["inactive"]
+
+
+def test_an_nvml_too_old_to_start(run: Run) -> None:
+    assert "fix: " in run("result['text'] = refused(Nvml().devices)", without=("INIT",))["text"]
+
+
+def test_no_python_bindings(run: Run) -> None:
+    found = run("sys.modules['pynvml'] = None\nresult['text'] = refused(Nvml().devices)")
+    assert "fix: pip install nvidia-ml-py" in found["text"]
+
+
+def test_no_gpu(run: Run) -> None:
+    found = run(
+        """
+        from memguard.devices.real import RealHost
+        result["text"] = refused(RealHost().devices)
+        """,
+        count=0,
+    )
+    assert "NVML sees no GPU" in found["text"] and "fix: " in found["text"]
+
+
+def test_mig(run: Run) -> None:
+    text = run("result['text'] = refused(Nvml().devices)", TWO, mig1=1)["text"]
+    assert "Tesla T4" in text and "MIG enabled" in text and "fix: use a GPU without MIG" in text
+
+
+# a GPU that goes
+
+
+def test_a_gpu_lost_and_back(run: Run) -> None:
+    found = run(
+        f"""
+        nvml, uuid = Nvml(), {UUIDS[0]!r}
+        nvml.devices()
+        scenario(lost=0)
+        calls = [lambda: nvml.memory(uuid), lambda: nvml.processes(uuid), nvml.devices]
+        result["lost"] = [refused(call) for call in calls]
+        scenario(lost=-1)
+        result["used"] = nvml.memory(uuid).used
+        """
+    )
+    assert all("fell off the bus" in text for text in found["lost"]) and found["used"] == 3 * GIB
+
+
+def test_a_gpu_that_is_lost_from_the_start(run: Run) -> None:
+    found = run(
+        f"""
+        nvml, uuid = Nvml(), {UUIDS[1]!r}
+        result["lost"] = [refused(nvml.devices), refused(nvml.devices), refused(lambda: nvml.memory(uuid))]
+        scenario(lost=-1)
+        result["then"] = [len(nvml.devices()), nvml.memory(uuid).used]
+        """,
+        TWO,
+        lost=1,
+    )
+    assert all("fell off the bus" in (text or "") for text in found["lost"]), found["lost"]
+    assert found["then"] == [2, 0]
+
+
+def test_a_gpu_that_is_not_there_any_more(run: Run) -> None:
+    found = run(
+        f"""
+        nvml = Nvml()
+        nvml.devices()
+        nvml.close()
+        scenario(count=1)
+        result["text"] = [refused(lambda: nvml.memory({UUIDS[1]!r})), refused(lambda: nvml.processes({UUIDS[1]!r}))]
+        """,
+        TWO,
+    )
+    assert all(UUIDS[1] in (text or "") and "fix: " in text for text in found["text"])
+
+
+def test_a_budget_survives_a_gpu_that_is_lost(run: Run) -> None:
+    found = run(
+        """
+        guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "1GiB"}}})
+        scenario(lost=0)
+        result["text"] = [refused(memguard.ledger), refused(memguard.trim)]
+        result["active"] = guard.active
+        scenario(lost=-1)
+        part = memguard.ledger().devices[0]
+        result["sum"] = sum(row.bytes or 0 for row in part.rows) - part.device.total
+        scenario(lost=0, shutdown=15)
+        result["stays"] = memguard.shutdown()
+        """
+    )
+    assert all("fell off the bus" in text for text in found["text"]) and found["active"]
+    assert found["sum"] == 0 and found["stays"] == []
+
+
+# what an older or limited NVML does not say
+
+
+@pytest.mark.parametrize("way", ["missing", "not supported", "not found"])
+def test_memory_without_v2_has_no_reserve(run: Run, way: str) -> None:
+    found = run(
+        f"""
+        nvml = Nvml()
+        (device,) = nvml.devices()
+        result["reserved"], result["memory"] = device.reserved, vars(nvml.memory({UUIDS[0]!r}))
+        """,
+        without=("MEMORY_V2",) if way == "missing" else (),
+        memory_v2={"missing": 0, "not supported": 3, "not found": 13}[way],
+    )
+    assert found["reserved"] is None and found["memory"]["reserved"] is None
+    assert found["memory"]["used"] == 3 * GIB + 615 * MIB
+    assert found["memory"]["used"] + found["memory"]["free"] == found["memory"]["total"]
+
+
+def test_memory_that_may_not_be_read(run: Run) -> None:
+    assert "may open /dev/nvidia" in run("result['text'] = refused(Nvml().devices)", memory_v2=4)["text"]
+
+
+def test_bytes_that_nvml_does_not_give_are_unknown(run: Run) -> None:
+    found = run(f"result['found'] = list(Nvml().processes({UUIDS[0]!r}).items())", processes0="7:na,8:5")
+    assert found["found"] == [[7, None], [8, 5]]
+
+
+@pytest.mark.parametrize(
+    ("driver", "believed"),
+    [
+        ("535.43.02", False), ("535.54.03", False), ("535.85.12", False), ("535.86.10", True), ("535.104.05", True),
+        ("534.99", True), ("525.60", True), ("580.159.03", True), ("a preview", True),
+    ],
+)  # fmt: skip
+def test_drivers_that_swap_the_fields_are_not_believed(run: Run, driver: str, believed: bool) -> None:
+    found = run(f"result['found'] = list(Nvml().processes({UUIDS[0]!r}).items())", processes0=f"7:{GIB}", driver=driver)
+    assert found["found"] == [[7, GIB if believed else None]]
+
+
+def test_a_process_list_that_may_not_be_read(run: Run) -> None:
+    text = run(f"result['text'] = refused(lambda: Nvml().processes({UUIDS[0]!r}))", processes_code=4)["text"]
+    assert "may open /dev/nvidia" in text
+
+
+def test_a_driver_without_the_process_list_of_these_bindings(run: Run) -> None:
+    """nvidia-ml-py raises NVMLLibraryMismatchError, which is no NVMLError."""
+    found = run(f"result['text'] = refused(lambda: Nvml().processes({UUIDS[0]!r}))", without=("PROCESSES_V3",))
+    assert "fix: update the NVIDIA driver" in found["text"]
+
+
+# forks
+
+
+def test_a_forked_child_starts_nvml_again_and_leaves_its_parents_alone(run: Run) -> None:
+    found = run(
+        f"""
+        nvml = Nvml()
+        nvml.devices()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            answer = [nvml.memory({UUIDS[0]!r}).used, len(nvml.devices())]
+            nvml.close()
+            os.write(writing, json.dumps(answer).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        result["child"] = json.loads(os.read(reading, 1000))
+        result["parent"] = nvml.memory({UUIDS[0]!r}).used
+        result["pids"] = [os.getpid(), pid]
+        """
+    )
+    parent, child = map(str, found["pids"])
+    assert found["child"] == [3 * GIB, 1] and found["parent"] == 3 * GIB
+    assert found["log"] == [["init", parent], ["init", child], ["shutdown", child]]
+
+
+def test_a_forked_child_that_closes_an_untouched_door_shuts_nothing_down(run: Run) -> None:
+    found = run(
+        """
+        nvml = Nvml()
+        nvml.devices()
+        pid = os.fork()
+        if pid == 0:
+            nvml.close()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        """
+    )
+    assert [entry[0] for entry in found["log"]] == ["init"]
+
+
+# a budget over it
+
+
+def test_a_budget_on_two_gpus_whose_processes_are_named_otherwise(run: Run) -> None:
+    """A container: NVML lists PIDs of the host."""
+    found = run(
+        """
+        guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"share": "50%"}}})
+        ledger = memguard.ledger()
+        result["sums"] = [sum(row.bytes or 0 for row in part.rows) - part.device.total for part in ledger.devices]
+        result["others"] = [part.row("other processes").bytes for part in ledger.devices]
+        result["caps"] = [part.limit - part.reserve - 2 * part.caps["pycuda"] for part in guard.plan.devices]
+        result["simulated"] = ledger.simulated or "simulated" in str(ledger)
+        result["stays"] = memguard.shutdown()
+        """,
+        TWO,
+        processes0=f"4000000:{3 * GIB}",
+    )
+    assert found["sums"] == [0, 0] and found["others"] == [3 * GIB, 0] and not found["simulated"]
+    assert all(0 <= rest < 4 * MIB for rest in found["caps"]) and found["stays"] == []
+    assert [entry[0] for entry in found["log"]] == ["init", "shutdown"]
+
+
+def test_a_card_that_others_fill_is_warned_about(run: Run) -> None:
+    found = run(
+        "result['notes'] = memguard.init({'version': 1, 'frameworks': {'pycuda': {'share': '50%'}}}).notes",
+        used0=130_000 * MIB,
+    )
+    assert any("other processes hold 126.95 GiB" in note for note in found["notes"])
+
+
+def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run) -> None:
+    found = run(
+        """
+        sys.modules["cuda"] = None
+        try:
+            budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}}
+            memguard.init({**budget, "devices": {"1": {"limit": "2GiB"}}})
+        except memguard.PlanError as error:
+            result["text"] = str(error)
+        """,
+        TWO,
+    )
+    assert "CUDA ordinal" in found["text"] and "memguard[cuda]" in found["text"]
+
+
+def test_the_only_gpu_is_the_first_one_without_asking(run: Run) -> None:
+    found = run(
+        """
+        sys.modules["cuda"] = None
+        budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}}
+        guard = memguard.init({**budget, "devices": {"0": {"limit": "2GiB"}}})
+        result["limit"] = guard.plan.devices[0].limit
+        """
+    )
+    assert found["limit"] == 2 * GIB
+
+
+def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_and_it_is_said(run: Run) -> None:
+    found = run(
+        """
+        import logging
+        logging.basicConfig(level=logging.WARNING)
+        sys.modules["cuda"] = None
+        guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"share": "50%"}}})
+        result["count"] = len(guard.plan.devices)
+        """,
+        TWO,
+        env={"CUDA_VISIBLE_DEVICES": "1"},
+    )
+    assert found["count"] == 2
+    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "memguard[cuda]" in found["stderr"]
+
+
+def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memguard.devices.real import RealHost
+    from memguard.errors import DeviceError
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(DeviceError, match=r"this is darwin\n    fix: run on Linux, or .* simulate='h200'"):
+        RealHost()
