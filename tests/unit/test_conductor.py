@@ -502,6 +502,8 @@ def test_with_several_gpus_require_asks_about_those_the_framework_uses() -> None
         memguard.require("torch", "2GiB")
     guard.require("torch", "2GiB", device=first)
     with pytest.raises(BudgetExceeded):
+        guard.require("torch", "5GiB", device=first)
+    with pytest.raises(BudgetExceeded):
         guard.require("torch", "2GiB", device=second)
     host_of(guard).occupy(first, 1, guard.host.memory(first).free)
     memguard.require("torch", "1GiB")  # the card that it does not use may be full
@@ -581,6 +583,21 @@ def test_a_reading_that_fails_at_the_end_does_not_replace_the_users_error(monkey
         _ = 1 / 0
     assert report.after is None
     assert isinstance(torch, Broken)
+
+
+@pytest.mark.parametrize("usage", [Usage(GIB, None), Usage(None, None), Usage(GIB, GIB), None])
+def test_figures_that_a_framework_does_not_give_stay_unknown(
+    monkeypatch: pytest.MonkeyPatch, usage: Usage | None
+) -> None:
+    start()
+    monkeypatch.setattr(SimulatedFramework, "usage", lambda self, device: usage)
+    with memguard.workload("w", framework="torch") as report:
+        pass
+    known = 0 if usage is None else usage.in_use
+    assert report.before == report.after == known and report.peak is None
+    assert report.delta == (None if known is None else 0)
+    report.before = None
+    assert report.delta is None
 
 
 @pytest.mark.parametrize("again", [False, True])
