@@ -22,6 +22,7 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
 
     from memguard import config, policy
     from memguard.devices.host import Host
+    from memguard.errors import DeviceError
 
     loaded = config.load(budget)
     host: Host
@@ -29,11 +30,16 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
         from memguard.devices.simulated import SimulatedHost
 
         host = SimulatedHost(devices)
+        found = host.devices()
     else:
         from memguard.devices.real import RealHost
 
-        host = RealHost()
-    resolved = policy.plan(loaded, host.devices(ordinals=True))
+        try:
+            host = RealHost()
+            found = host.devices(ordinals=True)
+        except DeviceError as error:
+            raise DeviceError(f"{error}\n    or: plan for a GPU that is not here with --device h200") from error
+    resolved = policy.plan(loaded, found)
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
