@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ class PyCUDA(Framework):
         self._by_ordinal: dict[int, str] = {}
         self._own: dict[int, _Pool] = {}  # by context handle
         self._others: weakref.WeakKeyDictionary[Any, _Pool] = weakref.WeakKeyDictionary()  # the user's own pools
-        self._pitched: Counter[str] = Counter()
+        self._pitched: defaultdict[str, _Pitched] = defaultdict(_Pitched)
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -84,8 +84,8 @@ class PyCUDA(Framework):
         with self._lock:
             pools = self._pools(device.uuid)
             pitched = self._pitched[device.uuid]
-            held = sum(p.held() for p in pools) + pitched
-            in_use = sum(p.active_bytes() for p in pools) + pitched
+            held = sum(p.held() for p in pools) + pitched.held()
+            in_use = sum(p.active_bytes() for p in pools) + pitched.large + pitched.small
             idle = sum(p.idle_bytes() for p in pools)
         return Usage(held, in_use, idle)
 
@@ -140,11 +140,11 @@ class PyCUDA(Framework):
                 return raw_pitch(width, height, access_size)
             uuid = self._uuid(drv, current)
             with self._lock:
-                self._make_room(drv, uuid, _driver_bytes(round_up(width, 512) * height))
+                pitched = self._pitched[uuid]
+                self._make_room(drv, uuid, lambda: pitched.growth(round_up(width, 512) * height))
                 allocation, pitch = raw_pitch(width, height, access_size)
-                size = _driver_bytes(pitch * height)
-                self._pitched[uuid] += size
-            weakref.finalize(allocation, self._release_pitched, uuid, size).atexit = False
+                pitched.add(pitch * height)
+            weakref.finalize(allocation, pitched.remove, pitch * height).atexit = False
             return allocation, pitch
 
         def make_context(device: Any, flags: int = 0) -> Any:
@@ -168,9 +168,17 @@ class PyCUDA(Framework):
                     tracked = framework._others.get(self)
                     if tracked is None:
                         uuid = framework._uuid(drv, current)
-                        tracked = _Pool(weakref.ref(self), current.handle, uuid, raw_pool.allocate)
+                        tracked = _Pool(weakref.ref(self), current.handle, uuid, raw_pool)
                         framework._others[self] = tracked
                 return framework._allocate(drv, tracked, size)
+
+            def free_held(self) -> None:
+                with framework._lock:
+                    tracked = framework._others.get(self)
+                    if tracked is None:
+                        super().free_held()
+                    else:
+                        tracked.free_held()
 
         drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
         drv.Device.make_context = make_context
@@ -197,7 +205,7 @@ class PyCUDA(Framework):
             pool = self._own.get(current.handle)
             if pool is None:
                 made = make()
-                pool = _Pool(lambda: made, current.handle, self._uuid(drv, current), make.allocate)
+                pool = _Pool(lambda: made, current.handle, self._uuid(drv, current), make)
                 self._own[current.handle] = pool
             return pool
 
@@ -205,7 +213,7 @@ class PyCUDA(Framework):
         with self._lock:
             bin_size = pool.bin_size(size)
             if not pool.has_free(bin_size):
-                self._make_room(drv, pool.uuid, _driver_bytes(bin_size), size)
+                self._make_room(drv, pool.uuid, lambda: pool.growth(bin_size), size)
             allocation = pool.take(size, bin_size)
             self._serial += 1
             serial = self._serial
@@ -215,16 +223,16 @@ class PyCUDA(Framework):
         weakref.finalize(allocation, self._released, pool, bin_size, serial).atexit = False
         return allocation
 
-    def _make_room(self, drv: Any, uuid: str, wanted: int, asked: int | None = None) -> None:
-        """Raise PyCUDA's own MemoryError where `wanted` more bytes pass the cap, even without the idle blocks."""
+    def _make_room(self, drv: Any, uuid: str, growth: Callable[[], int], asked: int | None = None) -> None:
+        """Raise PyCUDA's own MemoryError where growing passes the cap, even without the idle blocks."""
         cap = self._caps.get(uuid)
-        if cap is None or self._held(uuid) + wanted <= cap:
+        if cap is None or self._held(uuid) + growth() <= cap:
             return
         current = _current_context(drv)
         for pool in self._pools(uuid):
             if current is not None and pool.context == current.handle:
                 pool.free_held()
-        held = self._held(uuid)
+        held, wanted = self._held(uuid), growth()
         if held + wanted > cap:
             raise drv.MemoryError(
                 f"out of memory: asked for {format_size(asked or wanted)} (takes {format_size(wanted)}), "
@@ -232,7 +240,7 @@ class PyCUDA(Framework):
             )
 
     def _held(self, uuid: str) -> int:
-        return sum(p.held() for p in self._pools(uuid)) + self._pitched[uuid]
+        return sum(p.held() for p in self._pools(uuid)) + self._pitched[uuid].held()
 
     def _pools(self, uuid: str) -> list[_Pool]:
         return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
@@ -243,9 +251,6 @@ class PyCUDA(Framework):
         events = self._events
         if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial))
-
-    def _release_pitched(self, uuid: str, size: int) -> None:
-        self._pitched[uuid] -= size
 
     def _uuid(self, drv: Any, current: Any) -> str:
         pool = self._own.get(current.handle)
@@ -258,6 +263,33 @@ class PyCUDA(Framework):
         raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
 
 
+class _Pitched:
+    """Pitched allocations on one GPU: bytes asked of the driver, and the pages it takes for them."""
+
+    def __init__(self) -> None:
+        self.large = self.small = self._slabs = 0
+
+    def growth(self, size: int) -> int:
+        return round_up(size) if size > _SMALL else max(round_up(self.small + size) - self._slabs, 0)
+
+    def add(self, size: int) -> None:
+        if size > _SMALL:
+            self.large += round_up(size)
+        else:
+            self.small += size
+            self._slabs = max(self._slabs, round_up(self.small))
+
+    def remove(self, size: int) -> None:
+        if size > _SMALL:
+            self.large -= round_up(size)
+        else:
+            self.small -= size
+            self._slabs = self._slabs if self.small else 0  # a slab goes back when its last piece does
+
+    def held(self) -> int:
+        return self.large + self._slabs
+
+
 class _Pool:
     """A PyCUDA pool with what it does not tell: how many blocks of each bin exist and are handed out.
 
@@ -268,10 +300,10 @@ class _Pool:
     is given back, and where none is current, as at exit or on another thread, that aborts the process (measured).
     """
 
-    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, allocate: Callable[[Any, int], Any]) -> None:
+    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, raw: Any) -> None:
         self.context, self.uuid = context, uuid
         self.active: Counter[int] = Counter()
-        self._pool, self._allocate = pool, allocate  # a pool of the user's own is referred to weakly
+        self._pool, self._raw = pool, raw  # a pool of the user's own is referred to weakly
         self._blocks: Counter[int] = Counter()
         self._slabs = 0
 
@@ -280,7 +312,14 @@ class _Pool:
         return int(pool.alloc_size(pool.bin_number(size)))
 
     def has_free(self, bin_size: int) -> bool:
-        return self._blocks[bin_size] > self.active[bin_size]
+        return self._there() and self._blocks[bin_size] > self.active[bin_size]
+
+    def growth(self, bin_size: int) -> int:
+        """Bytes by which `held` grows with one more block of this size."""
+        there = self._there()
+        large = round_up(bin_size) if bin_size > _SMALL else 0
+        slabs = max(self._slabs, self._slabs_with(0 if large else bin_size))
+        return large + (slabs - max(self._slabs, self._slabs_with(0)) if there else slabs)
 
     def take(self, size: int, bin_size: int) -> Any:
         allocation = self._take(size, bin_size)
@@ -292,18 +331,18 @@ class _Pool:
         pool = self._pool()
         if pool is None:
             return
-        pool.free_held()
-        self._blocks = +Counter(self.active)
+        self._raw.free_held(pool)
+        self._blocks &= self.active
         if not self._small():  # a slab goes back when its last piece does: until then none is counted as gone
             self._slabs = 0
         self._keep_one_idle()
 
     def held(self) -> int:
-        """Bytes taken from the driver: what the pool manages, and what the driver rounds that up to."""
-        pool = self._pool()
-        managed = int(pool.managed_bytes) if pool is not None else 0
-        waste = sum((round_up(size) - size) * count for size, count in self._blocks.items() if size > _SMALL)
-        return managed + waste + self._slabs - self._small() if managed else 0
+        """Bytes taken from the driver: what it rounds the pool's blocks up to."""
+        if not self._there():
+            return 0
+        large = sum(round_up(size) * count for size, count in self._blocks.items() if size > _SMALL)
+        return large + max(self._slabs, self._slabs_with(0))
 
     def active_bytes(self) -> int:
         pool = self._pool()
@@ -316,11 +355,19 @@ class _Pool:
     def _take(self, size: int, bin_size: int) -> Any:
         pool = self._pool()
         before = pool.managed_bytes
-        allocation = self._allocate(pool, size)
+        counted = self.has_free(bin_size)  # freed by hand and given back already, it may not be there any more
+        try:
+            allocation = self._raw.allocate(pool, size)
+        except BaseException:
+            if pool.managed_bytes != before:  # it gave idle blocks back, and still the driver refused
+                self.free_held()
+            raise
         grown = pool.managed_bytes - before
-        if grown < 0:  # the driver refused once, PyCUDA gave its idle blocks back and tried again
-            self._blocks = Counter(self.active)
-        if grown != 0:
+        if grown not in (0, bin_size):
+            # The driver refused once, and PyCUDA gave idle blocks back, who knows which: now all of them are gone.
+            self._raw.free_held(pool)
+            self._blocks, counted = self._blocks & self.active, False
+        if grown != 0 and not counted:
             self._blocks[bin_size] += 1
             self._slabs = max(self._slabs, round_up(self._small()))
         return allocation
@@ -328,14 +375,27 @@ class _Pool:
     def _keep_one_idle(self) -> None:
         pool = self._pool()
         if pool.held_blocks == 0 and pool.managed_bytes:
-            self._take(1, self.bin_size(1))  # dropped at once: the block stays in the pool
+            try:
+                self._take(1, self.bin_size(1))  # dropped at once: the block stays in the pool
+            except Exception as error:  # the card is full, which is no reason to fail what is there
+                _log.debug("pycuda: no idle block for the pool: %s", error)
+
+    def _there(self) -> bool:
+        """Whether the pool has any memory; where not, no block of it is left either."""
+        pool = self._pool()
+        if pool is not None and pool.managed_bytes:
+            return True
+        self._blocks.clear()
+        self._slabs = 0
+        return False
+
+    def _slabs_with(self, size: int) -> int:
+        """Slabs for the small blocks, one of `size` and the idle one."""
+        idle = self.bin_size(1) if self._pool() is not None else 0
+        return round_up(self._small() + size + (0 if self._blocks[idle] > self.active[idle] else idle))
 
     def _small(self) -> int:
         return sum(size * count for size, count in self._blocks.items() if size <= _SMALL)
-
-
-def _driver_bytes(size: int) -> int:
-    return round_up(size) if size > _SMALL else size
 
 
 def _current_context(drv: Any) -> Any:

@@ -1,0 +1,162 @@
+"""`pycuda.driver`: contexts on a stack for each thread, and a driver that hands memory out in 2 MiB pages.
+
+`gpus` and `counters` are for tests to look at and to set; PyCUDA has no such thing.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+CONTEXT = 518 * MIB
+
+
+class Error(Exception):
+    pass
+
+
+class LogicError(Error):
+    pass
+
+
+class MemoryError(Error):  # noqa: A001 (PyCUDA calls it so)
+    pass
+
+
+class Gpu:
+    """What the driver has handed out on one GPU: large blocks in whole pages, small ones packed into slabs."""
+
+    def __init__(self, total):
+        self.total, self.large, self.small, self.contexts = total, 0, 0, 0
+
+    @property
+    def taken(self):
+        return self.large + -(-self.small // PAGE) * PAGE
+
+    def take(self, size):
+        before = self.large, self.small
+        if size > MIB:
+            self.large += -(-size // PAGE) * PAGE
+        else:
+            self.small += size
+        if self.taken + self.contexts * CONTEXT > self.total:
+            self.large, self.small = before
+            raise MemoryError("cuMemAlloc failed: out of memory")
+
+    def give(self, size):
+        if size > MIB:
+            self.large -= -(-size // PAGE) * PAGE
+        else:
+            self.small -= size
+
+
+gpus = [Gpu(16 << 30), Gpu(16 << 30)]
+counters = {"aborts": 0, "free_held": 0}
+_initialised = False
+_stack = threading.local()
+_handles = count(1)
+
+
+def init():
+    global _initialised
+    _initialised = True
+
+
+def _contexts():
+    if not hasattr(_stack, "contexts"):
+        _stack.contexts = []
+    return _stack.contexts
+
+
+def _current():
+    if not _initialised:
+        raise LogicError("cuCtxGetCurrent failed: initialization error")
+    stack = _contexts()
+    return stack[-1] if stack else None
+
+
+def _required():
+    context = _current()
+    if context is None:
+        raise LogicError("no currently active context?")
+    return context
+
+
+class Context:
+    def __init__(self, ordinal, primary):
+        self.ordinal, self.primary, self.handle = ordinal, primary, next(_handles)
+        gpus[ordinal].contexts += 1
+
+    @staticmethod
+    def get_current():
+        return _current()
+
+    @staticmethod
+    def get_device():
+        return Device(_required().ordinal)
+
+    @staticmethod
+    def pop():
+        _contexts().pop()
+
+    def push(self):
+        _contexts().append(self)
+
+
+_primary: dict[int, Context] = {}
+
+
+class Device:
+    def __init__(self, ordinal):
+        if not _initialised:
+            raise LogicError("cuDeviceGet failed: initialization error")
+        self.ordinal = ordinal
+
+    @staticmethod
+    def count():
+        return len(gpus)
+
+    def __eq__(self, other):
+        return isinstance(other, Device) and self.ordinal == other.ordinal
+
+    def __hash__(self):
+        return hash(self.ordinal)
+
+    def make_context(self, flags=0):
+        context = Context(self.ordinal, primary=False)
+        context.push()
+        return context
+
+    def retain_primary_context(self):
+        if self.ordinal not in _primary:
+            _primary[self.ordinal] = Context(self.ordinal, primary=True)
+        return _primary[self.ordinal]
+
+
+class DeviceAllocation:
+    """Gives itself back when it dies, once."""
+
+    def __init__(self, size):
+        self._gpu, self._size = gpus[_required().ordinal], size
+        self._gpu.take(size)
+
+    def free(self):
+        size, self._size = self._size, 0
+        self._gpu.give(size)
+
+    def __del__(self):
+        if getattr(self, "_size", 0):
+            self.free()
+
+
+def mem_alloc(size):
+    if size <= 0:
+        raise LogicError("cuMemAlloc failed: invalid argument")
+    return DeviceAllocation(size)
+
+
+def mem_alloc_pitch(width, height, access_size):
+    pitch = -(-width // 512) * 512
+    return DeviceAllocation(pitch * height), pitch
