@@ -60,7 +60,8 @@ class Torch(Framework):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        return bool(module.cuda.is_initialized())
+        asked = getattr(getattr(module, "cuda", None), "is_initialized", None)  # none while another thread imports it
+        return asked is not None and bool(asked())
 
     def state(self) -> State:
         found = super().state()

@@ -1,0 +1,410 @@
+"""The contract of `frameworks/base.py`, over every framework of the registry: a new one is tested by its registry line.
+
+`TestEvery` holds for the real classes without a GPU, `TestWorking` for those that can work here: the simulated
+stand-ins, and PyCUDA on its model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memguard import config, policy
+from memguard.devices.simulated import SimulatedHost
+from memguard.errors import CapNotApplied
+from memguard.frameworks import registry, simulated
+from memguard.frameworks.base import Framework
+from memguard.frameworks.simulated import SimulatedFramework
+from memguard.model import Applied, Enforcement, State, TraceEvent
+from memguard.units import GIB, GRANULE, MIB
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class NotSimulated(SimulatedHost):
+    """A host for the real classes; asking it costs nothing and touches no driver."""
+
+    simulated = False
+
+
+def real(name: str) -> Framework:
+    return registry.create(name, NotSimulated(["h200"]))
+
+
+def loaded_by(code: str, *, without: str = "") -> dict[str, Any]:
+    """What `result` holds after running code in a fresh interpreter; `without` names a package that is not there."""
+    program = f"""
+import importlib.abc, json, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if {without!r} and name.partition(".")[0] == {without!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+from memguard.devices.simulated import SimulatedHost
+from memguard.frameworks import registry
+class Host(SimulatedHost):
+    simulated = False
+host, result = Host(["h200"]), {{}}
+(gpu,) = host.devices()
+{code}
+result["modules"] = sorted(sys.modules)
+print("RESULT", json.dumps(result))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.split("RESULT ", 1)[1])
+    return found
+
+
+def test_the_registry_knows_what_a_budget_may_name() -> None:
+    assert set(registry.NAMES) == set(config.FRAMEWORKS)
+    assert set(registry.NAMES) == set(policy.WORKSPACE), "a reserve for each"
+    assert set(registry.NAMES) == set(simulated.STYLES), "a simulated stand-in for each"
+    with pytest.raises(KeyError):
+        registry.create("cupy", NotSimulated(["h200"]))
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+class TestEvery:
+    """Without a GPU, and whether the framework is installed or not."""
+
+    def test_it_is_one_class_in_one_file_of_its_name(self, name: str) -> None:
+        framework = real(name)
+        cls = type(framework)
+        assert framework.name == name and issubclass(cls, Framework) and (cls.__doc__ or "").strip()
+        assert cls.__module__ == f"memguard.frameworks.{name}"
+        assert framework.hook.partition(".")[0] == framework.module
+        assert framework.tested and all(version[0].isdigit() for version in framework.tested)
+        assert not inspect.isabstract(cls)
+
+    def test_a_simulated_host_gets_its_stand_in(self, name: str) -> None:
+        framework = registry.create(name, SimulatedHost(["h200"]))
+        assert isinstance(framework, SimulatedFramework) and framework.name == name
+
+    def test_asking_imports_and_initialises_nothing(self, name: str) -> None:
+        found = loaded_by(
+            f"""
+framework = registry.create({name!r}, host)
+before = set(sys.modules)
+result["state"] = framework.state().value
+result["absent"] = framework.why_absent()
+result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.record()]
+result["empty"] = [list(framework.oom_types()), framework.about()]
+framework.forked()
+result["grown"] = sorted(set(sys.modules) - before)
+"""
+        )
+        assert found["state"] in ("absent", "importable")
+        assert (found["state"] == "absent") is (found["absent"] is not None)
+        assert found["nothing"] == [None, None, None] and found["empty"] == [[], {}]
+        for module in found["grown"]:
+            assert module.partition(".")[0] != name
+        assert name not in found["modules"]
+
+    def test_creating_it_imports_no_other_framework(self, name: str) -> None:
+        modules = loaded_by(f"registry.create({name!r}, host)")["modules"]
+        others = {f"memguard.frameworks.{other}" for other in registry.NAMES if other != name}
+        assert not others & set(modules) and not set(registry.NAMES) & set(modules)
+
+    def test_not_installed_it_is_absent_and_says_so(self, name: str) -> None:
+        found = loaded_by(
+            f"""
+framework = registry.create({name!r}, host)
+result["state"], result["why"] = framework.state().value, framework.why_absent()
+""",
+            without=name,
+        )
+        assert found["state"] == "absent" and found["why"] == f"{name} is not installed"
+
+    def test_a_broken_installation_is_absent(self, name: str) -> None:
+        """`importlib.util.find_spec` raises ValueError where a module of that name has no spec."""
+        found = loaded_by(
+            f"""
+import importlib.util
+def broken(name, package=None):
+    raise ValueError(f"{{name}}.__spec__ is None")
+importlib.util.find_spec = broken
+result["state"] = registry.create({name!r}, host).state().value
+"""
+        )
+        assert found["state"] == "absent"
+
+    def test_a_module_that_another_thread_is_importing_is_not_asked(self, name: str) -> None:
+        """Half imported it lacks its attributes: readings say nothing, and do not raise."""
+        found = loaded_by(
+            f"""
+import types, importlib.machinery
+framework = registry.create({name!r}, host)
+for module in dict.fromkeys([framework.module, framework.hook]):
+    half = sys.modules[module] = types.ModuleType(module)
+    half.__spec__ = importlib.machinery.ModuleSpec(module, None)
+    half.__spec__._initializing = True
+result["usage"] = framework.usage(gpu)
+"""
+        )
+        assert found["usage"] is None
+
+
+class Subject(ABC):
+    """A framework that can work here: how to bring it along, and to allocate with it."""
+
+    framework: Framework
+    host: SimulatedHost
+
+    @abstractmethod
+    def bring(self) -> None:
+        """Import it, as a program would."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Any:
+        """A live array; it frees itself where nothing holds it."""
+
+    @property
+    def gpu(self) -> Any:
+        return self.host.devices()[0]
+
+    def apply(self, cap: int, **options: Any) -> Applied:
+        return self.framework.apply({gpu.uuid: cap for gpu in self.host.devices()}, options)
+
+
+class Array:
+    def __init__(self, framework: SimulatedFramework, nbytes: int) -> None:
+        self.framework, self.id = framework, framework.allocate(nbytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "id"):
+            self.framework.free(self.id)
+
+
+class Simulated(Subject):
+    def __init__(self, name: str) -> None:
+        self.host = SimulatedHost(["h200"])
+        framework = registry.create(name, self.host)
+        assert isinstance(framework, SimulatedFramework)
+        self.framework = framework
+
+    def bring(self) -> None:
+        assert isinstance(self.framework, SimulatedFramework)
+        self.framework.start_importing()
+
+    def allocate(self, nbytes: int) -> Any:
+        assert isinstance(self.framework, SimulatedFramework)
+        return Array(self.framework, nbytes)
+
+
+class PyCUDAOnItsModel(Subject):
+    def __init__(self) -> None:
+        self.host = NotSimulated(["h200"])
+        self.framework = registry.create("pycuda", self.host)
+
+    def bring(self) -> None:
+        importlib.import_module("pycuda.driver")
+
+    def allocate(self, nbytes: int) -> Any:
+        driver = sys.modules["pycuda.driver"]
+        driver.init()
+        if driver.Context.get_current() is None:
+            driver.Device(0).make_context()
+        return driver.mem_alloc(nbytes)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    **{f"simulated {name}": lambda name=name: Simulated(name) for name in registry.NAMES},  # type: ignore[misc]
+    "pycuda on its model": PyCUDAOnItsModel,
+}
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pycuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(HERE / "fake_pycuda")
+    yield SUBJECTS[request.param]()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pycuda"]:
+        del sys.modules[name]
+
+
+def fill(subject: Subject, size: int = 8 * MIB) -> list[Any]:
+    """Allocate until the framework's own out-of-memory error."""
+    live: list[Any] = []
+    with pytest.raises(subject.framework.oom_types()):
+        for _ in range(4000):
+            live.append(subject.allocate(size))
+    return live
+
+
+def held(subject: Subject) -> int:
+    """What it holds, as it says, or the most that it may."""
+    usage = subject.framework.usage(subject.gpu)
+    assert usage is not None
+    size = usage.held if usage.held is not None else usage.held_at_most
+    assert size is not None
+    return size
+
+
+class TestWorking:
+    """Everything that `base.py` promises, from the first look to the undo."""
+
+    def test_it_goes_from_importable_to_imported_to_live(self, subject: Subject) -> None:
+        framework = subject.framework
+        assert framework.state() is State.IMPORTABLE and framework.why_absent() is None
+        assert framework.oom_types() == () and framework.usage(subject.gpu) is None
+        subject.bring()
+        assert framework.state() is State.IMPORTED and framework.oom_types()
+        assert framework.usage(subject.gpu) is None, "not live: it holds nothing"
+        framework.trim(subject.gpu)
+        assert framework.state() is State.IMPORTED, "looking makes nothing live"
+
+    def test_capping_makes_nothing_live(self, subject: Subject) -> None:
+        subject.bring()
+        applied = subject.apply(GIB)
+        assert applied.enforcement is Enforcement.ENFORCED
+        assert (applied.undo is None) is (applied.permanent is not None), "exactly one of the two"
+        assert subject.framework.state() is State.IMPORTED and applied.residual == {}
+        assert subject.framework.usage(subject.gpu) is None
+        array = subject.allocate(1)
+        assert subject.framework.state() is State.LIVE and subject.framework.usage(subject.gpu) is not None
+        del array
+
+    def test_the_cap_holds_with_its_own_error(self, subject: Subject) -> None:
+        subject.bring()
+        subject.apply(GIB)
+        live = fill(subject)
+        assert 8 * MIB * len(live) > GIB * 7 // 10 and held(subject) <= GIB
+        assert all(issubclass(kind, Exception) for kind in subject.framework.oom_types())
+
+    def test_usage_adds_up(self, subject: Subject) -> None:
+        subject.bring()
+        subject.apply(GIB)
+        kept = [subject.allocate(20 * MIB) for _ in range(4)]
+        del kept[0]
+        usage = subject.framework.usage(subject.gpu)
+        assert usage is not None and usage.in_use is not None and 60 * MIB <= usage.in_use <= 80 * MIB
+        if usage.held is None:
+            assert usage.held_at_least is not None and usage.in_use <= usage.held_at_least
+            assert usage.held_at_most is None or usage.held_at_least <= usage.held_at_most
+        else:
+            assert usage.in_use <= usage.held
+            assert 0 <= (usage.reclaimable or 0) <= usage.held - usage.in_use
+        assert usage.peak is None or usage.peak >= usage.in_use
+
+    def test_a_trim_returns_what_was_promised_and_hurts_nobody(self, subject: Subject) -> None:
+        subject.bring()
+        subject.apply(GIB)
+        kept, gone = subject.allocate(20 * MIB), subject.allocate(40 * MIB)
+        del gone
+        before = subject.framework.usage(subject.gpu)
+        subject.framework.trim(subject.gpu)
+        after = subject.framework.usage(subject.gpu)
+        assert before is not None and after is not None and after.in_use == before.in_use
+        if before.held is not None and after.held is not None and before.reclaimable is not None:
+            assert before.reclaimable <= before.held - after.held + 2 * GRANULE
+        subject.framework.trim(subject.gpu)
+        del kept
+
+    def test_a_resize_works_or_says_that_it_cannot(self, subject: Subject) -> None:
+        subject.bring()
+        subject.apply(GIB)
+        uuid = subject.gpu.uuid
+        try:
+            subject.framework.resize({uuid: 2 * GIB})
+        except CapNotApplied as error:
+            assert error.framework == subject.framework.name and error.reason and error.remedy
+            expected = GIB
+        else:
+            expected = 2 * GIB
+        live = fill(subject)
+        assert expected * 7 // 10 < 8 * MIB * len(live) <= expected and held(subject) <= expected
+
+    def test_lowering_evicts_nothing(self, subject: Subject) -> None:
+        subject.bring()
+        subject.apply(GIB)
+        live = [subject.allocate(100 * MIB) for _ in range(5)]
+        try:
+            subject.framework.resize({subject.gpu.uuid: 128 * MIB})
+        except CapNotApplied:
+            return
+        usage = subject.framework.usage(subject.gpu)
+        assert usage is not None and usage.in_use == 500 * MIB
+        with pytest.raises(subject.framework.oom_types()):
+            subject.allocate(10 * MIB)
+        live.clear()
+        subject.framework.trim(subject.gpu)
+        live = fill(subject, 4 * MIB)
+        assert held(subject) <= 128 * MIB
+
+    def test_undone_it_is_not_capped(self, subject: Subject) -> None:
+        subject.bring()
+        applied = subject.apply(64 * MIB)
+        assert applied.undo is not None
+        applied.undo()
+        array = subject.allocate(200 * MIB)
+        del array
+
+    def test_undone_while_live_it_is_not_capped_or_says_that_it_stays(self, subject: Subject) -> None:
+        subject.bring()
+        applied = subject.apply(64 * MIB)
+        kept = subject.allocate(MIB)
+        assert applied.undo is not None
+        try:
+            applied.undo()
+        except CapNotApplied as error:
+            assert error.reason and error.remedy
+            with pytest.raises(subject.framework.oom_types()):
+                subject.allocate(200 * MIB)
+        else:
+            array = subject.allocate(200 * MIB)
+            del array
+        del kept
+
+    def test_applied_again_the_new_cap_holds(self, subject: Subject) -> None:
+        subject.bring()
+        first = subject.apply(64 * MIB)
+        assert first.undo is not None
+        first.undo()
+        second = subject.apply(GIB)
+        fill(subject)
+        assert 64 * MIB < held(subject) <= GIB
+        assert second.enforcement is Enforcement.ENFORCED
+
+    def test_live_before_it_is_capped_at_once_or_refuses(self, subject: Subject) -> None:
+        subject.bring()
+        array = subject.allocate(MIB)
+        try:
+            subject.apply(64 * MIB)
+        except CapNotApplied as error:
+            assert error.framework == subject.framework.name and error.reason and error.remedy
+        else:
+            fill(subject)
+            assert held(subject) <= 64 * MIB
+        del array
+
+    def test_recording_gives_every_allocation_or_none(self, subject: Subject) -> None:
+        subject.bring()
+        subject.apply(GIB)
+        stop = subject.framework.record()
+        if stop is None:
+            return
+        array = subject.allocate(5 * MIB)
+        del array
+        events = stop()
+        assert [(e.framework, e.op, e.bytes) for e in events] == [
+            (subject.framework.name, "alloc", 5 * MIB), (subject.framework.name, "free", None),
+        ]  # fmt: skip
+        assert all(isinstance(e, TraceEvent) for e in events) and events[0].id == events[1].id
+        assert stop() == [] or len(stop()) == 2, "stopping twice adds nothing"
+
+    def test_what_it_says_about_itself_is_text(self, subject: Subject) -> None:
+        assert all(isinstance(v, str) for pair in subject.framework.about().items() for v in pair)
