@@ -212,6 +212,15 @@ def test_a_framework_that_uses_all_ways_at_once_stays_under_its_cap(model: Model
         assert setting.taken <= 2 * MIB * (1 + len(setting.framework._pools(setting.gpu.uuid)))
 
 
+@pytest.mark.parametrize("way", ["array", "empty", "zeros", "arange"])
+def test_arrays_imported_before_the_budget_are_capped_too(model: Model, way: str) -> None:
+    setting = model()
+    importlib.import_module("pycuda.gpuarray")
+    setting.apply(64 * MIB)
+    fill(setting.ways()[way], 8 * MIB, setting.drv.MemoryError)
+    assert 48 * MIB < setting.taken <= 64 * MIB
+
+
 def test_what_the_bins_round_up_counts(model: Model) -> None:
     """Measured: 256 MiB asked, 272 taken."""
     setting = model()
@@ -322,6 +331,9 @@ def test_sizes_that_are_none_get_pycudas_own_error(model: Model) -> None:
     for size in (0, -1):
         with pytest.raises(setting.drv.LogicError, match="invalid argument"):
             setting.drv.mem_alloc(size)
+    pool = setting.tools.DeviceMemoryPool()
+    with pytest.raises(setting.drv.LogicError, match="of no size"):
+        pool.allocate(-1)
 
 
 def test_resizing(model: Model) -> None:
@@ -569,12 +581,13 @@ def test_undone_everything_is_as_before(model: Model) -> None:
 
     def state() -> list[Any]:
         functions = (arrays.empty, arrays.zeros, arrays.arange, arrays.GPUArray.__init__, arrays.GPUArray.copy)
-        defaults = [(f.__defaults__, f.__kwdefaults__) for f in functions]
-        return [drv.mem_alloc, drv.mem_alloc_pitch, drv.Device.make_context, tools.DeviceMemoryPool, repr(defaults)]
+        defaults = [(f.__defaults__, dict(f.__kwdefaults__ or {})) for f in functions]
+        return [drv.mem_alloc, drv.mem_alloc_pitch, drv.Device.make_context, tools.DeviceMemoryPool, *defaults]
 
     before = state()
     applied = setting.apply(64 * MIB)
-    assert all(now != then for now, then in zip(state(), before, strict=True))
+    same = [now == then for now, then in zip(state(), before, strict=True)]
+    assert same == [False] * 6 + [True, False, False], "arange has no allocator among its defaults"
     array = drv.mem_alloc(8 * MIB)
     gone = drv.mem_alloc(40 * MIB)
     del gone

@@ -66,6 +66,8 @@ class DeviceMemoryPool:
         return allocators.alloc_size(number)
 
     def allocate(self, size):
+        if size < 0:
+            raise driver.LogicError("a block of no size")
         blocks, number = self._blocks, allocators.bin_number(size)
         context = driver._required()
         if number in blocks.free:
