@@ -1,4 +1,4 @@
-"""Native tests: the real PyTorch and TensorFlow (CPU builds do), each in its own process, as their state is global."""
+"""The real torch and TensorFlow without a GPU. Each is imported once; every test runs in a fork of that process."""
 
 from __future__ import annotations
 
@@ -7,34 +7,96 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+Run = Callable[..., dict[str, Any]]
+
+SERVER = """
+import json, os, signal, sys, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the framework prints stays out of the answers
+import {module}
+for line in sys.stdin:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        answer = {{}}
+        try:
+            exec(compile(json.loads(line), "test", "exec"), {{"__name__": "test", "result": answer}})
+        except BaseException:
+            answer["raised"] = traceback.format_exc()
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    answers.write((text or json.dumps({{"raised": f"the child ended with {{status}}"}})) + "\\n")
+    answers.flush()
+"""
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TF_", "PYTORCH_", "CUDA_"))}
+    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def serve(module: str) -> Iterator[Run]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SERVER.format(module=module)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(),
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+
+    def run(code: str) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(f"from stand_ins import *\n{textwrap.dedent(code)}") + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
+        assert "raised" not in answer, answer["raised"]
+        return answer
+
+    yield run
+    process.stdin.close()
+    process.wait(30)
+    process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def with_torch() -> Iterator[Run]:
+    """Run code beside the imported torch; findings go into `result`."""
+    yield from serve("torch")
+
+
+@pytest.fixture(scope="session")
+def with_tensorflow() -> Iterator[Run]:
+    """Run code beside the imported TensorFlow; findings go into `result`."""
+    yield from serve("tensorflow")
 
 
 @pytest.fixture
-def run() -> Callable[..., dict[str, Any]]:
-    """Run code that leaves its findings in `result`; a crash fails the test with its stderr."""
+def alone() -> Run:
+    """Run code in a Python of its own, where nothing is imported yet."""
 
-    def call(code: str, *, env: dict[str, str] | None = None) -> dict[str, Any]:
+    def run(code: str) -> dict[str, Any]:
         program = (
-            "import faulthandler, json, os, sys\nfaulthandler.enable()\nfrom memguard.devices.simulated import "
-            "SimulatedHost\nfrom memguard.errors import CapNotApplied\nfrom memguard.model import Enforcement, State\n"
-            "GIB, MIB = 1 << 30, 1 << 20\nhost = SimulatedHost(['h200'])\ndevice = host.devices()[0]\nresult = {}\n"
-            + textwrap.dedent(code)
-            + "\nprint('RESULT ' + json.dumps(result), flush=True)\n"
+            f"from stand_ins import *\nresult = {{}}\n{textwrap.dedent(code)}\nprint('RESULT', json.dumps(result))"
         )
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
         done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT
-        )
-        assert done.returncode == 0, f"rc {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        found: dict[str, Any] = json.loads(lines[-1])
+            [sys.executable, "-W", "ignore", "-c", program],
+            capture_output=True, text=True, timeout=120, env=environment(),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(done.stdout.split("RESULT ", 1)[1])
         return found
 
-    return call
+    return run

@@ -1,192 +1,449 @@
-"""memguard's PyTorch against the real one: what a CPU build lacks, and only that, is stood in for."""
+"""The real torch, built without CUDA: its own queue and laziness, with stand-ins for what only a CUDA build has."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from memguard.frameworks import torch as module
+from memguard.model import TraceEvent
 
 Run = Callable[..., dict[str, Any]]
 
-STAND_INS = """
-from types import SimpleNamespace
+SETUP = """
 import torch
 from memguard.frameworks.torch import Torch
-TOTAL = 150109880320
-fractions = {0: 1.0}
-memory = {"reserved": 0, "allocated": 0, "expandable": False, "backend": "native"}
-def stat(value): return {"all": {"current": value, "peak": value}}
-torch._C._cuda_setMemoryFraction = lambda fraction, i: fractions.__setitem__(i, fraction)
-torch._C._cuda_getMemoryFraction = lambda i: fractions[i]
-torch._C._cuda_memoryStats = lambda i: {"reserved_bytes": stat(memory["reserved"]),
-    "allocated_bytes": stat(memory["allocated"]), "active_bytes": stat(memory["allocated"]),
-    "inactive_split_bytes": stat(0)}
-torch.cuda.device_count = lambda: 1
-torch.cuda.get_device_properties = lambda i: SimpleNamespace(
-    uuid=device.uuid[4:], total_memory=TOTAL, multi_processor_count=132)
-torch.cuda.get_allocator_backend = lambda: memory["backend"]
-torch.cuda.memory._snapshot = lambda: {"allocator_settings": {"expandable_segments": memory["expandable"]}}
-framework = Torch(host)
-def initialise():
-    # what torch.cuda._lazy_init does once the driver answers
-    for call, _ in torch.cuda._queued_calls:
-        if "memguard" in call.__module__: call()
-    torch.cuda._initialized = True
+host = Host()
+framework, uuid, gpu = Torch(host), host.uuids[0], host.gpus[0]
+def exact(found, total=TOTAL): return int(found.fractions[0] * total)
 """
 
 
-def test_a_cpu_build_is_recognised_without_importing_it(run: Run) -> None:
-    found = run(
+def test_a_cpu_build_is_absent_and_nothing_is_imported_to_see_it(alone: Run) -> None:
+    found = alone(
         """
-from memguard.frameworks.torch import Torch
-framework = Torch(host)
-result.update(state=framework.state().value, why=framework.why_absent(), imported="torch" in sys.modules)
-import torch
-result["state_imported"] = framework.state().value
+        from memguard.frameworks.torch import Torch
+        framework = Torch(Host())
+        result["state"], result["why"] = framework.state().value, framework.why_absent()
+        result["imported"] = "torch" in sys.modules
+        """
+    )
+    assert found == {
+        "state": "absent",
+        "why": "this torch is built without CUDA; fix: install a CUDA build of torch",
+        "imported": False,
+    }
+
+
+def test_an_imported_cpu_build_is_absent_and_never_initialised(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+result["state"] = framework.state().value
+result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.record(), framework.about()]
+result["live"] = torch.cuda.is_initialized()
+result["refused"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["oom"] = [t.__name__ for t in framework.oom_types()]
 """
     )
-    assert found["state"] == found["state_imported"] == "absent"
-    assert "built without CUDA" in found["why"] and not found["imported"]
+    assert found["state"] == "absent" and found["nothing"] == [None, None, None, {}] and not found["live"]
+    assert "this build has no CUDA allocator" in found["refused"] and found["oom"] == ["OutOfMemoryError"]
 
 
-def test_the_cap_waits_in_torchs_own_queue_and_is_exact_for_any_total(run: Run) -> None:
-    found = run(
-        STAND_INS
+def test_imported_under_the_hook(alone: Run) -> None:
+    found = alone(
+        """
+        import importlib.machinery
+        from memguard.frameworks.late import ImportHook
+        hook, seen = ImportHook(), []
+        hook.watch("torch", lambda: seen.append(sys.modules["torch"].zeros(2).tolist()))
+        import torch
+        import importlib; importlib.reload(torch.version)
+        result["seen"] = seen
+        result["gone"] = hook not in sys.meta_path
+        result["loader"] = type(torch.__loader__) is type(torch.__spec__.loader) is importlib.machinery.SourceFileLoader
+        import importlib.resources
+        result["data"] = importlib.resources.files("torch").joinpath("version.py").is_file()
+        """
+    )
+    assert found == {"seen": [[0.0, 0.0]], "gone": True, "loader": True, "data": True}
+
+
+def test_the_cap_waits_in_torchs_own_queue_and_is_set_when_torch_initialises(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["before"] = [torch.cuda.is_initialized(), found.started, dict(found.fractions), framework.usage(gpu)]
+result["kind"] = [applied.enforcement.value, len(applied.notes), applied.permanent, applied.residual]
+torch.cuda.init()
+result["after"] = [torch.cuda.is_initialized(), found.started, exact(found)]
+applied.undo()
+result["undone"] = found.fractions[0]
+"""
+    )
+    assert found["before"] == [False, 0, {}, None]
+    assert found["kind"] == ["enforced", 1, None, {}]
+    assert found["after"] == [True, 1, 4 << 30] and found["undone"] == 1.0
+
+
+def test_undone_before_torch_initialises_nothing_is_left_in_the_queue(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+before = list(torch.cuda._queued_calls)
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["queued"] = len(torch.cuda._queued_calls) - len(before)
+applied.undo()
+result["same"] = torch.cuda._queued_calls == before
+torch.cuda.init()
+result["fractions"] = found.fractions
+"""
+    )
+    assert found == {"queued": 1, "same": True, "fractions": {}}
+
+
+def test_every_cap_is_set_to_the_exact_byte(with_torch: Run) -> None:
+    """PyTorch truncates fraction × total: whatever the two are, what comes out is the cap."""
+    found = with_torch(
+        SETUP
         + """
 import random
-before = len(torch.cuda._queued_calls)
-applied = framework.apply({device.uuid: 4 * GIB}, {})
-result["queued"] = len(torch.cuda._queued_calls) - before
-result["early"] = fractions[0]
-initialise()
-result["bytes"] = int(fractions[0] * TOTAL)
-rng, wrong = random.Random(1), []
-for _ in range(20000):
-    TOTAL = rng.randrange(2 << 30, 300 << 30)
-    cap = rng.randrange(1, TOTAL // (2 * MIB)) * 2 * MIB
-    framework._set_fraction(torch, 0, cap)
-    if int(fractions[0] * TOTAL) != cap: wrong.append([TOTAL, cap])
-result["wrong"] = wrong
+from memguard.devices.simulated import CATALOGUE
+found, rng = card(host), random.Random(1)
+torch.cuda.init()
+wrong, tried = [], 0
+totals = [model.total - model.reserved for model in CATALOGUE.values()]
+totals += [rng.randrange(GIB, 300 * GIB) for _ in range(40)]
+for total in totals:
+    found.total = total
+    for _ in range(200):
+        cap = rng.choice([rng.randrange(1, total // (2 * MIB) + 1) * 2 * MIB, rng.randrange(1, total + 1)])
+        framework._set_fraction(torch, 0, cap)
+        tried += 1
+        if exact(found, total) != cap:
+            wrong.append((cap, total, exact(found, total)))
+result["wrong"], result["tried"] = wrong[:5], tried
+"""
+    )
+    assert found["wrong"] == [] and found["tried"] == 9600
+
+
+def test_a_live_torch_is_capped_at_once_and_what_it_holds_above_is_told(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+torch.cuda.init()
+found.fractions[0] = 0.5
+found.stats = {"reserved_bytes": {"all": {"current": 5 * GIB}}, "allocated_bytes": {"all": {"current": GIB}}}
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["exact"], result["residual"] = exact(found), applied.residual[uuid]
+framework.resize({uuid: 6 * GIB})
+result["resized"] = exact(found)
 applied.undo()
-result.update(queue_after=len(torch.cuda._queued_calls) - before, restored=fractions[0])
+result["restored"] = found.fractions[0]
 """
     )
-    assert found["queued"] == 1 and found["early"] == 1.0
-    assert found["bytes"] == 4 << 30 and found["wrong"] == []
-    assert found["queue_after"] == 0 and found["restored"] == 1.0
+    assert found == {"exact": 4 << 30, "residual": 1 << 30, "resized": 6 << 30, "restored": 0.5}
 
 
-def test_undone_before_torch_initialises_nothing_is_ever_set(run: Run) -> None:
-    found = run(
-        STAND_INS
+def test_expandable_segments_are_capped_one_piece_lower(with_torch: Run) -> None:
+    """Measured: they are mapped in 20 MiB pieces and may pass the fraction by less than one."""
+    found = with_torch(
+        SETUP
         + """
-held_back = []
-torch.cuda._lazy_call = lambda call, **_: held_back.append(call)      # a torch whose queue is not a list
-applied = framework.apply({device.uuid: 4 * GIB}, {})
-applied.undo()
-for call in held_back: call()
-result.update(fraction=fractions[0], calls=len(held_back))
+found = card(host, expandable=True)
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+result["exact"] = exact(found)
+result["about"] = framework.about()
+result["small"] = raised(lambda: framework.resize({uuid: 20 * MIB}))
+result["stays"] = exact(found)
 """
     )
-    assert found["calls"] == 1 and found["fraction"] == 1.0
+    assert found["exact"] == (4 << 30) - (20 << 20) and found["about"] == {"allocator": "expandable_segments"}
+    assert "need a cap above 20.0 MiB" in found["small"] and found["stays"] == found["exact"]
 
 
-def test_a_live_torch_is_capped_at_once_and_its_excess_reported(run: Run) -> None:
-    found = run(
-        STAND_INS
+def test_a_fraction_that_reads_back_differently_is_refused_and_taken_back(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
         + """
-torch.cuda._initialized = True
-memory.update(reserved=5 * GIB, allocated=3 * GIB)
-applied = framework.apply({device.uuid: 4 * GIB}, {})
-result.update(bytes=int(fractions[0] * TOTAL), residual=applied.residual[device.uuid])
-usage = framework.usage(device)
-result["usage"] = [usage.held, usage.in_use, usage.reclaimable]
-framework.resize({device.uuid: 6 * GIB}); result["resized"] = int(fractions[0] * TOTAL)
-applied.undo(); result["restored"] = fractions[0]
+found = card(host)
+torch.cuda.init()
+torch._C._cuda_getMemoryFraction = lambda ordinal: 0.25
+result["text"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["restored"] = found.fractions[0]
 """
     )
-    assert found["bytes"] == 4 << 30 and found["residual"] == 1 << 30
-    assert found["usage"] == [5 << 30, 3 << 30, 2 << 30]
-    assert found["resized"] == 6 << 30 and found["restored"] == 1.0
+    assert "set 4294967296 bytes, read back" in found["text"] and found["restored"] == 0.25
 
 
-def test_expandable_segments_get_a_fraction_of_one_piece_less(run: Run) -> None:
-    found = run(
-        STAND_INS
+def test_a_refusal_in_the_queue_comes_out_of_torchs_own_initialisation(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
         + """
-torch.cuda._initialized = True
-memory["expandable"] = True
-framework.apply({device.uuid: 4 * GIB}, {})
-result["bytes"] = int(fractions[0] * TOTAL)
+found = card(host)
+found.multiprocessors = 1
+framework.apply({uuid: 4 * GIB}, {})
 try:
-    framework.resize({device.uuid: 20 * MIB})
-except CapNotApplied as error:
-    result["small"] = str(error)
+    torch.cuda.init()
+except torch.cuda.DeferredCudaCallError as error:
+    result["text"], result["cause"] = str(error), type(error.__cause__).__name__
+result["live"] = torch.cuda.is_initialized()
+result["fractions"] = found.fractions
 """
     )
-    assert found["bytes"] == (4 << 30) - (20 << 20)
-    assert "above 20.0 MiB" in found["small"]
+    assert found["cause"] == "CapNotApplied" and not found["live"] and found["fractions"] == {}
+    for part in ("1 multiprocessors, the driver says 132", "SIGFPE", "import torch before tensorflow"):
+        assert part in found["text"]
 
 
-def test_a_fraction_that_does_not_read_back_is_refused_and_taken_back(run: Run) -> None:
-    found = run(
-        STAND_INS
+def test_usage_from_torchs_statistics(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
         + """
-torch.cuda._initialized = True
-torch._C._cuda_setMemoryFraction = lambda fraction, i: fractions.__setitem__(i, min(1.0, fraction * 2))
-try:
-    framework.apply({device.uuid: 4 * GIB}, {})
-except CapNotApplied as error:
-    result["text"] = str(error)
-result["restored"] = fractions[0]
+found = card(host)
+torch.cuda.init()
+def stats(**values): return {name: {"all": both} for name, both in values.items()}
+found.stats = stats(
+    reserved_bytes={"current": 100 * MIB, "peak": 200 * MIB}, allocated_bytes={"current": 40 * MIB, "peak": 90 * MIB},
+    active_bytes={"current": 44 * MIB}, inactive_split_bytes={"current": 16 * MIB},
+)
+result["whole"] = vars(framework.usage(gpu))
+found.stats = stats(reserved_bytes={"current": 100 * MIB}, allocated_bytes={"current": 40 * MIB})
+result["less"] = vars(framework.usage(gpu))
+found.stats = {}
+result["none"] = vars(framework.usage(gpu))
+from dataclasses import replace
+result["stranger"] = framework.usage(replace(gpu, uuid="GPU-other"))
 """
     )
-    assert "read back" in found["text"] and found["restored"] == 1.0
+    mib = 1 << 20
+    bounds = {"held_at_least": None, "held_at_most": None}
+    assert found["whole"] == {
+        "held": 100 * mib, "in_use": 40 * mib, "reclaimable": 40 * mib, "peak": 90 * mib, **bounds,
+    }  # fmt: skip
+    assert found["less"]["reclaimable"] == 60 * mib and found["less"]["peak"] is None
+    assert found["none"] == {"held": None, "in_use": None, "reclaimable": None, "peak": None, **bounds}
+    assert found["stranger"] is None
 
 
-def test_misread_device_properties_are_named_before_they_kill(run: Run) -> None:
-    found = run(
-        STAND_INS
+def test_a_trim_empties_the_cache_but_never_while_a_graph_is_captured(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
         + """
-host.multiprocessors = lambda uuid: 132
-torch.cuda.get_device_properties = lambda i: SimpleNamespace(
-    uuid=device.uuid[4:], total_memory=TOTAL, multi_processor_count=1)
-torch.cuda._initialized = True
-try:
-    framework.apply({device.uuid: 4 * GIB}, {})
-except CapNotApplied as error:
-    result["text"] = str(error)
-result["fraction"] = fractions[0]
+found = card(host)
+framework.trim(gpu)
+result["not live"] = found.emptied
+torch.cuda.init()
+found.capturing = True
+framework.trim(gpu)
+result["capturing"] = found.emptied
+found.capturing = False
+framework.trim(gpu)
+result["free"] = found.emptied
 """
     )
-    assert "1 multiprocessors, the driver says 132" in found["text"] and "SIGFPE" in found["text"]
-    assert found["fraction"] == 1.0
+    assert found == {"not live": 0, "capturing": 0, "free": 1}
 
 
-def test_the_private_names_that_memguard_uses_exist_in_this_torch(run: Run) -> None:
-    found = run(
+def test_gpus_are_matched_by_uuid_and_never_by_number(with_torch: Run) -> None:
+    """CUDA_VISIBLE_DEVICES=1,0 reverses CUDA's order and not NVML's."""
+    found = with_torch(
+        """
+import torch
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200")
+found = card(host, order=(1, 0))
+framework = Torch(host)
+framework.apply({host.uuids[0]: 4 * GIB, host.uuids[1]: 8 * GIB}, {})
+torch.cuda.init()
+result["caps"] = [round(found.fractions[ordinal] * TOTAL) for ordinal in (0, 1)]
+"""
+    )
+    assert found["caps"] == [8 << 30, 4 << 30]
+
+
+def test_a_gpu_that_the_budget_does_not_have_is_left_alone(with_torch: Run) -> None:
+    found = with_torch(
+        """
+import torch
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200")
+found = card(host)
+applied = Torch(host).apply({host.uuids[1]: 8 * GIB}, {})
+torch.cuda.init()
+result["set"] = list(found.fractions)
+"""
+    )
+    assert found["set"] == [1]
+
+
+def test_a_cap_changed_before_torch_initialises_is_the_one_that_is_set(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+framework.apply({uuid: 4 * GIB}, {})
+framework.resize({uuid: 6 * GIB})
+result["before"] = dict(found.fractions)
+torch.cuda.init()
+result["exact"] = exact(found)
+"""
+    )
+    assert found == {"before": {}, "exact": 6 << 30}
+
+
+def test_a_forked_child_sets_nothing_when_it_initialises(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+framework.apply({uuid: 4 * GIB}, {})
+framework.forked()
+found.multiprocessors = 1
+torch.cuda.init()
+result["fractions"] = found.fractions
+"""
+    )
+    assert found["fractions"] == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("torch.version.hip = '6.2'", "this is a ROCm build"),
+        ("del torch._C._cuda_setMemoryFraction", "this build has no CUDA allocator"),
+        ("del torch.cuda._lazy_call", "has no torch.cuda._lazy_call"),
+    ],
+)
+def test_builds_that_cannot_be_capped_are_refused(with_torch: Run, change: str, text: str) -> None:
+    found = with_torch(
+        f"{SETUP}\nfound = card(host)\n{change}\nresult['text'] = raised(lambda: framework.apply({{uuid: GIB}}, {{}}))"
+    )
+    assert text in found["text"] and "fix: " in found["text"]
+
+
+def test_the_async_backend_cannot_be_capped_without_cudas_bindings(with_torch: Run) -> None:
+    """Measured: it compares the fraction with bytes in use, and let its pool hold 4 % more."""
+    found = with_torch(
+        SETUP
+        + """
+sys.modules["cuda"] = None
+found = card(host, backend="cudaMallocAsync")
+torch.cuda.init()
+result["text"], result["fractions"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {})), found.fractions
+result["record"] = framework.record()
+"""
+    )
+    assert "memguard[cuda]" in found["text"] and "cudaMallocAsync" in found["text"]
+    assert found["fractions"] == {} and found["record"] is None
+
+
+def test_an_older_torch_that_does_not_read_fractions_back(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+del torch._C._cuda_getMemoryFraction
+applied = framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+result["exact"] = exact(found)
+"""
+    )
+    assert found["exact"] == 4 << 30
+
+
+def test_under_the_guard_from_init_to_shutdown(with_torch: Run) -> None:
+    found = with_torch(
+        """
+import torch
+from memguard.conductor import Guard
+from memguard.config import from_mapping
+import memguard.frameworks.torch as module
+module.cuda_version = lambda: "13.0"
+host = Host()
+found = card(host)
+guard = Guard(from_mapping({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}), host)
+guard.start()
+result["row"] = guard.ledger().devices[0].row("torch").enforcement
+torch.cuda.init()
+result["exact"] = int(found.fractions[0] * TOTAL)
+found.stats = {"reserved_bytes": {"all": {"current": GIB}}, "allocated_bytes": {"all": {"current": GIB}}}
+result["held"] = guard.ledger().devices[0].row("torch").bytes
+result["stays"] = guard.stop()
+result["restored"] = found.fractions[0]
+"""
+    )
+    assert found == {"row": "enforced", "exact": 4 << 30, "held": 1 << 30, "stays": [], "restored": 1.0}
+
+
+def test_the_private_names_that_memguard_uses_exist_in_this_torch(with_torch: Run) -> None:
+    found = with_torch(
         """
 import torch
 result["lazy_call"] = callable(torch.cuda._lazy_call)
 result["queue"] = type(torch.cuda._queued_calls).__name__
+result["entries"] = [callable(entry[0]) for entry in torch.cuda._queued_calls]
 result["oom"] = issubclass(torch.OutOfMemoryError, RuntimeError)
-result["entry"] = [type(x).__name__ for x in torch.cuda._queued_calls[0]]
-result["snapshot"] = callable(torch.cuda.memory._snapshot) and callable(torch.cuda.memory._record_memory_history)
+result["history"] = [callable(torch.cuda.memory._snapshot), callable(torch.cuda.memory._record_memory_history)]
 """
     )
-    assert found["lazy_call"] and found["queue"] == "list" and found["oom"] and found["snapshot"]
-    assert found["entry"][0] in ("function", "method")
+    assert found["lazy_call"] and found["queue"] == "list" and found["oom"]
+    assert found["entries"] and all(found["entries"]) and all(found["history"])
 
 
-def test_the_import_hook_carries_the_real_import(run: Run) -> None:
-    found = run(
-        """
-from memguard.frameworks.late import ImportHook
-hook, seen = ImportHook(), []
-hook.watch("torch", lambda: seen.append(sys.modules["torch"].__version__))
-import torch
-result.update(seen=seen, loader=type(torch.__spec__.loader).__module__, left=hook in sys.meta_path)
-result["sum"] = float(torch.ones(3).sum())
-"""
-    )
-    assert len(found["seen"]) == 1 and not found["left"] and found["sum"] == 3.0
-    assert not found["loader"].startswith("memguard")
+# as text, without torch
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", None),
+        ("from typing import Optional\ncuda: Optional[str] = '13.0'\nhip = None\n", "13.0"),
+        ("cuda = '11.8'\n", "11.8"),
+        ("cuda: str | None = '12.8'\n", "12.8"),
+        ("debug = False\nnot_cuda = '12.8'\n", None),
+        (None, None),
+    ],
+)
+def test_the_cuda_version_is_read_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, version: str | None
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+    if text is not None:
+        (tmp_path / "torch" / "version.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert module.cuda_version() == version
+
+
+def test_torchs_history_as_a_trace() -> None:
+    def entry(action: str, address: int, size: int, time: int) -> dict[str, Any]:
+        return {"action": action, "addr": address, "size": size, "time_us": time}
+
+    first = [
+        entry("free_requested", 9, 100, 1_000_000),  # allocated before the recording
+        entry("alloc", 1, 512, 2_000_000),
+        entry("segment_alloc", 1, 2_097_152, 2_000_000),
+        entry("free_requested", 1, 512, 3_000_000),
+        entry("free_completed", 1, 512, 3_000_001),
+        entry("alloc", 1, 1024, 4_000_000),  # the same address again
+    ]
+    second = [entry("alloc", 1, 7, 2_500_000), entry("free_requested", 1, 7, 2_600_000)]
+    assert module._history_events([first, second]) == [
+        TraceEvent(2.0, "torch", "alloc", 1, 512),
+        TraceEvent(3.0, "torch", "free", 1),
+        TraceEvent(4.0, "torch", "alloc", 2, 1024),
+        TraceEvent(2.5, "torch", "alloc", 3, 7, device=1),
+        TraceEvent(2.6, "torch", "free", 3, device=1),
+    ]

@@ -1,0 +1,97 @@
+"""What a build without CUDA lacks, put in its place: only that. Imported by the code of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from memguard.devices.simulated import SimulatedHost
+from memguard.errors import CapNotApplied
+from memguard.model import Device
+
+__all__ = ["GIB", "MIB", "TOTAL", "Host", "card", "gpus", "json", "os", "raised", "sys"]
+
+GIB, MIB = 1 << 30, 1 << 20
+TOTAL = 143_156 * MIB
+"""What CUDA reports as the total of an H200 (measured)."""
+
+
+class Host(SimulatedHost):
+    """For the real classes: GPUs by UUID and ordinal, and the driver's count of multiprocessors."""
+
+    simulated = False
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(names or ("h200",))
+        self.gpus: tuple[Device, ...] = self.devices()
+        self.uuids = [gpu.uuid for gpu in self.gpus]
+
+
+def raised(call: Callable[[], object]) -> str | None:
+    """The text of the CapNotApplied that a call raises."""
+    try:
+        call()
+    except CapNotApplied as error:
+        return str(error)
+    return None
+
+
+def card(host: Host, *, order: tuple[int, ...] = (), backend: str = "native", expandable: bool = False) -> Any:
+    """CUDA for a torch that is built without it: fractions, statistics and properties of the host's GPUs."""
+    import torch
+
+    order = order or tuple(range(len(host.gpus)))
+    found = types.SimpleNamespace(
+        fractions={}, stats={}, emptied=0, capturing=False, multiprocessors=132, total=TOTAL, started=0
+    )
+
+    def start() -> None:
+        found.started += 1
+
+    def set_fraction(fraction: float, ordinal: int) -> None:
+        found.fractions[ordinal] = fraction
+
+    def properties(ordinal: int) -> Any:
+        uuid = host.uuids[order[ordinal]].removeprefix("GPU-")  # as torch gives it
+        return types.SimpleNamespace(total_memory=found.total, uuid=uuid, multi_processor_count=found.multiprocessors)
+
+    def empty() -> None:
+        found.emptied += 1
+
+    missing = {
+        "_cuda_init": start,
+        "_cuda_getDeviceCount": lambda: len(order),
+        "_cuda_setMemoryFraction": set_fraction,
+        "_cuda_getMemoryFraction": lambda ordinal: found.fractions.get(ordinal, 1.0),
+        "_cuda_memoryStats": lambda ordinal: found.stats,
+        "_cuda_getAllocatorBackend": lambda: backend,
+        "_cuda_memorySnapshot": lambda _: {"allocator_settings": {"expandable_segments": expandable}},
+    }
+    for name, value in missing.items():
+        assert not hasattr(torch._C, name), f"this torch has {name}: nothing to stand in for"
+        setattr(torch._C, name, value)
+    torch.cuda._cudart = object()
+    torch.cuda.device_count = lambda: len(order)
+    torch.cuda.get_device_properties = properties
+    torch.cuda.empty_cache = empty
+    torch.cuda.is_current_stream_capturing = lambda: found.capturing
+    return found
+
+
+def gpus(count: int = 1) -> list[Any]:
+    """GPUs in the device list of a TensorFlow that sees none."""
+    from tensorflow.python.eager import context
+
+    held = context.context()
+    held._initialize_physical_devices()
+    added = [context.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(count)]
+    for gpu in added:
+        held._physical_device_to_index[gpu] = len(held._physical_devices)
+        held._physical_devices.append(gpu)
+        held._visible_device_list.append(gpu)
+        held._memory_growth_map[gpu] = None
+    return added
