@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from memguard.model import Device, DevicePlan, MemoryInfo, Usage
-from memguard.policy import CONTEXT, SLACK, WORKSPACE
+from memguard.policy import CONTEXT, MODULES, SLACK, WORKSPACE
 from memguard.units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -38,20 +38,26 @@ class Overhead:
     gap: int = 0
     appeared: frozenset[str] = frozenset()
 
-    def after(self, gap: int, appeared: frozenset[str]) -> Overhead:
-        """The state after a reading: `gap` is the process's bytes less what frameworks hold."""
+    def after(self, gap: int, appeared: frozenset[str], exact: bool = True) -> Overhead:
+        """The state after a reading: `gap` is the process's bytes less what frameworks hold.
+
+        Not `exact` where one does not say what it holds: part of the gap is then its pool, and no more is charged
+        than was measured of what appeared.
+        """
         growth = gap - self.gap
         new = appeared - self.appeared
-        room = expected_overhead(appeared) - self.charged
+        room = expected_overhead(appeared, exact) - self.charged
         charge = max(min(growth, room), 0) if new or growth <= STEP else 0
         shrunk = min(self.charged, max(gap, 0)) if "context" not in appeared else self.charged
         return Overhead(shrunk + charge, gap, appeared)
 
 
-def expected_overhead(appeared: frozenset[str]) -> int:
-    """What overhead may come to with this much live: the figures behind `reserve: auto`."""
+def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
+    """What overhead may come to with this much live: the figures behind `reserve: auto`, or the measured ones."""
     if not appeared:
         return 0
+    if not exact:
+        return sum(MODULES.get(name, 0) for name in appeared | {"context"})
     return CONTEXT + SLACK + sum(WORKSPACE.get(name, 128 * MIB) for name in appeared - {"context"})
 
 

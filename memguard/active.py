@@ -7,11 +7,10 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from memguard.conductor import Guard, WorkloadReport
-from memguard.errors import AlreadyActive, NotActive
+from memguard.errors import AlreadyActive, MemguardError, NotActive
 
 if TYPE_CHECKING:
     from memguard.accounts import Ledger
@@ -45,23 +44,44 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
                     "another budget is active in this process\n"
                     "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
                 )
-            shutdown()
-        guard = Guard(loaded, _host(simulate))
+        host = _host(simulate)
+        try:
+            guard = Guard(loaded, host)  # before anything is undone: a budget that does not fit changes nothing
+        except BaseException:
+            host.close()
+            raise
+        before = _active
+        if before is not None and before.active:
+            before.stop()
         _after_fork()
         _active = guard  # before start: an import in another thread may call back at once
         try:
             guard.start()
         except BaseException:
             _active = None
+            if before is not None:
+                _active = _again(before)
             raise
         return guard
+
+
+def _again(before: Guard) -> Guard | None:
+    """The budget that was active before a replacement failed, applied anew."""
+    guard = Guard(before.budget, before.host)
+    try:
+        guard.start()
+    except MemguardError as error:
+        _log.warning("no budget is active any more: the one before could not be applied again: %s", error)
+        return None
+    return guard
 
 
 @contextmanager
 def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
     """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
 
-    Where the same budget is active already, the block leaves it active.
+    Where the same budget is active already, the block leaves it active. With `replace=True` the one that was
+    active before is not brought back at the end.
     """
     before = _active
     active = init(budget, replace=replace, simulate=simulate)
@@ -121,11 +141,12 @@ def _load(budget: BudgetLike) -> Budget:
         return budget
     if isinstance(budget, Mapping):
         return config.from_mapping(budget)
-    return config.load(Path(budget))
+    return config.load(budget)
 
 
 def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if simulate is None else (simulate,) if isinstance(simulate, str) else tuple(simulate)
+    names = (simulate,) if isinstance(simulate, str) else tuple(simulate or ())
+    return None if simulate is None else tuple(name.strip().lower() for name in names)
 
 
 def _simulated_names(host: Host) -> tuple[str, ...] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memguard import accounts, policy
@@ -16,7 +17,8 @@ from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotAct
 from memguard.frameworks import registry
 from memguard.frameworks.base import Framework
 from memguard.frameworks.late import ImportHook
-from memguard.model import Device, Enforcement, State, Usage
+from memguard.model import Device, DevicePlan, Enforcement, State, Usage
+from memguard.undo import Undo
 from memguard.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -39,7 +41,10 @@ class _Entry:
 
 @dataclass
 class WorkloadReport:
-    """What a `workload` block did. Bytes of `in_use`; filled in when the block ends, None where unknown."""
+    """What a `workload` block did. Bytes of `in_use`; filled in when the block ends, None where unknown.
+
+    `peak` is None too where the process had been higher before the block: frameworks keep one peak only.
+    """
 
     name: str
     framework: str
@@ -53,25 +58,6 @@ class WorkloadReport:
         return None if self.after is None or self.before is None else self.after - self.before
 
 
-@dataclass
-class _Undo:
-    """Steps to take back, last first. A step that fails is reported and does not stop the others."""
-
-    steps: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
-
-    def run(self) -> list[str]:
-        failed = []
-        while self.steps:
-            label, step = self.steps.pop()
-            try:
-                step()
-            except CapNotApplied as error:
-                failed.append(f"{label}: stays: {error.reason}")
-            except Exception as error:
-                failed.append(f"{label}: could not be undone: {error}")
-        return failed
-
-
 class Guard:
     """An applied budget. Made by `memguard.init`; `print(guard)` shows the plan and what was done."""
 
@@ -83,9 +69,13 @@ class Guard:
         self.plan = policy.plan(budget, host.devices(ordinals=policy.needs_ordinals(budget)))
         self._lock = threading.RLock()
         self._hook = ImportHook()
-        self._undo = _Undo()
+        self._undo = Undo()
         self._entries: dict[str, _Entry] = {}
         self._overhead: dict[str, accounts.Overhead] = {}
+        self._warned: set[str] = set()
+        # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
+        unnamed = () if host.simulated else (n for n in registry.NAMES if n not in budget.frameworks)
+        self._strangers = {name: registry.create(name, host) for name in unnamed}
         self._pid = os.getpid()
 
     @property
@@ -100,19 +90,25 @@ class Guard:
 
     def start(self) -> None:
         """Apply everything, or undo everything and raise."""
-        with self._lock:
-            try:
+        try:
+            # `state` waits for an import that runs in another thread, and that import may wait for us in a hook:
+            # so it is asked before there is a hook, and again without the lock.
+            entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
+            states = {name: entry.framework.state() for name, entry in entries.items()}
+            with self._lock:
                 for note in self.plan.notes:
                     self._note(note, logging.WARNING)
                 self._warn_where_busy()
-                for name in self.budget.frameworks:
-                    self._entries[name] = _Entry(registry.create(name, self.host))
-                self._cure()
-                for name, entry in self._entries.items():
-                    self._start_framework(name, entry)
-            except BaseException:
-                self.stop()
-                raise
+                self._entries = entries
+                self._cure(states)
+                for name, entry in entries.items():
+                    self._start_framework(name, entry, states[name])
+            for name, entry in entries.items():
+                if entry.enforcement is Enforcement.PENDING and entry.framework.state() is not State.IMPORTABLE:
+                    self._imported(name)  # its import had begun before the hook was there
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> list[str]:
         """Undo everything, last first. Returns what stays, as sentences."""
@@ -137,7 +133,8 @@ class Guard:
         with self._lock:
             self._check_active()
             parts = [self._read(part.device) for part in self.plan.devices]
-            return accounts.Ledger(time.time(), tuple(parts), self.host.simulated, tuple(self.notes))
+            notes = [*self._all_notes(), *(note for part in self.plan.devices for note in self._above_cap(part))]
+            return accounts.Ledger(time.time(), tuple(parts), self.host.simulated, tuple(notes))
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded where `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
@@ -146,16 +143,34 @@ class Guard:
             self._check_active()
             self._entry(framework)
             for part in self.plan.devices:
-                if device is not None and part.device.uuid != device.uuid:
+                if device is None:
+                    if len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
+                        continue
+                elif part.device.uuid != device.uuid:
                     continue
-                usages = self._usages(part.device)
-                if device is None and len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
-                    continue
-                admission = policy.admit(framework, needed, part.caps[framework], usages, self.host.memory(part.device))
-                if admission.refusal is not None:
-                    raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
-                for name in admission.trim:
-                    self._entries[name].framework.trim(part.device)
+                self._admit(framework, needed, part)
+
+    def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
+        footprint = self._entries[framework].framework.footprint(needed)
+        for last in (False, True):
+            usages, memory = self._usages(part.device), self.host.memory(part.device)
+            admission = policy.admit(framework, needed, footprint, part.caps[framework], usages, memory)
+            if admission.refusal is not None:
+                raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
+            if not admission.trim:
+                return
+            if last:  # a trim may do nothing: a graph is captured, or PyCUDA's context is not on this thread
+                names = " and ".join(admission.trim)
+                raise BudgetExceeded(
+                    framework,
+                    needed,
+                    memory.free,
+                    f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
+                    f"cache of {names} could not be given back from this thread\n"
+                    f"    fix: memguard.trim() where {names} runs",
+                )
+            for name in admission.trim:
+                self._entries[name].framework.trim(part.device)
 
     @contextmanager
     def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
@@ -164,14 +179,15 @@ class Guard:
             self.require(framework, needs)
         report = WorkloadReport(name, framework)
         report.before = self._in_use(framework)
+        earlier = self._peak(framework)
         try:
             yield report
         finally:
             try:
                 self._check_active()
                 report.after = self._in_use(framework)
-                peaks = [u.peak for u in self._usages_of(framework) if u is not None and u.peak is not None]
-                report.peak = sum(peaks) if peaks else None
+                peak = self._peak(framework)
+                report.peak = peak if peak is not None and peak > (earlier or 0) else None
             except MemguardError as error:  # shut down in the block, or a GPU lost: the user's own error goes first
                 _log.debug("workload %s: no figures at its end: %s", name, error)
 
@@ -195,14 +211,13 @@ class Guard:
         with self._lock:
             self._check_active()
             chosen = [self._entry(framework)] if framework is not None else list(self._entries.values())
-            returned = 0
-            for part in self.plan.devices:
-                before = self.host.memory(part.device).free
+            before = [self.host.memory(part.device).free for part in self.plan.devices]
+            for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 for entry in chosen:
                     if entry.framework.usage(part.device) is not None:  # `state` would wait for a running import
                         entry.framework.trim(part.device)
-                returned += max(self.host.memory(part.device).free - before, 0)
-            return returned
+            after = [self.host.memory(part.device).free for part in self.plan.devices]
+            return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def __str__(self) -> str:
         lines = []
@@ -216,11 +231,10 @@ class Guard:
             for name, cap in part.caps.items():
                 entry = self._entries.get(name)
                 lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in self._all_notes())])
 
-    def _start_framework(self, name: str, entry: _Entry) -> None:
+    def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
         framework = entry.framework
-        state = framework.state()
         if state is State.ABSENT:
             entry.enforcement = Enforcement.ABSENT
             self._note(f"{name}: {framework.why_absent()}; its share stays free", logging.WARNING)
@@ -236,6 +250,8 @@ class Guard:
             if not self.active:
                 return
             entry = self._entries[name]
+            if entry.enforcement is not Enforcement.PENDING:
+                return
             if entry.framework.state() is State.ABSENT:
                 entry.enforcement = Enforcement.ABSENT
                 self._note(f"{name}: {entry.framework.why_absent()}; its share stays free", logging.WARNING)
@@ -257,24 +273,27 @@ class Guard:
     def _report_residual(self, name: str, entry: _Entry) -> None:
         """A lowered cap evicts nothing by itself: trim, look again, and say what stays above it."""
         for part in self.plan.devices:
+            if any(note.startswith(f"{name}:") for note in self._above_cap(part)):
+                entry.framework.trim(part.device)
+                for note in self._above_cap(part):
+                    if note.startswith(f"{name}:"):
+                        _log.warning("%s", note)
+
+    def _above_cap(self, part: DevicePlan) -> Iterator[str]:
+        """What is held above its cap now, as sentences."""
+        for name, usage in self._usages(part.device).items():
             cap = part.caps[name]
-            usage = entry.framework.usage(part.device)
-            if usage is None or usage.held is None or usage.held <= cap:
-                continue
-            entry.framework.trim(part.device)
-            usage = entry.framework.usage(part.device)
             if usage is not None and usage.held is not None and usage.held > cap:
-                self._note(
+                yield (
                     f"{name}: holds {format_size(usage.held - cap)} above its cap of {format_size(cap)} on "
-                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs",
-                    logging.WARNING,
+                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs"
                 )
 
-    def _cure(self) -> None:
+    def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, where both are in the budget and installed."""
         if self.host.simulated or not {"torch", "tensorflow"} <= self._entries.keys():
             return
-        if any(self._entries[n].framework.state() is State.ABSENT for n in ("torch", "tensorflow")):
+        if State.ABSENT in (states["torch"], states["tensorflow"]):
             return
         from memguard.frameworks import cudart
         from memguard.frameworks.torch import cuda_version
@@ -282,7 +301,7 @@ class Guard:
         version = cuda_version()
         done = cudart.cure(version) if version is not None else None
         if done is not None:
-            self._note(f"torch and tensorflow in one process: {done}; checked when torch initialises CUDA")
+            self._note(f"torch and tensorflow in one process: {done}")
             self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
 
     def _warn_where_busy(self) -> None:
@@ -301,6 +320,7 @@ class Guard:
             moved = memory != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
+        usages.update({n: u for n, f in self._strangers.items() if (u := f.usage(device)) is not None})
         live = frozenset(name for name, usage in usages.items() if usage is not None)
         active = self.host.context_active(device)
         own = accounts.own_bytes(processes, self.host.pid, bool(active) or bool(live and active is None))
@@ -308,15 +328,18 @@ class Guard:
         state = self._overhead.get(device.uuid, accounts.Overhead())
         gap = accounts.gap(own, usages.values())
         if gap is not None:
-            state = self._overhead[device.uuid] = state.after(gap, appeared)
+            exact = all(usage is None or usage.held is not None for usage in usages.values())
+            state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
         part = next(p for p in self.plan.devices if p.device.uuid == device.uuid)
-        if state.charged > part.reserve:
+        if state.charged > part.reserve and device.uuid not in self._warned:
+            self._warned.add(device.uuid)
             self._note(
                 f"{device.name}: overhead is {format_size(state.charged)}, more than the reserve of "
                 f"{format_size(part.reserve)}; fix: device: {{reserve: {-(-state.charged // 2**20)}MiB}}",
                 logging.WARNING,
             )
         enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+        enforcements.update(dict.fromkeys(self._strangers, Enforcement.WATCHED.value))
         return accounts.device_ledger(device, memory, own, usages, enforcements, state, part, moved)
 
     def _usages(self, device: Device) -> dict[str, Usage | None]:
@@ -325,6 +348,13 @@ class Guard:
     def _usages_of(self, framework: str) -> list[Usage | None]:
         entry = self._entry(framework)
         return [entry.framework.usage(part.device) for part in self.plan.devices]
+
+    def _peak(self, framework: str) -> int | None:
+        peaks = [u.peak for u in self._usages_of(framework) if u is not None and u.peak is not None]
+        return sum(peaks) if peaks else None
+
+    def _all_notes(self) -> list[str]:
+        return [*self.notes, *(note for entry in self._entries.values() for note in entry.framework.notes)]
 
     def _in_use(self, framework: str) -> int | None:
         known = [u.in_use for u in self._usages_of(framework) if u is not None]
@@ -339,8 +369,10 @@ class Guard:
         try:
             return self._entries[framework]
         except KeyError:
-            known = ", ".join(self._entries)
-            raise NotActive(f"{framework!r} is not in the budget, which has: {known}") from None
+            known = ", ".join(self._entries) or "none: it is not active"
+            near = difflib.get_close_matches(str(framework), self._entries, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise MemguardError(f"{framework!r} is not in the budget, which has: {known}{hint}") from None
 
     @staticmethod
     def _size(size: int | str) -> int:

@@ -26,7 +26,6 @@ class Enforcement(Enum):
     ENFORCED = "enforced"  # the framework's own allocator refuses
     PENDING = "pending"  # enforced as soon as the framework is imported or initialises CUDA
     WATCHED = "watched"  # only observed
-    TOO_LATE = "too late"  # the framework was live before the budget and cannot be capped any more
     ABSENT = "absent"  # not installed, or a build without CUDA
 
 

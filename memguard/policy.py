@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 CONTEXT = 544 * MIB
 """A CUDA context: 518 MiB measured on an H200, and room for its growth. Charged once: contexts are shared."""
+MODULES = {"context": 518 * MIB, "torch": 344 * MIB, "tensorflow": 92 * MIB, "pycuda": 8 * MIB}
+"""The most of each that was measured on an H200."""
 WORKSPACE = {"torch": 384 * MIB, "tensorflow": 256 * MIB, "pycuda": 32 * MIB}
 """Modules and library workspaces outside each framework's cap. Measured on an H200 beyond the context: torch 92
 after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; TensorFlow 92."""
@@ -76,7 +78,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
         for name, framework in budget.frameworks.items()
     }
     idle = [str(key) for key in budget.devices if str(key) not in matched]
-    notes = tuple(f"devices: {key!r} names none of this machine's GPUs" for key in idle)
+    notes = tuple(f"devices: {key!r} names none of the GPUs that this process sees" for key in idle)
     return Plan(tuple(plans), options, notes)
 
 
@@ -191,34 +193,27 @@ class Admission:
     refusal: str | None = None
 
 
-def admit(framework: str, needed: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Admission:
+def admit(
+    framework: str, needed: int, footprint: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
+) -> Admission:
     """Whether `framework` can get `needed` bytes more on one device, within its cap and what the card has free.
 
-    Its own reclaimable cache counts as available: its allocator reuses it or gives it back by itself. Where
-    held is unknown (TensorFlow with growth) its live arrays count instead, which is the most that can fit.
+    `footprint` is what its allocator would take from the driver for them. Its own cache counts: what can go is
+    given back by the allocator itself, and what cannot may serve the request from within, so only what is sure to
+    fail is refused. Where held is unknown (TensorFlow with growth) live arrays count instead.
     """
     own = usages.get(framework) or Usage(held=0, in_use=0)
-    reusable = own.reclaimable or 0
-    taken = own.held if own.held is not None else (own.in_use or 0)
-    in_cap = cap - taken + (reusable if own.held is not None else 0)
-    if needed > in_cap:
-        holds = (
-            f"{format_size(own.held)}, of which {format_size(own.in_use)} in use"
-            if own.held is not None
-            else (f"at least {format_size(own.held_at_least)}, of which {format_size(own.in_use)} in use")
-        )
-        return Admission(
-            max(in_cap, 0),
-            refusal=(
-                f"{framework} needs {format_size(needed)} but can get {format_size(max(in_cap, 0))}: "
-                f"its cap is {format_size(cap)} and it holds {holds}\n"
-                f"    fix: free arrays, make the batch smaller, or raise frameworks.{framework} in the budget"
-            ),
-        )
-    pool_left = max((own.held_at_least or 0) - (own.in_use or 0), 0) if own.held is None else reusable
-    short = needed - pool_left - memory.free
+    if own.held is None:
+        taken, stuck = own.in_use or 0, max((own.held_at_least or 0) - (own.in_use or 0), 0)
+    else:
+        taken = own.held - (own.reclaimable or 0)
+        stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
+    room = max(cap - taken, 0)
+    if footprint > room and needed > stuck:
+        return Admission(max(room, stuck), refusal=_over_cap(framework, needed, footprint, max(room, stuck), cap, own))
+    short = 0 if needed <= stuck else footprint - (own.reclaimable or 0) - memory.free
     if short <= 0:
-        return Admission(in_cap)
+        return Admission(max(room, stuck))
     trim, found = [], 0
     siblings = {n: u.reclaimable for n, u in usages.items() if n != framework and u is not None and u.reclaimable}
     for name in sorted(siblings, key=lambda n: -(siblings[n] or 0)):
@@ -227,13 +222,23 @@ def admit(framework: str, needed: int, cap: int, usages: Mapping[str, Usage | No
         trim.append(name)
         found += siblings[name] or 0
     if found >= short:
-        return Admission(in_cap, tuple(trim))
-    available = max(pool_left + memory.free + found, 0)
+        return Admission(room, tuple(trim))
     return Admission(
-        available,
+        max(memory.free + found + (own.reclaimable or 0), 0),
         refusal=(
             f"{framework} needs {format_size(needed)} and its cap allows it, but the card has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
             "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
         ),
+    )
+
+
+def _over_cap(framework: str, needed: int, footprint: int, available: int, cap: int, own: Usage) -> str:
+    least = "" if own.held is not None else "at least "
+    held = own.held if own.held is not None else own.held_at_least
+    takes = f" (its allocator takes {format_size(footprint)} for it)" if footprint > needed else ""
+    return (
+        f"{framework} needs {format_size(needed)}{takes} but can get {format_size(available)}: its cap is "
+        f"{format_size(cap)} and it holds {least}{format_size(held)}, of which {format_size(own.in_use)} in use\n"
+        f"    fix: free arrays, make the batch smaller, or raise frameworks.{framework} in the budget"
     )

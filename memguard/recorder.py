@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 
 from memguard import active, trace
 from memguard.conductor import Guard
-from memguard.errors import MemguardError, TraceError
+from memguard.errors import TraceError
 from memguard.frameworks.base import Framework
 from memguard.model import Device, State, TraceEvent, Usage
 
@@ -64,7 +64,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     except BaseException:
         try:
             finish()
-        except MemguardError as error:  # the block's own error goes first
+        except Exception as error:  # the block's own error goes first
             _log.warning("%s", error)
         raise
     finish()
@@ -74,7 +74,7 @@ def _usage(framework: Framework, device: Device) -> Usage | None:
     """What the framework says; None too where the reading fails, which must not break the block."""
     try:
         return framework.usage(device)
-    except MemguardError as error:
+    except Exception as error:
         _log.debug("%s: %s", framework.name, error)
         return None
 

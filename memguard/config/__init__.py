@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -149,7 +150,11 @@ def load(path: str | os.PathLike[str]) -> Budget:
     source = short(path)
     try:
         source = os.fsdecode(path)
-        with open(source, "rb") as file:
+        # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+        handle = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        with open(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode) and not stat.S_ISDIR(os.fstat(handle).st_mode):
+                raise OSError(0, "it is not a regular file")
             raw = file.read(_yaml.MAX_BYTES + 1)
     except (OSError, TypeError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError([_unreadable(error)], _printable(source)) from None

@@ -61,6 +61,10 @@ class Nvml:
         """Bytes by PID of every compute process; None where NVML gives no bytes. 40 µs on an H200."""
         return self._call(lambda n: self._processes(n, self._handle(uuid)))
 
+    def mig(self, uuid: str) -> bool:
+        """Whether the GPU is divided by MIG, whose parts this version does not know."""
+        return self._call(lambda n: self._mig(n, self._handle(uuid)))
+
     def close(self) -> None:
         """Give NVML back (nvmlShutdown). The next call initialises it again."""
         with self._lock:
@@ -106,11 +110,6 @@ class Nvml:
         found = []
         for index, (uuid, handle) in enumerate(self._handles.items()):
             name = n.nvmlDeviceGetName(handle)
-            if self._mig(n, handle):
-                raise DeviceError(
-                    f"{name} ({uuid}) has MIG enabled, which this version does not support\n"
-                    "    fix: use a GPU without MIG, or disable MIG on this one"
-                )
             info = self._memory(n, handle)
             found.append(Device(uuid, name, index, info.total, info.reserved, self._architecture(n, handle)))
         return tuple(found)

@@ -41,6 +41,16 @@ class RealHost:
         if not all_of_them:
             raise DeviceError("NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all")
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = self._visible(all_of_them, hidden, ordinals)
+        for device in found:
+            if self._nvml.mig(device.uuid):
+                raise DeviceError(
+                    f"{device.name} ({device.uuid}) has MIG enabled, which this version does not support\n"
+                    "    fix: choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one"
+                )
+        return found
+
+    def _visible(self, all_of_them: tuple[Device, ...], hidden: str | None, ordinals: bool) -> tuple[Device, ...]:
         asked = self._ask(child=hidden is not None or (ordinals and len(all_of_them) > 1))
         if asked is None:
             if hidden is not None:

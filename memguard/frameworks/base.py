@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from typing import Any, ClassVar
 from memguard.devices.host import Host
 from memguard.errors import CapNotApplied
 from memguard.model import Applied, Device, State, TraceEvent, Usage
+
+_log = logging.getLogger("memguard")
 
 
 class Framework(ABC):
@@ -40,6 +43,8 @@ class Framework(ABC):
 
     def __init__(self, host: Host) -> None:
         self.host = host
+        self.notes: list[str] = []
+        """What turned out after `apply`, as sentences: the guard shows them with its own."""
 
     def state(self) -> State:
         """How far the framework is, found without importing or initialising anything."""
@@ -80,6 +85,10 @@ class Framework(ABC):
             "change the budget file and restart the process",
         )
 
+    def footprint(self, size: int) -> int:
+        """What one more allocation of `size` bytes would make the framework take from the driver, at most."""
+        return size
+
     def oom_types(self) -> tuple[type[BaseException], ...]:
         """The framework's own out-of-memory exceptions, most specific first; empty where it is not imported."""
         return ()
@@ -90,6 +99,11 @@ class Framework(ABC):
         None where the framework reports no single allocations: the recorder then samples `usage`.
         """
         return None
+
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            _log.info("%s", note)
 
     def about(self) -> dict[str, str]:
         """What a trace should say about the framework beside its version, such as its allocator."""

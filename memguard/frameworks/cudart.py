@@ -81,4 +81,5 @@ def _folders() -> Iterator[Path]:
     for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
         if entry:
             yield Path(entry)
+    yield Path(sys.prefix) / "lib"
     yield from (Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"))

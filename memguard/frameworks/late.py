@@ -17,7 +17,7 @@ from typing import Any
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Callbacks by module name, each called once, after that module's code has run."""
+    """Callbacks by module name, each called after that module's code has run, until one call succeeds."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
@@ -68,9 +68,15 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def _imported(self, module: str) -> None:
         with self._lock:
             callback = self._waiting.pop(module, None)
-            self._leave_when_idle()
         if callback is not None:
-            callback()
+            try:
+                callback()
+            except BaseException:
+                with self._lock:  # the import fails with it, and a second attempt must not slip through
+                    self._waiting.setdefault(module, callback)
+                raise
+        with self._lock:
+            self._leave_when_idle()
 
     def _leave_when_idle(self) -> None:
         if not self._waiting:

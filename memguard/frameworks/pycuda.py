@@ -6,7 +6,7 @@ into 2 MiB slabs (measured), so held counts both. `mem_alloc` is a default argum
 so those defaults are swapped too. `Device.make_context`, and with it `pycuda.autoinit`, gives the primary
 context that the other frameworks use: a second one costs 518 MiB (measured).
 
-Not counted: functions taken from `pycuda.driver` before memguard.init, `drv.Array`, managed memory.
+Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugMemoryPool`, `drv.Array`, managed memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 from memguard.errors import CapNotApplied
+from memguard.frameworks._pycuda_pool import SMALL, Pitched, Pool
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
-from memguard.units import MIB, format_size, round_up
+from memguard.units import format_size, round_up
 
 _log = logging.getLogger("memguard")
-_SMALL = MIB
-"""Up to here the driver packs allocations into 2 MiB slabs; above, each is rounded up to 2 MiB (measured)."""
 
 
 class PyCUDA(Framework):
@@ -44,9 +43,10 @@ class PyCUDA(Framework):
         self._lock = threading.RLock()
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
-        self._own: dict[int, _Pool] = {}  # by context handle
-        self._others: weakref.WeakKeyDictionary[Any, _Pool] = weakref.WeakKeyDictionary()  # the user's own pools
-        self._pitched: defaultdict[str, _Pitched] = defaultdict(_Pitched)
+        self._own: dict[int, Pool] = {}  # by context handle
+        self._others: weakref.WeakKeyDictionary[Any, Pool] = weakref.WeakKeyDictionary()  # the user's own pools
+        self._pitched: defaultdict[str, Pitched] = defaultdict(Pitched)
+        self._peak: Counter[str] = Counter()
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -85,9 +85,10 @@ class PyCUDA(Framework):
             pools = self._pools(device.uuid)
             pitched = self._pitched[device.uuid]
             held = sum(p.held() for p in pools) + pitched.held()
-            in_use = sum(p.active_bytes() for p in pools) + pitched.large + pitched.small
+            in_use = sum(p.active_bytes() for p in pools) + pitched.in_use()
             idle = sum(p.idle_bytes() for p in pools)
-        return Usage(held, in_use, idle)
+            peak = self._peak[device.uuid] = max(self._peak[device.uuid], in_use)
+        return Usage(held, in_use, idle, peak=peak)
 
     def trim(self, device: Device) -> None:
         """`free_held()` of the pools whose context is current on this thread; others can only be freed on theirs."""
@@ -102,6 +103,13 @@ class PyCUDA(Framework):
 
     def resize(self, caps: Mapping[str, int]) -> None:
         self._caps = dict(caps)
+
+    def footprint(self, size: int) -> int:
+        """A block of the bin that `size` falls into (a sixteenth more at most), in the driver's pages."""
+        with self._lock:
+            pool = next(iter(self._own.values()), None)
+            block = pool.bin_size(size) if pool is not None and size > 0 else size + size // 16
+        return round_up(block) if block > SMALL else block
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
         drv: Any = sys.modules.get("pycuda.driver")
@@ -168,7 +176,7 @@ class PyCUDA(Framework):
                     tracked = framework._others.get(self)
                     if tracked is None:
                         uuid = framework._uuid(drv, current)
-                        tracked = _Pool(weakref.ref(self), current.handle, uuid, raw_pool)
+                        tracked = Pool(weakref.ref(self), current.handle, uuid, raw_pool)
                         framework._others[self] = tracked
                 return framework._allocate(drv, tracked, size)
 
@@ -183,12 +191,16 @@ class PyCUDA(Framework):
         drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
         drv.Device.make_context = make_context
         tools.DeviceMemoryPool = DeviceMemoryPool
+        if named_in_driver := getattr(drv, "DeviceMemoryPool", None) is raw_pool:
+            drv.DeviceMemoryPool = DeviceMemoryPool
         _swap_defaults(raw_alloc, mem_alloc)
 
         def undo() -> None:
             drv.mem_alloc, drv.mem_alloc_pitch = raw_alloc, raw_pitch
             drv.Device.make_context = raw_context
             tools.DeviceMemoryPool = raw_pool
+            if named_in_driver:
+                drv.DeviceMemoryPool = raw_pool
             _swap_defaults(mem_alloc, raw_alloc)  # also those of a gpuarray imported after us
             current = _current_context(drv)
             with self._lock:
@@ -200,26 +212,30 @@ class PyCUDA(Framework):
 
         return undo
 
-    def _pool_here(self, drv: Any, current: Any, make: Any) -> _Pool:
+    def _pool_here(self, drv: Any, current: Any, make: Any) -> Pool:
         with self._lock:
             pool = self._own.get(current.handle)
             if pool is None:
                 made = make()
-                pool = _Pool(lambda: made, current.handle, self._uuid(drv, current), make)
+                pool = Pool(lambda: made, current.handle, self._uuid(drv, current), make)
                 self._own[current.handle] = pool
             return pool
 
-    def _allocate(self, drv: Any, pool: _Pool, size: int) -> Any:
+    def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
         with self._lock:
             bin_size = pool.bin_size(size)
             if not pool.has_free(bin_size):
                 self._make_room(drv, pool.uuid, lambda: pool.growth(bin_size), size)
             allocation = pool.take(size, bin_size)
+            in_use = sum(p.active_bytes() for p in self._pools(pool.uuid)) + self._pitched[pool.uuid].in_use()
+            self._peak[pool.uuid] = max(self._peak[pool.uuid], in_use)
             self._serial += 1
             serial = self._serial
             if self._events is not None:
                 self._recorded.add(serial)
-                self._events.append(TraceEvent(time.time(), self.name, "alloc", serial, size))
+                self._events.append(
+                    TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid))
+                )
         weakref.finalize(allocation, self._released, pool, bin_size, serial).atexit = False
         return allocation
 
@@ -242,15 +258,18 @@ class PyCUDA(Framework):
     def _held(self, uuid: str) -> int:
         return sum(p.held() for p in self._pools(uuid)) + self._pitched[uuid].held()
 
-    def _pools(self, uuid: str) -> list[_Pool]:
+    def _pools(self, uuid: str) -> list[Pool]:
         return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
 
-    def _released(self, pool: _Pool, bin_size: int, serial: int) -> None:
+    def _released(self, pool: Pool, bin_size: int, serial: int) -> None:
         # May run inside any allocation, on any thread: an append and a subtraction, no lock, no CUDA call.
         pool.active[bin_size] -= 1
         events = self._events
         if events is not None and serial in self._recorded:
-            events.append(TraceEvent(time.time(), self.name, "free", serial))
+            events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(pool.uuid)))
+
+    def _position(self, uuid: str) -> int:
+        return list(self._by_ordinal.values()).index(uuid)
 
     def _uuid(self, drv: Any, current: Any) -> str:
         pool = self._own.get(current.handle)
@@ -261,141 +280,6 @@ class PyCUDA(Framework):
             if drv.Device(ordinal) == device:
                 return uuid
         raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
-
-
-class _Pitched:
-    """Pitched allocations on one GPU: bytes asked of the driver, and the pages it takes for them."""
-
-    def __init__(self) -> None:
-        self.large = self.small = self._slabs = 0
-
-    def growth(self, size: int) -> int:
-        return round_up(size) if size > _SMALL else max(round_up(self.small + size) - self._slabs, 0)
-
-    def add(self, size: int) -> None:
-        if size > _SMALL:
-            self.large += round_up(size)
-        else:
-            self.small += size
-            self._slabs = max(self._slabs, round_up(self.small))
-
-    def remove(self, size: int) -> None:
-        if size > _SMALL:
-            self.large -= round_up(size)
-        else:
-            self.small -= size
-            self._slabs = self._slabs if self.small else 0  # a slab goes back when its last piece does
-
-    def held(self) -> int:
-        return self.large + self._slabs
-
-
-class _Pool:
-    """A PyCUDA pool with what it does not tell: how many blocks of each bin exist and are handed out.
-
-    `active` may count too many (an allocation freed by hand counts until its object dies), never too few,
-    so a block reported as free is free.
-
-    One small block always lies idle in the pool: PyCUDA's pool takes the current context when its first block
-    is given back, and where none is current, as at exit or on another thread, that aborts the process (measured).
-    """
-
-    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, raw: Any) -> None:
-        self.context, self.uuid = context, uuid
-        self.active: Counter[int] = Counter()
-        self._pool, self._raw = pool, raw  # a pool of the user's own is referred to weakly
-        self._blocks: Counter[int] = Counter()
-        self._slabs = 0
-
-    def bin_size(self, size: int) -> int:
-        pool = self._pool()
-        return int(pool.alloc_size(pool.bin_number(size)))
-
-    def has_free(self, bin_size: int) -> bool:
-        return self._there() and self._blocks[bin_size] > self.active[bin_size]
-
-    def growth(self, bin_size: int) -> int:
-        """Bytes by which `held` grows with one more block of this size."""
-        there = self._there()
-        large = round_up(bin_size) if bin_size > _SMALL else 0
-        slabs = max(self._slabs, self._slabs_with(0 if large else bin_size))
-        return large + (slabs - max(self._slabs, self._slabs_with(0)) if there else slabs)
-
-    def take(self, size: int, bin_size: int) -> Any:
-        allocation = self._take(size, bin_size)
-        self.active[bin_size] += 1
-        self._keep_one_idle()
-        return allocation
-
-    def free_held(self) -> None:
-        pool = self._pool()
-        if pool is None:
-            return
-        self._raw.free_held(pool)
-        self._blocks &= self.active
-        if not self._small():  # a slab goes back when its last piece does: until then none is counted as gone
-            self._slabs = 0
-        self._keep_one_idle()
-
-    def held(self) -> int:
-        """Bytes taken from the driver: what it rounds the pool's blocks up to."""
-        if not self._there():
-            return 0
-        large = sum(round_up(size) * count for size, count in self._blocks.items() if size > _SMALL)
-        return large + max(self._slabs, self._slabs_with(0))
-
-    def active_bytes(self) -> int:
-        pool = self._pool()
-        return int(pool.active_bytes) if pool is not None else 0
-
-    def idle_bytes(self) -> int:
-        pool = self._pool()
-        return int(pool.managed_bytes - pool.active_bytes) if pool is not None else 0
-
-    def _take(self, size: int, bin_size: int) -> Any:
-        pool = self._pool()
-        before = pool.managed_bytes
-        counted = self.has_free(bin_size)  # freed by hand and given back already, it may not be there any more
-        try:
-            allocation = self._raw.allocate(pool, size)
-        except BaseException:
-            if pool.managed_bytes != before:  # it gave idle blocks back, and still the driver refused
-                self.free_held()
-            raise
-        grown = pool.managed_bytes - before
-        if grown not in (0, bin_size):
-            # The driver refused once, and PyCUDA gave idle blocks back, who knows which: now all of them are gone.
-            self._raw.free_held(pool)
-            self._blocks, counted = self._blocks & self.active, False
-        if grown != 0 and not counted:
-            self._blocks[bin_size] += 1
-            self._slabs = max(self._slabs, round_up(self._small()))
-        return allocation
-
-    def _keep_one_idle(self) -> None:
-        pool = self._pool()
-        if pool.held_blocks == 0 and pool.managed_bytes:
-            try:
-                self._take(1, self.bin_size(1))  # dropped at once: the block stays in the pool
-            except Exception as error:  # the card is full, which is no reason to fail what is there
-                _log.debug("pycuda: no idle block for the pool: %s", error)
-
-    def _there(self) -> bool:
-        """Whether the pool has any memory; where not, no block of it is left either."""
-        pool = self._pool()
-        if pool is not None and pool.managed_bytes:
-            return True
-        self._blocks.clear()
-        self._slabs = 0
-        return False
-
-    def _slabs_with(self, size: int) -> int:
-        """Slabs for the small blocks, one of `size` and the idle one."""
-        idle = self.bin_size(1) if self._pool() is not None else 0
-        return round_up(self._small() + size + (0 if self._blocks[idle] > self.active[idle] else idle))
-
-    def _small(self) -> int:
-        return sum(size * count for size, count in self._blocks.items() if size <= _SMALL)
 
 
 def _current_context(drv: Any) -> Any:

@@ -23,11 +23,13 @@ from memguard.frameworks.allocators import (
     BFCAllocator,
     PyCUDAPool,
     TorchCachingAllocator,
+    alloc_size,
+    bin_number,
     tensorflow_default_limit,
 )
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
-from memguard.units import MIB, format_size
+from memguard.units import MIB, format_size, round_up
 
 STYLES: Mapping[str, str] = {"torch": "torch", "tensorflow": "bfc", "pycuda": "pool"}
 """Which allocator each framework is simulated with."""
@@ -207,6 +209,14 @@ class SimulatedFramework(Framework):
         with self._lock:
             if device.uuid in self._pools:
                 self._pools[device.uuid].trim()
+
+    def footprint(self, size: int) -> int:
+        if self.style == "torch":
+            return 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else round_up(size)
+        if self.style == "pool":
+            block = alloc_size(bin_number(max(size, 1)))
+            return round_up(block) if block > MIB else block
+        return round_up(size, 256)
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
         return (oom_type(self.name),) if self.imported else ()

@@ -18,9 +18,11 @@ from typing import Any, ClassVar
 from memguard.errors import CapNotApplied
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
-from memguard.units import MIB, format_size
+from memguard.units import MIB, format_size, round_up
 
 _log = logging.getLogger("memguard")
+_standing: dict[str, tuple[int, bool]] = {}
+"""Limit and growth that TensorFlow went live with, by device: they stay for the process, whatever comes next."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATOR = "TF_GPU_ALLOCATOR"
 
@@ -47,11 +49,7 @@ class TensorFlow(Framework):
         tf: Any = sys.modules["tensorflow"]
         self._refuse_async()
         if self._live(tf):
-            raise CapNotApplied(
-                self.name,
-                "it was live before memguard.init(): its allocator exists and cannot be limited any more",
-                "call memguard.init() before TensorFlow's first operation",
-            )
+            return self._accept_standing(caps)
         gpus = tf.config.list_physical_devices("GPU")
         if not gpus:
             why = "" if tf.test.is_built_with_cuda() else ": this TensorFlow is built without CUDA"
@@ -72,13 +70,35 @@ class TensorFlow(Framework):
             raise
 
         def undo_all() -> None:
+            undo[0]()  # the environment, which children would inherit
             if self._live(tf):
+                _standing.update({uuid: (self._caps[uuid], self._growth) for uuid in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
-            for step in reversed(undo):
+            for step in reversed(undo[1:]):
                 step()
             self._logical = {}
 
         return Applied(Enforcement.ENFORCED, undo_all)
+
+    def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
+        """Live already: right only where an earlier budget of this process left the very limits that are wanted."""
+        if not _standing:
+            raise CapNotApplied(
+                self.name,
+                "it was live before memguard.init(): its allocator exists and cannot be limited any more",
+                "call memguard.init() before TensorFlow's first operation",
+            )
+        for uuid, (limit, self._growth) in _standing.items():
+            if caps.get(uuid) != limit:
+                raise CapNotApplied(
+                    self.name,
+                    f"it went live with a limit of {format_size(limit)}, which stays; this budget gives it "
+                    f"{format_size(caps.get(uuid))}",
+                    f"write tensorflow: {{limit: {limit // MIB}MiB}}, or restart the process",
+                )
+        self._caps = dict(caps)
+        self._logical = {uuid: position for position, uuid in enumerate(_standing)}
+        return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
     def usage(self, device: Device) -> Usage | None:
         """`get_memory_info` (2.3 µs), asked only once TensorFlow is live, because it would initialise it.
@@ -108,6 +128,9 @@ class TensorFlow(Framework):
             "TensorFlow's memory_limit is fixed once it is set",
             "change the budget file and restart the process",
         )
+
+    def footprint(self, size: int) -> int:
+        return round_up(size, 256)
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
         tf: Any = sys.modules.get("tensorflow")

@@ -24,7 +24,7 @@ from memguard.devices import cuda
 from memguard.errors import CapNotApplied, DeviceError
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
-from memguard.units import MIB, format_size
+from memguard.units import GRANULE, MIB, format_size, round_up
 
 _log = logging.getLogger("memguard")
 
@@ -75,7 +75,11 @@ class Torch(Framework):
             raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
         self._caps = dict(caps)
         if self._live(torch):
-            residual = self._set_now(torch)
+            try:
+                residual = self._set_now(torch)
+            except BaseException:
+                self._restore()
+                raise
             return Applied(Enforcement.ENFORCED, self._restore, residual=residual)
         return Applied(
             Enforcement.ENFORCED,
@@ -124,10 +128,25 @@ class Torch(Framework):
                 "the driver pool under the async backend has a fixed size",
                 "change the budget file and restart, or use the native backend",
             )
-        self._caps = dict(caps)
+        before, self._caps = self._caps, dict(caps)
         torch = sys.modules.get("torch")
-        if torch is not None and self._live(torch):
+        if torch is None or not self._live(torch):
+            return
+        try:
             self._set_now(torch)
+        except BaseException:
+            self._caps = before
+            self._set_now(torch)  # the caps that held until now hold on
+            raise
+
+    def footprint(self, size: int) -> int:
+        """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
+        if self._pools:
+            return round_up(size, 32 * MIB)  # the driver's pools grow in such steps (measured)
+        segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
+        torch = sys.modules.get("torch")
+        expandable = torch is not None and self._live(torch) and _expandable(torch)
+        return max(segment, size) + SEGMENT if expandable else segment
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
         torch = sys.modules.get("torch")
@@ -175,7 +194,11 @@ class Torch(Framework):
 
         def set_caps() -> None:
             if armed:
-                self._set_now(torch)
+                try:
+                    self._set_now(torch)
+                except BaseException:
+                    self._restore()
+                    raise
 
         torch.cuda._lazy_call(set_caps)
 
@@ -196,22 +219,18 @@ class Torch(Framework):
             self._check_properties(torch)
         backend = torch.cuda.get_allocator_backend()
         residual: dict[str, int] = {}
-        try:
-            for uuid, ordinal in self._ordinals(torch).items():
-                if uuid not in self._caps:
-                    continue
-                allowed = self._caps[uuid]
-                if backend == "cudaMallocAsync":
-                    self._put_pool_under(uuid, ordinal, allowed)
-                elif _expandable(torch):
-                    allowed -= SEGMENT
-                self._set_fraction(torch, ordinal, allowed)
-                usage = self.usage(Device(uuid, "", 0, 0, None, ""))
-                if usage is not None and usage.held is not None and usage.held > self._caps[uuid]:
-                    residual[uuid] = usage.held - self._caps[uuid]
-        except BaseException:
-            self._restore()
-            raise
+        for uuid, ordinal in self._ordinals(torch).items():
+            if uuid not in self._caps:
+                continue
+            allowed = self._caps[uuid]
+            if backend == "cudaMallocAsync":
+                self._put_pool_under(uuid, ordinal, allowed)
+            elif _expandable(torch):
+                allowed -= SEGMENT
+            self._set_fraction(torch, ordinal, allowed)
+            usage = self.usage(Device(uuid, "", 0, 0, None, ""))
+            if usage is not None and usage.held is not None and usage.held > self._caps[uuid]:
+                residual[uuid] = usage.held - self._caps[uuid]
         return residual
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
@@ -220,12 +239,14 @@ class Torch(Framework):
             raise CapNotApplied(
                 self.name, f"expandable segments need a cap above {format_size(SEGMENT)}", "raise its share"
             )
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        before = self._before.setdefault(ordinal, read(ordinal) if read is not None else 1.0)
+        if int(before * total) < allowed:
+            self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
+            allowed = int(before * total)
         fraction = min(allowed / total, 1.0)
         if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
             fraction = min(math.nextafter(fraction, 1.0), 1.0)
-        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        if read is not None:
-            self._before.setdefault(ordinal, read(ordinal))
         torch._C._cuda_setMemoryFraction(fraction, ordinal)
         if read is not None and abs(read(ordinal) * total - allowed) >= 1:
             raise CapNotApplied(
@@ -240,11 +261,12 @@ class Torch(Framework):
         try:
             self._pools[uuid] = cuda.CappedPool(ordinal, allowed)
         except (ImportError, DeviceError) as error:
-            _log.warning(
-                "torch (cudaMallocAsync): the cap counts bytes in use; its pool may hold a few percent more (%s). "
-                "fix: pip install 'memguard[cuda]'",
-                error,
-            )
+            raise CapNotApplied(
+                self.name,
+                f"under cudaMallocAsync the fraction counts bytes in use, not what the pool holds, and no driver pool "
+                f"could be put under it ({error})",
+                "pip install 'memguard[cuda]', or use PyTorch's native allocator",
+            ) from error
 
     def _restore(self) -> None:
         torch = self._torch()
@@ -267,6 +289,12 @@ class Torch(Framework):
                     "runtime was loaded before torch's, and the first matrix product would kill the process (SIGFPE)",
                     "call memguard.init() before `import tensorflow`, or import torch before tensorflow",
                 )
+            if "tensorflow" not in sys.modules:
+                continue
+            if true is None:
+                self._say("torch beside tensorflow: not checked against the driver; fix: pip install 'memguard[cuda]'")
+            else:
+                self._say(f"torch beside tensorflow: checked, it sees the driver's {true} multiprocessors")
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
         """CUDA ordinal by UUID, asked of torch itself once it is live (its `uuid` is NVML's without `GPU-`)."""
