@@ -263,6 +263,19 @@ def test_a_hit_in_a_full_pool_gives_nothing_back(model: Model) -> None:
     assert setting.drv.counters["free_held"] == 0
 
 
+def test_a_request_that_fits_to_the_last_page_gives_nothing_back(model: Model) -> None:
+    setting = model()
+    setting.apply(26 * MIB)
+    idle = setting.drv.mem_alloc(8 * MIB)  # ten, and two for the small block that always lies idle
+    del idle
+    setting.drv.counters["free_held"] = 0
+    array = setting.drv.mem_alloc(13 * MIB)
+    assert setting.taken == 26 * MIB and setting.drv.counters["free_held"] == 0
+    with pytest.raises(setting.drv.MemoryError):
+        setting.drv.mem_alloc(13 * MIB)
+    del array
+
+
 def test_idle_blocks_go_back_before_a_request_is_refused(model: Model) -> None:
     setting = model()
     setting.apply(64 * MIB)
@@ -318,7 +331,7 @@ def test_pitched_memory_is_counted_and_given_back(model: Model) -> None:
     setting = model()
     setting.apply(64 * MIB)
     allocation, pitch = setting.drv.mem_alloc_pitch(1000, 20 * 1024, 4)
-    assert pitch == 1024 and setting.usage() == Usage(20 * MIB, 20 * MIB, 0)
+    assert pitch == 1024 and setting.usage() == Usage(20 * MIB, 20 * MIB, 0, peak=20 * MIB)
     with pytest.raises(setting.drv.MemoryError):
         setting.drv.mem_alloc_pitch(1000, 50 * 1024, 4)
     del allocation
@@ -372,6 +385,9 @@ def test_a_full_card_is_pycudas_own_error(model: Model) -> None:
     with pytest.raises(setting.drv.MemoryError, match="cuMemAlloc failed"):
         setting.drv.mem_alloc(8 * MIB)
     del live[::2]
+    with pytest.raises(setting.drv.MemoryError, match="cuMemAlloc failed"):
+        setting.drv.mem_alloc(60 * MIB)  # gave its idle blocks back, in vain
+    assert setting.usage().held == setting.taken
     array = setting.drv.mem_alloc(13 * MIB)  # PyCUDA gives its idle blocks back by itself and tries again
     usage = setting.usage()
     assert usage.held is not None and setting.taken <= usage.held <= 64 * MIB
@@ -426,6 +442,28 @@ def test_a_cap_of_one_page(model: Model) -> None:
     del array
 
 
+def test_the_peak_is_that_of_what_was_in_use(model: Model) -> None:
+    setting = model()
+    setting.apply(64 * MIB)
+    first, second = setting.drv.mem_alloc(8 * MIB), setting.drv.mem_alloc(20 * MIB)
+    del first, second
+    assert setting.usage().in_use == 0 and setting.usage().peak == 28 * MIB
+
+
+@pytest.mark.parametrize("size", [1, 1000, MIB, 3 * MIB + 1, 8 * MIB, 31 * MIB])
+def test_what_a_request_would_take_is_foretold(model: Model, size: int) -> None:
+    """At most by one bin and one page too much, never too little."""
+    setting = model()
+    setting.apply(64 * MIB)
+    early = setting.framework.footprint(size)
+    kept = setting.drv.mem_alloc(2000)
+    late, before = setting.framework.footprint(size), setting.taken
+    array = setting.drv.mem_alloc(size)
+    for foretold in (early, late):
+        assert setting.taken - before <= max(foretold, 2 * MIB) <= size * 17 // 16 + 2 * MIB
+    del array, kept
+
+
 # contexts and threads
 
 
@@ -473,6 +511,20 @@ def test_arrays_that_die_on_a_thread_without_a_context(model: Model) -> None:
     thread.start()
     thread.join()
     assert setting.usage().in_use == 0
+
+
+@pytest.mark.parametrize("way", ["mem_alloc", "own pool"])
+def test_it_is_live_on_every_thread_once_it_holds_memory(model: Model, way: str) -> None:
+    setting = model()
+    setting.apply(64 * MIB)
+    ways = setting.ways()
+    array = ways[way](8 * MIB)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend([setting.framework.state(), setting.usage().in_use]))
+    thread.start()
+    thread.join()
+    assert found == [State.LIVE, 8 * MIB]
+    del array
 
 
 def test_trimming_on_a_thread_without_a_context_does_nothing(model: Model) -> None:

@@ -248,9 +248,25 @@ def test_no_gpu(run: Run) -> None:
     assert "NVML sees no GPU" in found["text"] and "fix: " in found["text"]
 
 
-def test_mig(run: Run) -> None:
-    text = run("result['text'] = refused(Nvml().devices)", TWO, mig1=1)["text"]
-    assert "Tesla T4" in text and "MIG enabled" in text and "fix: use a GPU without MIG" in text
+def test_a_gpu_divided_by_mig_is_refused_with_its_name(run: Run) -> None:
+    found = run(
+        """
+        from memguard.devices.real import RealHost
+        result["text"] = refused(RealHost().devices)
+        scenario(mig1=0)
+        result["count"] = len(RealHost().devices())
+        """,
+        TWO,
+        mig1=1,
+    )
+    assert "Tesla T4" in found["text"] and "MIG enabled" in found["text"] and "\n    fix: " in found["text"]
+    assert found["count"] == 2
+
+
+def test_a_gpu_that_knows_no_mig_has_none(run: Run) -> None:
+    code = f"result['mig'] = [Nvml().mig({UUIDS[0]!r}), Nvml().mig({UUIDS[1]!r})]"
+    assert run(code, TWO)["mig"] == [False, False]
+    assert run(code, TWO, mig0=1)["mig"] == [True, False]
 
 
 # a GPU that goes
