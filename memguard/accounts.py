@@ -146,7 +146,7 @@ class Ledger:
         from rich.console import Console
 
         out = StringIO()
-        Console(file=out, width=80, no_color=True, highlight=False).print(self)
+        Console(file=out, width=80, no_color=True, highlight=False, markup=False).print(self)
         return out.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:

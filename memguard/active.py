@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
 
 from memguard.conductor import Guard, WorkloadReport
-from memguard.errors import AlreadyActive, MemguardError, NotActive
+from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
 if TYPE_CHECKING:
     from memguard.accounts import Ledger
@@ -145,8 +145,14 @@ def _load(budget: BudgetLike) -> Budget:
 
 
 def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    names = (simulate,) if isinstance(simulate, str) else tuple(simulate or ())
-    return None if simulate is None else tuple(name.strip().lower() for name in names)
+    if simulate is None:
+        return None
+    names: Sequence[object] = simulate if isinstance(simulate, (list, tuple)) else [simulate]
+    for name in names:
+        if not isinstance(name, str):
+            text = f"simulate names GPUs as text, found {name!r}"
+            raise DeviceError(f"{text}\n    fix: simulate='h200', or a list of names")
+    return tuple(str(name).strip().lower() for name in names)
 
 
 def _simulated_names(host: Host) -> tuple[str, ...] | None:

@@ -73,6 +73,7 @@ class Guard:
         self._entries: dict[str, _Entry] = {}
         self._overhead: dict[str, accounts.Overhead] = {}
         self._warned: set[str] = set()
+        self._started = False
         # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
         unnamed = () if host.simulated else (n for n in registry.NAMES if n not in budget.frameworks)
         self._strangers = {name: registry.create(name, host) for name in unnamed}
@@ -89,7 +90,10 @@ class Guard:
         return {name: entry.framework for name, entry in self._entries.items()}
 
     def start(self) -> None:
-        """Apply everything, or undo everything and raise."""
+        """Apply everything, or undo everything and raise. Once: a guard that was stopped stays so."""
+        if self._started:
+            raise MemguardError("this guard was started before\n    fix: call memguard.init again")
+        self._started = True
         try:
             # `state` waits for an import that runs in another thread, and that import may wait for us in a hook:
             # so it is asked before there is a hook, and again without the lock.

@@ -224,7 +224,7 @@ def admit(
     if found >= short:
         return Admission(room, tuple(trim))
     return Admission(
-        max(memory.free + found + (own.reclaimable or 0), 0),
+        max(stuck, min(room, memory.free + found + (own.reclaimable or 0))),
         refusal=(
             f"{framework} needs {format_size(needed)} and its cap allows it, but the card has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"

@@ -24,6 +24,8 @@ from memguard.model import Device, State, TraceEvent, Usage
 
 _log = logging.getLogger("memguard")
 
+_recording: int | None = None
+"""The process that is recording: PyTorch keeps one history, so there is one trace at a time."""
 INTERVAL = 0.002
 """Seconds between samples of a framework that reports no single allocations; one sample of TensorFlow is 2.3 µs."""
 
@@ -36,9 +38,15 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     PyTorch's single allocations, call `torch.cuda.init()` before the block. The header says the most that each
     framework held and had in use. Raises NotActive, TraceError.
     """
-    if os.path.lexists(path):
-        raise TraceError(f"{os.fspath(path)} exists already\n    fix: name a new file, or remove that one")
+    global _recording
+    target = os.path.abspath(path)  # the block may change the working directory
+    if os.path.lexists(target):
+        raise TraceError(f"{target} exists already\n    fix: name a new file, or remove that one")
+    if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
+        raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
     guard = active.current()
+    if _recording == os.getpid():
+        raise TraceError("a trace is being recorded already\n    fix: end that block first")
     frameworks = dict(guard.frameworks)
     started = time.time()
     stops: dict[str, Callable[[], list[TraceEvent]]] = {}
@@ -46,9 +54,12 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
         if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
             stops[name] = stop
     sampler = _Sampler(guard, frameworks, [name for name in frameworks if name not in stops], interval)
+    _recording = os.getpid()
     sampler.start()
 
     def finish() -> None:
+        if os.getpid() != _recording:  # a forked child leaves the block too
+            return
         events = sampler.stop()
         for stop in stops.values():
             events += stop()
@@ -57,17 +68,20 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
             events += _mark(guard, name, framework, ended)
         header = _header(guard, frameworks, started, sampler.most)
         events = [replace(e, time=round(e.time - started, 6)) for e in sorted(events, key=lambda e: e.time)]
-        trace.write(path, header, [e for e in events if e.time >= 0])
+        trace.write(target, header, [e for e in events if e.time >= 0])
 
     try:
-        yield
-    except BaseException:
         try:
-            finish()
-        except Exception as error:  # the block's own error goes first
-            _log.warning("%s", error)
-        raise
-    finish()
+            yield
+        except BaseException:
+            try:
+                finish()
+            except Exception as error:  # the block's own error goes first
+                _log.warning("%s", error)
+            raise
+        finish()
+    finally:
+        _recording = None
 
 
 def _usage(framework: Framework, device: Device) -> Usage | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import math
 import os
 import stat
 import tempfile
@@ -23,6 +22,8 @@ VERSION = 1
 MAX_LINE = 1 << 16
 """Bytes; a longer line is not one of ours, and is not read into memory."""
 
+MAX_SECONDS = 1e10
+"""Three centuries."""
 _NEEDS = {"alloc": ("id", "bytes"), "free": ("id",), "in_use": ("in_use",), "trim": (), "mark": ()}
 _MAY = {"mark": ("held", "in_use")}
 _RANGE = {"id": (-(1 << 63), 1 << 63), "bytes": (1, MAX_SIZE)}
@@ -240,7 +241,7 @@ class _Reader:
             self.fail(f"free on device {event.device} of an id allocated on {where}", f"write device {where}")
 
     def _clock(self, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_SECONDS:
             self.fail(f"time: {_show(value)} is not a number of seconds", "give seconds, 0 or more")
         if value < self.time:
             self.fail(f"time goes back from {self.time:g} s to {value:g} s", "sort the events by time")

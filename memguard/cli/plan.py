@@ -43,7 +43,7 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
-    console = Console(width=None if Console().is_terminal else 80, highlight=False)
+    console = Console(width=None if Console().is_terminal else 80, highlight=False, markup=False)
     for table in _tables(resolved):
         console.print(table)
     for note in resolved.notes:

@@ -82,8 +82,9 @@ def _find(budget: str | None) -> Path:
 
 
 def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever started us
+            stream.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):
         # Python ignores these for itself, and an ignored signal would stay ignored in the command.
         signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -32,9 +32,11 @@ class CudaDevice:
 def available() -> bool:
     """Whether `cuda-bindings` is installed."""
     try:
-        return importlib.util.find_spec("cuda.bindings.driver") is not None
+        spec = importlib.util.find_spec("cuda")  # only the top level: a submodule's would import a user's own cuda.py
     except (ImportError, ValueError):
         return False
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return any(os.path.isdir(os.path.join(folder, "bindings")) for folder in folders)
 
 
 def initialised() -> bool:
@@ -148,7 +150,7 @@ def _ask_child() -> tuple[CudaDevice, ...] | None:
     path = [entry for entry in sys.path if isinstance(entry, str)]
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
+            [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
             capture_output=True,
             text=True,
             timeout=_CHILD_TIMEOUT,

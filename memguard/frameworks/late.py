@@ -68,15 +68,15 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def _imported(self, module: str) -> None:
         with self._lock:
             callback = self._waiting.pop(module, None)
-        if callback is not None:
-            try:
-                callback()
-            except BaseException:
-                with self._lock:  # the import fails with it, and a second attempt must not slip through
-                    self._waiting.setdefault(module, callback)
-                raise
-        with self._lock:
             self._leave_when_idle()
+        if callback is None:
+            return
+        try:
+            callback()
+        except BaseException:
+            if module not in self._waiting:  # the import fails with it, and a second attempt must not slip through
+                self.watch(module, callback)
+            raise
 
     def _leave_when_idle(self) -> None:
         if not self._waiting:

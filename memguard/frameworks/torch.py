@@ -307,7 +307,10 @@ class Torch(Framework):
 
 def cuda_version() -> str | None:
     """The CUDA version torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
-    spec = importlib.util.find_spec("torch")
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ValueError:  # a stand-in without a spec
+        return None
     if spec is None or spec.origin is None:
         return None
     try:

@@ -62,7 +62,7 @@ def fill():
 memguard.resize("torch", "5GiB"); result["at_5"] = fill()
 memguard.resize("torch", "6GiB"); result["at_6"] = fill()
 memguard.resize("torch", "3GiB"); result["held_after_lowering"] = torch.cuda.memory_reserved()
-result["notes"] = guard.notes
+result["notes"] = memguard.ledger().notes
 del x
 memguard.trim(); result["at_3"] = fill()
 """

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -322,8 +323,14 @@ def test_an_interrupt_during_init_leaves_nothing_applied(
     steps: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = steps()
-    monkeypatch.setattr(Steps, "why_absent", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-    monkeypatch.setattr(Steps, "state", lambda self: State.IMPORTED if self.name == "torch" else self.why_absent())
+    apply = Steps.apply
+
+    def interrupted(self: Steps, caps: Any, options: Any) -> Any:
+        if self.name != "torch":
+            raise KeyboardInterrupt
+        return apply(self, caps, options)
+
+    monkeypatch.setattr(Steps, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start()
     assert done == ["apply torch", "undo torch"] and hooks() == []
@@ -470,8 +477,10 @@ def test_a_framework_that_is_not_in_the_budget() -> None:
         lambda: memguard.trim("cupy"),
         lambda: memguard.workload("w", framework="cupy").__enter__(),
     ):
-        with pytest.raises(NotActive, match="'cupy' is not in the budget, which has: torch"):
+        with pytest.raises(MemguardError, match="'cupy' is not in the budget, which has: torch"):
             call()
+    with pytest.raises(MemguardError, match="did you mean 'torch'"):
+        memguard.require("pytorch", 1)
 
 
 def test_require_trims_a_sibling_only_where_the_card_is_full() -> None:
@@ -627,7 +636,7 @@ def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
     assert guard.plan.devices[0].caps["torch"] == 6 * GIB
     memguard.resize("torch", "3GiB")
     assert torch.stats(gpu).held == 4 * GIB, "the cache went, the live array stays"
-    assert [note for note in guard.notes if "above its cap" in note] == [
+    assert [note for note in memguard.ledger().notes if "above its cap" in note] == [
         "torch: holds 1.00 GiB above its cap of 3.00 GiB on NVIDIA H200: it gets no more, and shrinks as arrays are "
         "freed and memguard.trim() runs"
     ]
@@ -635,6 +644,7 @@ def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
         torch.allocate(4 * MIB)
     torch.free(array)
     assert memguard.trim() == 3 * GIB
+    assert not any("above its cap" in note for note in memguard.ledger().notes), "it no longer is"
     torch.allocate(2 * GIB)
     assert memguard.ledger().devices[0].row("torch").cap == 3 * GIB
 
@@ -645,7 +655,7 @@ def test_lowering_onto_what_is_in_use_has_nothing_to_report() -> None:
     torch.allocate(3 * GIB)
     torch.free(torch.allocate(GIB))
     memguard.resize("torch", "3GiB")
-    assert not any("above its cap" in note for note in guard.notes)
+    assert not any("above its cap" in note for note in memguard.ledger().notes)
 
 
 def test_a_framework_capped_while_it_holds_more_is_reported(
@@ -1152,3 +1162,70 @@ def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: 
 def test_what_was_forked_stays_inert_in_its_own_children() -> None:
     guard = start()
     assert in_child(lambda: in_child(lambda: str(guard.active))) == "False"
+
+
+def test_a_replacement_that_does_not_fit_leaves_the_old_budget_as_it_was() -> None:
+    guard = start()
+    before = memguard.ledger().devices[0].row("torch").cap
+    with pytest.raises(PlanError):
+        memguard.init({**BUDGET, "device": {"limit": "900GiB"}}, simulate="h200", replace=True)
+    assert guard.active
+    assert memguard.ledger().devices[0].row("torch").cap == before
+
+
+def test_a_replacement_whose_caps_cannot_hold_brings_the_old_budget_back(steps: Callable[..., list[str]]) -> None:
+    steps()
+    start(TORCH)
+    cap = memguard.ledger().devices[0].row("torch").cap
+    steps("apply pycuda")
+    with pytest.raises(RuntimeError, match="apply of pycuda failed"):
+        memguard.init(
+            {"version": 1, "frameworks": {"torch": {"limit": "2GiB"}, "pycuda": {"limit": "1GiB"}}},
+            simulate="h200",
+            replace=True,
+        )
+    assert memguard.ledger().devices[0].row("torch").cap == cap
+
+
+def test_a_guard_that_was_stopped_does_not_start_again() -> None:
+    guard = start(TORCH)
+    memguard.shutdown()
+    with pytest.raises(MemguardError, match="started before"):
+        guard.start()
+    assert hooks() == []
+
+
+def test_init_does_not_deadlock_with_an_import_that_imports_another_framework(tmp_path: Path) -> None:
+    """Another thread is importing tensorflow, which imports torch, whose hook wants what init holds."""
+    (tmp_path / "torch.py").write_text("__version__ = '2'\n")
+    (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(0.5)\nimport torch\n")
+    code = f"""
+import faulthandler, sys, threading, time
+sys.path.insert(0, {str(tmp_path)!r})
+import memguard
+from memguard import active
+from memguard.devices.simulated import SimulatedHost
+class Host(SimulatedHost):
+    simulated = False
+active._host = lambda simulate: Host(["h200"])
+def importing():
+    try:
+        import tensorflow
+    except memguard.CapNotApplied:
+        pass
+    except Exception as error:
+        print(type(error).__name__)
+thread = threading.Thread(target=importing, daemon=True)
+thread.start()
+time.sleep(0.2)
+faulthandler.dump_traceback_later(20, exit=True)
+try:
+    memguard.init({{"version": 1, "device": {{"limit": "16GiB"}},
+                   "frameworks": {{"torch": {{"limit": "4GiB"}}, "tensorflow": {{"limit": "4GiB"}}}}}})
+except Exception:
+    pass                                   # these modules are no frameworks
+thread.join(10)
+print("no deadlock" if not thread.is_alive() else "deadlock")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "no deadlock" in done.stdout, done.stdout + done.stderr

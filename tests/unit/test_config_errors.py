@@ -270,7 +270,7 @@ def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("builtins.open", refuse)  # root may read everything, so chmod shows nothing there
+    monkeypatch.setattr("os.open", refuse)  # root may read everything, so chmod shows nothing there
     with pytest.raises(ConfigError, match="may not be read by this user"):
         load(tmp_path / "b.yaml")
 

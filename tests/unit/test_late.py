@@ -198,11 +198,15 @@ def test_the_callbacks_error_comes_out_of_the_import(write: Write) -> None:
 
     write(mg_late_a="runs = []\n")
     hook = ImportHook()
-    hook.watch("mg_late_a", refuse)
+    forget = hook.watch("mg_late_a", refuse)
     with pytest.raises(Mine, match="no"):
         importlib.import_module("mg_late_a")
-    assert "mg_late_a" not in sys.modules and hook not in sys.meta_path
-    importlib.import_module("mg_late_a")  # asked once, as promised
+    assert "mg_late_a" not in sys.modules
+    with pytest.raises(Mine, match="no"):
+        importlib.import_module("mg_late_a")  # a second attempt does not slip through
+    forget()
+    assert hook not in sys.meta_path
+    importlib.import_module("mg_late_a")
 
 
 def test_a_module_that_fails_to_import_keeps_its_own_error_and_is_watched_further(write: Write) -> None:

@@ -12,7 +12,7 @@ from memguard.config import Budget, from_mapping
 from memguard.devices.simulated import CATALOGUE, SimulatedHost
 from memguard.errors import PlanError
 from memguard.model import Device, DevicePlan, MemoryInfo, Usage
-from memguard.policy import CONTEXT, SLACK, WORKSPACE, admit, auto_reserve, busy, resized
+from memguard.policy import CONTEXT, SLACK, WORKSPACE, auto_reserve, busy, resized
 from memguard.units import GIB, GRANULE, MIB
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
@@ -277,6 +277,12 @@ FREE = MemoryInfo(100 * GIB, 0, 50 * GIB, 50 * GIB)
 FULL = MemoryInfo(100 * GIB, 0, 99 * GIB, GIB)
 
 
+def admit(
+    framework: str, needed: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo, takes: int = 0
+) -> policy.Admission:
+    return policy.admit(framework, needed, takes or needed, cap, usages, memory)
+
+
 def test_admission_within_the_cap_to_the_byte() -> None:
     held = {"torch": Usage(3 * GIB, 2 * GIB, reclaimable=GIB)}
     assert admit("torch", 6 * GIB, 8 * GIB, held, FREE).refusal is None
@@ -291,6 +297,19 @@ def test_cache_that_cannot_go_back_does_not_count() -> None:
     fragmented = {"torch": Usage(3 * GIB, GIB, reclaimable=0)}
     assert admit("torch", 5 * GIB, 8 * GIB, fragmented, FREE).refusal is None
     assert admit("torch", 6 * GIB, 8 * GIB, fragmented, FREE).available == 5 * GIB
+
+
+def test_cache_that_cannot_go_back_may_serve_from_within() -> None:
+    carved = {"torch": Usage(4 * GIB, GIB, reclaimable=0)}  # one segment of 4 GiB with 1 GiB in use
+    assert admit("torch", 2 * GIB, 4 * GIB, carved, FREE).refusal is None
+    assert admit("torch", 3 * GIB + 1, 4 * GIB, carved, FREE).available == 3 * GIB
+
+
+def test_what_the_allocator_takes_counts_and_not_what_was_asked() -> None:
+    nearly_full = {"torch": Usage(4086 * MIB, 4086 * MIB, reclaimable=0)}
+    refused = admit("torch", 5 * MIB, 4096 * MIB, nearly_full, FREE, takes=20 * MIB)
+    assert "takes 20.0 MiB for it" in (refused.refusal or "")
+    assert admit("torch", 10 * MIB, 4096 * MIB, nearly_full, FREE, takes=10 * MIB).refusal is None
 
 
 def test_unknown_reclaimable_is_not_promised() -> None:
@@ -315,10 +334,10 @@ def test_tensorflow_with_growth_counts_by_its_live_arrays() -> None:
 
 
 def test_what_tensorflows_pool_must_have_is_not_asked_of_the_card() -> None:
-    """Its pool holds at least 4 GiB with 1 GiB in use: 3 GiB need nothing of the card, which has 1."""
+    """Its pool holds at least 4 GiB with 1 GiB in use: 3 GiB need nothing of the card, more needs a new region."""
     growing = {"tensorflow": Usage(None, GIB, 0, held_at_least=4 * GIB, held_at_most=8 * GIB)}
-    assert admit("tensorflow", 4 * GIB, 8 * GIB, growing, FULL).refusal is None
-    assert admit("tensorflow", 4 * GIB + 1, 8 * GIB, growing, FULL).refusal is not None
+    assert admit("tensorflow", 3 * GIB, 8 * GIB, growing, FULL).refusal is None
+    assert admit("tensorflow", 3 * GIB + 1, 8 * GIB, growing, FULL).available == 3 * GIB
 
 
 def test_nothing_known_of_it_counts_as_nothing_held() -> None:

@@ -182,23 +182,26 @@ def test_admission_never_promises_what_cannot_be_had(
     framework: str, needed: int, cap: int, found: dict[str, Usage | None], free: int
 ) -> None:
     memory = MemoryInfo(4 * TIB, 0, 4 * TIB - free, free)
-    answer = policy.admit(framework, needed, cap, found, memory)
+    answer = policy.admit(framework, needed, needed, cap, found, memory)
     own = found.get(framework) or Usage(0, 0, 0)
     others = {n: u.reclaimable or 0 for n, u in found.items() if n != framework and u is not None}
     assert answer.available >= 0
     if answer.refusal is None:
         assert needed <= answer.available
-        pool = (own.reclaimable or 0) if own.held is not None else (own.held_at_least or 0) - (own.in_use or 0)
+        held = own.held if own.held is not None else own.held_at_least
+        back = own.reclaimable or 0
+        within = (held or 0) - back - (own.in_use or 0)  # what its pool may serve from, and cannot give back
         counted = own.held if own.held is not None else own.in_use
-        assert (counted or 0) - (own.reclaimable or 0) + needed <= cap, "never above the cap"
-        assert needed <= pool + free + sum(others[name] for name in answer.trim), "never above the card"
+        assert needed <= within or (counted or 0) - back + needed <= cap, "never above the cap"
+        on_card = back + free + sum(others[name] for name in answer.trim)
+        assert needed <= within or needed <= on_card, "never above the card"
         assert framework not in answer.trim and all(others[name] > 0 for name in answer.trim)
         if answer.trim:
-            assert needed > pool + free + sum(others[name] for name in answer.trim[:-1]), "none trimmed in vain"
+            assert needed > back + free + sum(others[name] for name in answer.trim[:-1]), "none trimmed in vain"
     else:
         assert needed > answer.available and answer.trim == () and "fix: " in answer.refusal
         if answer.available:
-            again = policy.admit(framework, answer.available, cap, found, memory)
+            again = policy.admit(framework, answer.available, answer.available, cap, found, memory)
             assert again.refusal is None or again.available < answer.available
 
 

@@ -88,7 +88,7 @@ def test_the_public_names() -> None:
 
 def test_type_checkers_see_the_names_that_exist() -> None:
     tree = ast.parse(Path(memguard.__file__).read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     declared = {}
     for node in block.body:
         assert isinstance(node, ast.ImportFrom)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -169,12 +170,36 @@ def test_what_cannot_be_recorded_is_said_before_the_block_runs(tmp_path: Path) -
     assert path.read_text() == "mine"
 
 
-def test_a_folder_that_is_not_there_is_said_after_the_block(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_said_before_the_block(tmp_path: Path) -> None:
     start()
     ran = []
     with pytest.raises(TraceError, match="cannot be written"), memguard.record_trace(tmp_path / "no" / "run.jsonl"):
         ran.append(1)
-    assert ran == [1]
+    assert ran == []
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    torch = of(start(), "torch")
+    with memguard.record_trace(tmp_path / "outer.jsonl"):
+        with pytest.raises(TraceError, match="recorded already"), memguard.record_trace(tmp_path / "inner.jsonl"):
+            pass
+        torch.allocate(GIB)
+    assert [e.bytes for e in trace.read(tmp_path / "outer.jsonl").events if e.op == "alloc"] == [GIB]
+    with memguard.record_trace(tmp_path / "next.jsonl"):
+        pass
+
+
+def test_a_forked_child_that_leaves_the_block_writes_nothing(tmp_path: Path) -> None:
+    torch = of(start(), "torch")
+    path = tmp_path / "run.jsonl"
+    child = 0
+    with memguard.record_trace(path):
+        torch.allocate(GIB)
+        child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert [e.bytes for e in trace.read(path).events if e.op == "alloc"] == [GIB]
 
 
 def test_a_block_that_raises_is_recorded_all_the_same(tmp_path: Path) -> None:
@@ -190,9 +215,12 @@ def test_a_block_that_raises_is_recorded_all_the_same(tmp_path: Path) -> None:
 def test_the_users_error_comes_first(tmp_path: Path, trouble: str) -> None:
     guard = start()
     torch = of(guard, "torch")
-    path = tmp_path / ("no/run.jsonl" if trouble == "folder" else "run.jsonl")
+    path = tmp_path / "a" / "run.jsonl"
+    path.parent.mkdir()
     with pytest.raises(ZeroDivisionError), memguard.record_trace(path):
         torch.allocate(GIB)
+        if trouble == "folder":
+            path.parent.rmdir()
         if trouble == "shutdown":
             memguard.shutdown()
         _ = 1 / 0

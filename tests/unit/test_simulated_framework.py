@@ -80,11 +80,12 @@ def test_a_hook_that_raises_stops_the_import() -> None:
     def refuse() -> None:
         raise CapNotApplied("torch", "no", "none")
 
-    hook.watch(framework.hook, refuse)
     before = list(sys.meta_path)
+    forget = hook.watch(framework.hook, refuse)
     with pytest.raises(CapNotApplied):
         framework.allocate(1)
     assert framework.state() is State.IMPORTABLE
+    forget()
     assert [f for f in sys.meta_path if f not in before] == []
 
 
