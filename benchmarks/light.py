@@ -58,7 +58,8 @@ def init_time(simulate: str | None) -> dict[str, Any]:
     alone, everything = [], []
     for _ in range(PAIRS):
         call = f"memguard.init({str(budget)!r}{argument})"
-        alone.append(timed(f"import memguard, pydantic, yaml, pynvml\nmemguard.init\nt = time.perf_counter()\n{call}"))
+        loaded = "import memguard, yaml, pynvml, pydantic\nclass Used(pydantic.BaseModel):\n    size: int = 0\n"
+        alone.append(timed(f"{loaded}t = time.perf_counter()\n{call}"))
         everything.append(timed(f"import memguard\n{call}"))
     return {"simulated": simulate, "init_s": spread(alone), "import_and_init_s": spread(everything)}
 
@@ -106,17 +107,20 @@ def main() -> None:
     result["init"] = init_time(simulate)
     result["plan"] = plan_time()
     ratio, init, plan = result["import"]["ratio"], result["init"]["init_s"], result["plan"]["plan_s"]
-    everything = result["init"]["import_and_init_s"]["median"]
+    everything = result["init"]["import_and_init_s"]
+    where = " (simulated GPU)" if simulate else ""
     result["checks"] = {
         "import memguard <= 1.5 x import pydantic, yaml": [
             ratio["p95"] <= 1.5,
             f"median {ratio['median']:.2f}, p95 {ratio['p95']:.2f}",
         ],
-        "init with nothing imported <= 50 ms": [
+        "init, no framework imported, its dependencies loaded <= 50 ms": [
             init["p95"] <= 0.05,
-            f"median {init['median'] * 1e3:.1f} ms, p95 {init['p95'] * 1e3:.1f} ms"
-            + (" (simulated GPU)" if simulate else "")
-            + f"; {everything * 1e3:.0f} ms with the imports of pydantic, yaml and pynvml",
+            f"median {init['median'] * 1e3:.1f} ms, p95 {init['p95'] * 1e3:.1f} ms{where}",
+        ],
+        "init in a fresh interpreter, the imports of pydantic, PyYAML and nvidia-ml-py included <= 50 ms": [
+            everything["p95"] <= 0.05,
+            f"median {everything['median'] * 1e3:.1f} ms, p95 {everything['p95'] * 1e3:.1f} ms{where}",
         ],
         "a plan of 6 frameworks x 8 GPUs <= 1 ms": [
             plan["p95"] <= 1e-3,

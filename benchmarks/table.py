@@ -97,8 +97,8 @@ def light() -> list[str]:
         "| --- | --- |",
         f"| `import memguard`, as a ratio to `import pydantic, yaml` | {spread(ratio)}; "
         f"the control against itself {spread(control)} |",
-        f"| `memguard.init`, no framework imported | {ms(alone)} |",
-        f"| the same with the imports of pydantic, PyYAML and nvidia-ml-py | {ms(everything)} |",
+        f"| `memguard.init`, no framework imported, its dependencies loaded | {ms(alone)} |",
+        f"| the same in a fresh interpreter, imports of pydantic, PyYAML, nvidia-ml-py included | {ms(everything)} |",
         f"| a plan of 6 frameworks × 8 GPUs | {ms(plan)} |",
     ]
 
