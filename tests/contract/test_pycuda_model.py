@@ -338,6 +338,47 @@ def test_pitched_memory_is_counted_and_given_back(model: Model) -> None:
     assert setting.usage().held == 0 and setting.taken == 0
 
 
+def test_a_slab_counts_until_its_last_piece_is_gone(model: Model) -> None:
+    """The driver packs small blocks into 2 MiB slabs, and which of them share one nobody tells."""
+    setting = model()
+    setting.apply(64 * MIB)
+    small = [setting.drv.mem_alloc(600_000) for _ in range(12)]  # 12 bins of 622,591 bytes: 7.1 MiB, four slabs
+    assert setting.usage().held == 8 * MIB
+    del small[1:]
+    setting.framework.trim(setting.gpu)
+    assert setting.usage().held == 8 * MIB, "the last piece may lie in any of them"
+    small.clear()
+    setting.framework.trim(setting.gpu)
+    assert setting.usage().held == setting.taken == 0
+    again = [setting.drv.mem_alloc(600_000) for _ in range(12)]
+    assert setting.usage().held == 8 * MIB
+    del again
+
+
+def test_small_pitched_memory_lies_in_slabs_too(model: Model) -> None:
+    setting = model()
+    setting.apply(64 * MIB)
+    small = [setting.drv.mem_alloc_pitch(1024, 1024, 4)[0] for _ in range(3)]
+    assert setting.usage().held == 4 * MIB and setting.usage().in_use == 3 * MIB
+    del small[1:]
+    assert setting.usage().held == 4 * MIB and setting.usage().in_use == MIB
+    small.clear()
+    assert setting.usage().held == 0
+
+
+def test_a_block_that_went_while_it_was_counted_is_not_counted_twice(model: Model) -> None:
+    """Freed by hand and trimmed away, its object still alive: the next one of its size takes its place."""
+    setting = model()
+    setting.apply(64 * MIB)
+    kept, dead = setting.drv.mem_alloc(2000), setting.drv.mem_alloc(8 * MIB)
+    dead.free()
+    setting.framework.trim(setting.gpu)
+    del dead
+    array = setting.drv.mem_alloc(8 * MIB)
+    assert setting.usage().held == setting.taken == 12 * MIB
+    del array, kept
+
+
 def test_sizes_that_are_none_get_pycudas_own_error(model: Model) -> None:
     setting = model()
     setting.apply()
