@@ -103,6 +103,19 @@ def light() -> list[str]:
     ]
 
 
+def gpu_tests() -> list[str]:
+    lines = []
+    for path in sorted(RESULTS.glob("*gpu-tests.json")):
+        result = json.loads(path.read_text())
+        outcomes = list(result["results"].values())
+        passed, failed = outcomes.count("passed"), outcomes.count("failed")
+        gpus = f"{result['about']['gpus']} × {result['about']['gpu']}"
+        lines.append(
+            f"`tests/gpu` on {gpus}: {passed} passed, {failed} failed ([{path.name}](benchmarks/results/{path.name}))."
+        )
+    return lines
+
+
 def ledger() -> list[str]:
     text = load("h200-main-job.json")["mixed_workload"]["ledger"]
     lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
@@ -117,7 +130,7 @@ def ledger() -> list[str]:
 
 
 def tables() -> str:
-    return "\n".join([*main_job(), "", *ledger(), "", *light()])
+    return "\n".join([*main_job(), *gpu_tests(), "", *ledger(), "", *light()])
 
 
 def status() -> list[str]:
