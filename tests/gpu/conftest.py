@@ -47,12 +47,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         results[report.nodeid] = report.outcome
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     target = os.environ.get("MEMGUARD_GPU_REPORT")
     if target and not MISSING:
         from _run import header
 
-        about = header("python -m pytest tests/gpu")
+        about = header(f"python -m pytest {' '.join(session.config.invocation_params.args)}")
         Path(target).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
