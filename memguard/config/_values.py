@@ -155,6 +155,9 @@ def _given(value: object, example: str) -> None:
 
 def _fraction(value: object) -> Fraction:
     if isinstance(value, Fraction) and 0 < value <= 1:
+        written = percent_text(value)
+        if len(written) > 20:  # a third, say: a budget must be the same read back from its own text
+            raise wrong(f"{value} has no exact percentage", f"write '{float(value * 100):.6g}%'")
         return value
     return _parsed(parse_percent, value, _A_PERCENTAGE)
 

@@ -198,3 +198,11 @@ def test_the_reference_shows_what_is_really_printed() -> None:
         except ConfigError as error:
             printed = f"{error}\n"
         assert printed == output
+
+
+def test_a_fraction_without_an_exact_percentage_is_refused_with_one_that_has() -> None:
+    from fractions import Fraction
+
+    with pytest.raises(ConfigError, match=r"1/3 has no exact percentage\n    fix: write '33.3333%'"):
+        from_mapping({"version": 1, "frameworks": {"torch": {"share": Fraction(1, 3)}}})
+    assert from_mapping({"version": 1, "frameworks": {"torch": {"share": Fraction(1, 8)}}}).frameworks["torch"].share
