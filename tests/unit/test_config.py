@@ -9,29 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget_texts import GOOD, UUID, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 from memguard.cli.check import check
 from memguard.cli.schema import schema
 from memguard.config import FRAMEWORKS, Budget, DeviceOverride, FrameworkBudget, from_mapping, json_schema, load, parse
-from memguard.errors import ConfigError, Problem
+from memguard.errors import ConfigError
 from memguard.units import GIB, MIB
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
-GOOD = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
-
-
-def problems(text: str | bytes) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as raised:
-        parse(text, "b.yaml")
-    return raised.value.problems
-
-
-def fw(lines: str) -> str:
-    """A budget with these lines as its frameworks; the first is line 3, indented by 2."""
-    return "version: 1\nframeworks:\n" + "".join(f"  {line}\n" for line in lines.split("\n"))
 
 
 # What a budget means
