@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memguard.errors import BudgetExceeded as BudgetExceeded
     from memguard.errors import CapNotApplied as CapNotApplied
     from memguard.errors import ConfigError as ConfigError
+    from memguard.errors import ConflictingSetting as ConflictingSetting
     from memguard.errors import DeviceError as DeviceError
     from memguard.errors import MemguardError as MemguardError
     from memguard.errors import NotActive as NotActive
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "AlreadyActive", "BudgetExceeded", "CapNotApplied", "ConfigError", "DeviceError", "MemguardError",
-    "NotActive", "PlanError", "TraceError",
+    "AlreadyActive", "BudgetExceeded", "CapNotApplied", "ConfigError", "ConflictingSetting", "DeviceError",
+    "MemguardError", "NotActive", "PlanError", "TraceError",
 )  # fmt: skip
 _FUNCTIONS = ("guard", "init", "ledger", "require", "resize", "shutdown", "trim", "workload")
 _HOMES = {
@@ -50,6 +51,7 @@ __all__ = [
     "BudgetExceeded",
     "CapNotApplied",
     "ConfigError",
+    "ConflictingSetting",
     "DeviceError",
     "MemguardError",
     "NotActive",

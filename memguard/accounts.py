@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from memguard.model import Device, DevicePlan, MemoryInfo, Usage
-from memguard.policy import CONTEXT, MODULES, SLACK, WORKSPACE
+from memguard.policy import CONTEXT, SLACK, modules, workspace
 from memguard.units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -45,10 +45,14 @@ class Overhead:
         than was measured of what appeared.
         """
         growth = gap - self.gap
-        new = appeared - self.appeared
+        new, gone = appeared - self.appeared, self.appeared - appeared
         room = expected_overhead(appeared, exact) - self.charged
         charge = max(min(growth, room), 0) if new or growth <= STEP else 0
-        shrunk = min(self.charged, max(gap, 0)) if "context" not in appeared else self.charged
+        shrunk = self.charged
+        if "context" not in appeared:
+            shrunk = min(shrunk, max(gap, 0))
+        elif gone and growth < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
+            shrunk = max(shrunk + max(growth, -sum(workspace(name) for name in gone)), 0)
         return Overhead(shrunk + charge, gap, appeared)
 
 
@@ -57,8 +61,8 @@ def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
     if not appeared:
         return 0
     if not exact:
-        return sum(MODULES.get(name, 0) for name in appeared | {"context"})
-    return CONTEXT + SLACK + sum(WORKSPACE.get(name, 128 * MIB) for name in appeared - {"context"})
+        return sum(modules(name) for name in appeared | {"context"})
+    return CONTEXT + SLACK + sum(workspace(name) for name in appeared - {"context"})
 
 
 @dataclass(frozen=True)

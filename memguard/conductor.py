@@ -7,13 +7,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memguard import accounts, policy
-from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive
+from memguard import policy
+from memguard.accounts import Ledger
+from memguard.books import Books
+from memguard.devices import contexts
+from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError, Problem
 from memguard.frameworks import registry
 from memguard.frameworks.base import Framework
 from memguard.frameworks.late import ImportHook
@@ -22,12 +25,10 @@ from memguard.undo import Undo
 from memguard.units import format_size, parse_size
 
 if TYPE_CHECKING:
-    from memguard.accounts import Ledger
     from memguard.config import Budget
     from memguard.devices.host import Host
 
 _log = logging.getLogger("memguard")
-_ATTEMPTS = 3
 
 
 @dataclass
@@ -71,12 +72,11 @@ class Guard:
         self._hook = ImportHook()
         self._undo = Undo()
         self._entries: dict[str, _Entry] = {}
-        self._overhead: dict[str, accounts.Overhead] = {}
-        self._warned: set[str] = set()
+        self._drifted: set[str] = set()
         self._started = False
         # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
         unnamed = () if host.simulated else (n for n in registry.NAMES if n not in budget.frameworks)
-        self._strangers = {name: registry.create(name, host) for name in unnamed}
+        self._books = Books(host, {name: registry.create(name, host) for name in unnamed}, self._warn)
         self._pid = os.getpid()
 
     @property
@@ -119,7 +119,7 @@ class Guard:
         with self._lock:
             stays = self._undo.run() + self.permanent
             self._entries.clear()
-            self._overhead.clear()
+            self._books.clear()
             self.host.close()
             for sentence in stays:
                 _log.info("%s", sentence)
@@ -136,9 +136,13 @@ class Guard:
         """A reading of every device. NVML is read before and after, and again if it moved meanwhile."""
         with self._lock:
             self._check_active()
-            parts = [self._read(part.device) for part in self.plan.devices]
-            notes = [*self._all_notes(), *(note for part in self.plan.devices for note in self._above_cap(part))]
-            return accounts.Ledger(time.time(), tuple(parts), self.host.simulated, tuple(notes))
+            drifted = self._drift()
+            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+            enforcements.update({name: Enforcement.WATCHED.value for name, said in drifted.items() if said})
+            parts = [self._books.read(part, self.frameworks, enforcements) for part in self.plan.devices]
+            notes = [*self._all_notes(), *(note for said in drifted.values() for note in said)]
+            notes += [note for part in self.plan.devices for _, note in self._above_cap(part)]
+            return Ledger(time.time(), tuple(parts), self.host.simulated, tuple(notes))
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded where `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
@@ -170,11 +174,11 @@ class Guard:
                     needed,
                     memory.free,
                     f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
-                    f"cache of {names} could not be given back from this thread\n"
+                    f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
+                    f"graph is being captured)\n"
                     f"    fix: memguard.trim() where {names} runs",
                 )
-            for name in admission.trim:
-                self._entries[name].framework.trim(part.device)
+            self._trim(admission.trim, part.device)
 
     @contextmanager
     def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
@@ -208,18 +212,19 @@ class Guard:
                 raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
             entry.framework.resize(plan.caps(framework))
             self.plan = plan
-            self._report_residual(framework, entry)
+            self._report_residual(framework)
 
     def trim(self, framework: str | None = None) -> int:
         """Give caches back to the driver, of one framework or all, on this thread. Returns the bytes returned."""
         with self._lock:
             self._check_active()
-            chosen = [self._entry(framework)] if framework is not None else list(self._entries.values())
+            if framework is not None:
+                self._entry(framework)
+            chosen = list(self._entries) if framework is None else [framework]
             before = [self.host.memory(part.device).free for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
-                for entry in chosen:
-                    if entry.framework.usage(part.device) is not None:  # `state` would wait for a running import
-                        entry.framework.trim(part.device)
+                # `usage` and not `state`, which would wait for a running import.
+                self._trim([n for n in chosen if self._entries[n].framework.usage(part.device)], part.device)
             after = [self.host.memory(part.device).free for part in self.plan.devices]
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
@@ -272,25 +277,45 @@ class Guard:
         for note in applied.notes:
             self._note(note)
         if applied.residual:
-            self._report_residual(name, entry)
+            self._report_residual(name)
 
-    def _report_residual(self, name: str, entry: _Entry) -> None:
+    def _report_residual(self, name: str) -> None:
         """A lowered cap evicts nothing by itself: trim, look again, and say what stays above it."""
         for part in self.plan.devices:
-            if any(note.startswith(f"{name}:") for note in self._above_cap(part)):
-                entry.framework.trim(part.device)
-                for note in self._above_cap(part):
-                    if note.startswith(f"{name}:"):
+            if any(framework == name for framework, _ in self._above_cap(part)):
+                self._trim([name], part.device)
+                for framework, note in self._above_cap(part):
+                    if framework == name:
                         _log.warning("%s", note)
 
-    def _above_cap(self, part: DevicePlan) -> Iterator[str]:
-        """What is held above its cap now, as sentences."""
+    def _trim(self, names: Sequence[str], device: Device) -> None:
+        """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
+        if names and any(entry.framework.capturing() for entry in self._entries.values()):
+            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
+            return
+        with contexts.beside_captures():
+            for name in names:
+                self._entries[name].framework.trim(device)
+
+    def _drift(self) -> dict[str, list[str]]:
+        """What no longer is as it was set, by framework; each is a warning once."""
+        applied = {n: e.framework for n, e in self._entries.items() if e.enforcement is Enforcement.ENFORCED}
+        found = {name: framework.drift() for name, framework in applied.items()}
+        for note in (note for said in found.values() for note in said):
+            if note not in self._drifted:
+                self._drifted.add(note)
+                _log.warning("%s", note)
+        return found
+
+    def _above_cap(self, part: DevicePlan) -> Iterator[tuple[str, str]]:
+        """What is held above its cap now: framework and sentence."""
         for name, usage in self._usages(part.device).items():
             cap = part.caps[name]
             if usage is not None and usage.held is not None and usage.held > cap:
                 yield (
+                    name,
                     f"{name}: holds {format_size(usage.held - cap)} above its cap of {format_size(cap)} on "
-                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs"
+                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs",
                 )
 
     def _cure(self, states: Mapping[str, State]) -> None:
@@ -300,7 +325,7 @@ class Guard:
         if State.ABSENT in (states["torch"], states["tensorflow"]):
             return
         from memguard.frameworks import cudart
-        from memguard.frameworks.torch import cuda_version
+        from memguard.frameworks._torch_settings import cuda_version
 
         version = cuda_version()
         done = cudart.cure(version) if version is not None else None
@@ -312,39 +337,12 @@ class Guard:
         for part in self.plan.devices:
             own = self.host.processes(part.device).get(self.host.pid, 0)
             warning = policy.busy(part, self.host.memory(part.device), own)
-            if warning is not None:
-                self._note(warning, logging.WARNING)
-
-    def _read(self, device: Device) -> accounts.DeviceLedger:
-        for attempt in range(_ATTEMPTS):
-            before = self.host.memory(device)
-            usages = self._usages(device)
-            processes = self.host.processes(device)
-            memory = self.host.memory(device)
-            moved = memory != before
-            if not moved or attempt == _ATTEMPTS - 1:
-                break
-        usages.update({n: u for n, f in self._strangers.items() if (u := f.usage(device)) is not None})
-        live = frozenset(name for name, usage in usages.items() if usage is not None)
-        active = self.host.context_active(device)
-        own = accounts.own_bytes(processes, self.host.pid, bool(active) or bool(live and active is None))
-        appeared = live | {"context"} if active or own else live
-        state = self._overhead.get(device.uuid, accounts.Overhead())
-        gap = accounts.gap(own, usages.values())
-        if gap is not None:
-            exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
-        part = next(p for p in self.plan.devices if p.device.uuid == device.uuid)
-        if state.charged > part.reserve and device.uuid not in self._warned:
-            self._warned.add(device.uuid)
-            self._note(
-                f"{device.name}: overhead is {format_size(state.charged)}, more than the reserve of "
-                f"{format_size(part.reserve)}; fix: device: {{reserve: {-(-state.charged // 2**20)}MiB}}",
-                logging.WARNING,
-            )
-        enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-        enforcements.update(dict.fromkeys(self._strangers, Enforcement.WATCHED.value))
-        return accounts.device_ledger(device, memory, own, usages, enforcements, state, part, moved)
+            if warning is None:
+                continue
+            if self.budget.on_busy == "raise":
+                fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
+                raise PlanError([Problem(warning, fix, path="on_busy")], "init")
+            self._note(warning, logging.WARNING)
 
     def _usages(self, device: Device) -> dict[str, Usage | None]:
         return {name: entry.framework.usage(device) for name, entry in self._entries.items()}
@@ -389,6 +387,9 @@ class Guard:
         if not self.active:
             why = "this is a forked child" if self._pid != os.getpid() else "it was shut down"
             raise NotActive(f"no budget is active here: {why}\n    fix: call memguard.init('budget.yaml')")
+
+    def _warn(self, note: str) -> None:
+        self._note(note, logging.WARNING)
 
     def _note(self, note: str, level: int = logging.INFO) -> None:
         if note not in self.notes:

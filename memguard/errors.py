@@ -8,6 +8,7 @@
     │   └── PlanError        the budget is right but does not fit these devices (exit code 2)
     ├── DeviceError          no NVIDIA driver, no GPU, or NVML refuses (exit code 3)
     ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
+    │   └── ConflictingSetting   because of a setting of the user's own: `setting` names it
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
@@ -84,6 +85,21 @@ class CapNotApplied(MemguardError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.framework, self.reason, self.remedy)
+
+
+class ConflictingSetting(CapNotApplied):
+    """A setting of the user's own is looser than the cap, or takes the allocator out of its reach.
+
+    `setting` is what to look for: an environment variable, an option, a call. A stricter one is no conflict: it stays.
+    """
+
+    def __init__(self, framework: str, setting: str, reason: str, remedy: str) -> None:
+        self.setting = setting
+        super().__init__(framework, f"{setting} {reason}", remedy)
+        self._given = (framework, setting, reason, remedy)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._given
 
 
 class BudgetExceeded(MemguardError):

@@ -21,21 +21,53 @@ if TYPE_CHECKING:
 
 CONTEXT = 544 * MIB
 """A CUDA context: 518 MiB measured on an H200, and room for its growth. Charged once: contexts are shared."""
-MODULES = {"context": 518 * MIB, "torch": 344 * MIB, "tensorflow": 92 * MIB, "pycuda": 8 * MIB}
-"""The most of each that was measured on an H200."""
-WORKSPACE = {"torch": 384 * MIB, "tensorflow": 256 * MIB, "pycuda": 32 * MIB}
+MODULES = {
+    "context": 518 * MIB,
+    "torch": 344 * MIB,
+    "tensorflow": 92 * MIB,
+    "cupy": 262 * MIB,
+    "jax": 206 * MIB,
+    "pycuda": 8 * MIB,
+    "numba": 8 * MIB,
+    "nccl 1": 838 * MIB,
+    "nccl": 486 * MIB,
+}
+"""The most of each that was measured on an H200. `nccl 1` is the first communicator, `nccl` each further one."""
+WORKSPACE = {
+    "torch": 384 * MIB,
+    "tensorflow": 256 * MIB,
+    "cupy": 320 * MIB,
+    "jax": 320 * MIB,
+    "pycuda": 32 * MIB,
+    "numba": 32 * MIB,
+    "nccl 1": 896 * MIB,
+    "nccl": 512 * MIB,
+}
 """Modules and library workspaces outside each framework's cap. Measured on an H200 beyond the context: torch 92
-after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; TensorFlow 92."""
+after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; TensorFlow 92; CuPy 94
+beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER; JAX 34 at its first operation, 204 with cuSOLVER
+and cuFFT; NCCL 838 at the first collective and 486 for each further communicator."""
 SLACK = 64 * MIB
 """What is left for the driver's own rounding."""
 SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
 """Contexts grow with the number of multiprocessors; on older architectures less is kept. Not measured by us."""
 
 
-def auto_reserve(architecture: str, frameworks: Sequence[str]) -> int:
-    """`reserve: auto`: by architecture and *declared* frameworks, so that caps never depend on import order."""
-    needed = CONTEXT + sum(WORKSPACE.get(name, 128 * MIB) for name in frameworks) + SLACK
+def auto_reserve(architecture: str, frameworks: Sequence[str], communicators: int = 0) -> int:
+    """`reserve: auto`: by architecture and what is *declared*, so that caps never depend on import order."""
+    nccl = [f"nccl {number}" for number in range(1, communicators + 1)]
+    needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *nccl)) + SLACK
     return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
+
+
+def workspace(name: str) -> int:
+    """Bytes that a framework, or a library by the name of `Framework.libraries`, may take outside every cap."""
+    return WORKSPACE.get(name, WORKSPACE.get(name.partition(" ")[0], 128 * MIB))
+
+
+def modules(name: str) -> int:
+    """The most that was measured of a framework or library outside its cap; 0 where nothing was."""
+    return MODULES.get(name, MODULES.get(name.partition(" ")[0], 0))
 
 
 def needs_ordinals(budget: Budget) -> bool:
@@ -96,7 +128,9 @@ def _device_plan(
         ]
     auto = reserve_rule == "auto"
     reserve = (
-        auto_reserve(device.architecture, list(budget.frameworks)) if isinstance(reserve_rule, str) else reserve_rule
+        auto_reserve(device.architecture, list(budget.frameworks), _communicators(budget))
+        if isinstance(reserve_rule, str)
+        else reserve_rule
     )
     room = limit - reserve
     if room < GRANULE:
@@ -124,6 +158,11 @@ def _device_plan(
         ]
     caps = {name: divided[name] for name in budget.frameworks}
     return DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
+
+
+def _communicators(budget: Budget) -> int:
+    torch = budget.frameworks.get("torch")
+    return (torch.nccl or 0) if torch is not None else 0
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
@@ -215,12 +254,12 @@ def admit(
     if short <= 0:
         return Admission(max(room, stuck))
     trim, found = [], 0
-    siblings = {n: u.reclaimable for n, u in usages.items() if n != framework and u is not None and u.reclaimable}
-    for name in sorted(siblings, key=lambda n: -(siblings[n] or 0)):
+    siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := _cached(u))}
+    for name in sorted(siblings, key=lambda n: -siblings[n]):
         if found >= short:
             break
         trim.append(name)
-        found += siblings[name] or 0
+        found += siblings[name]
     if found >= short:
         return Admission(room, tuple(trim))
     return Admission(
@@ -231,6 +270,13 @@ def admit(
             "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
         ),
     )
+
+
+def _cached(usage: Usage) -> int:
+    """What trimming the framework may return: all of its cache, where it does not say which part is fragmented."""
+    if usage.reclaimable is not None:
+        return usage.reclaimable
+    return usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else 0
 
 
 def _over_cap(framework: str, needed: int, footprint: int, available: int, cap: int, own: Usage) -> str:

@@ -87,6 +87,12 @@ def round_up(size: int, granule: int = GRANULE) -> int:
     return -(-size // granule) * granule
 
 
+def gpu_uuid(raw: bytes) -> str:
+    """The 16 bytes that CUDA calls a device's UUID, as NVML and `nvidia-smi -L` write it."""
+    digits = bytes(raw).hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))
+
+
 def _percent_hint(value: object) -> str:
     """What somebody who wrote 50, 0.5 or '50' most likely means by it."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,3}(\.\d{1,6})?\s*", value, re.ASCII):

@@ -7,41 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from memguard.units import MIB, round_up
+from memguard.frameworks._driver_bytes import SMALL
+from memguard.units import round_up
 
 _log = logging.getLogger("memguard")
-SMALL = MIB
-"""Up to here the driver packs allocations into 2 MiB slabs; above, each is rounded up to 2 MiB (measured)."""
-
-
-class Pitched:
-    """Pitched allocations on one GPU: bytes asked of the driver, and the pages it takes for them."""
-
-    def __init__(self) -> None:
-        self.large = self.small = self._slabs = 0
-
-    def growth(self, size: int) -> int:
-        return round_up(size) if size > SMALL else max(round_up(self.small + size) - self._slabs, 0)
-
-    def add(self, size: int) -> None:
-        if size > SMALL:
-            self.large += round_up(size)
-        else:
-            self.small += size
-            self._slabs = max(self._slabs, round_up(self.small))
-
-    def remove(self, size: int) -> None:
-        if size > SMALL:
-            self.large -= round_up(size)
-        else:
-            self.small -= size
-            self._slabs = self._slabs if self.small else 0  # a slab goes back when its last piece does
-
-    def held(self) -> int:
-        return self.large + self._slabs
-
-    def in_use(self) -> int:
-        return self.large + self.small
 
 
 class Pool:

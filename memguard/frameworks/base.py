@@ -93,6 +93,18 @@ class Framework(ABC):
         """The framework's own out-of-memory exceptions, most specific first; empty where it is not imported."""
         return ()
 
+    def drift(self) -> list[str]:
+        """What no longer is as `apply` left it, so that the cap does not hold any more: sentences, mostly none."""
+        return []
+
+    def capturing(self) -> bool:
+        """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil it."""
+        return False
+
+    def libraries(self) -> frozenset[str]:
+        """What lives outside the cap beside the usual, by its name in `policy` (NCCL communicators)."""
+        return frozenset()
+
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         """Start recording allocations; the returned call stops and gives them (times from `time.time()`).
 

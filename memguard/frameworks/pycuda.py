@@ -22,7 +22,8 @@ from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 from memguard.errors import CapNotApplied
-from memguard.frameworks._pycuda_pool import SMALL, Pitched, Pool
+from memguard.frameworks._driver_bytes import SMALL, DriverBytes
+from memguard.frameworks._pycuda_pool import Pool
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard.units import format_size, round_up
@@ -45,11 +46,12 @@ class PyCUDA(Framework):
         self._by_ordinal: dict[int, str] = {}
         self._own: dict[int, Pool] = {}  # by context handle
         self._others: weakref.WeakKeyDictionary[Any, Pool] = weakref.WeakKeyDictionary()  # the user's own pools
-        self._pitched: defaultdict[str, Pitched] = defaultdict(Pitched)
+        self._pitched: defaultdict[str, DriverBytes] = defaultdict(DriverBytes)
         self._peak: Counter[str] = Counter()
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
+        self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
         return bool(self._own or self._others) or _current_context(module) is not None
@@ -114,6 +116,12 @@ class PyCUDA(Framework):
     def oom_types(self) -> tuple[type[BaseException], ...]:
         drv: Any = sys.modules.get("pycuda.driver")
         return () if drv is None else (drv.MemoryError,)
+
+    def drift(self) -> list[str]:
+        drv = sys.modules.get("pycuda.driver")
+        if drv is None or self._mem_alloc is None or drv.mem_alloc is self._mem_alloc:
+            return []
+        return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
@@ -189,6 +197,7 @@ class PyCUDA(Framework):
                         tracked.free_held()
 
         drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
+        self._mem_alloc = mem_alloc
         drv.Device.make_context = make_context
         tools.DeviceMemoryPool = DeviceMemoryPool
         if named_in_driver := getattr(drv, "DeviceMemoryPool", None) is raw_pool:
@@ -208,7 +217,7 @@ class PyCUDA(Framework):
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
                 self._own.clear()  # live arrays keep their pool alive; it goes with the last of them
-                self._caps = {}
+                self._caps, self._mem_alloc = {}, None
 
         return undo
 

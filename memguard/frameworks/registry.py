@@ -10,7 +10,10 @@ from memguard.frameworks.base import Framework
 _CLASSES = {
     "tensorflow": "memguard.frameworks.tensorflow:TensorFlow",
     "torch": "memguard.frameworks.torch:Torch",
+    "cupy": "memguard.frameworks.cupy:CuPy",
+    "jax": "memguard.frameworks.jax:JAX",
     "pycuda": "memguard.frameworks.pycuda:PyCUDA",
+    "numba": "memguard.frameworks.numba:Numba",
 }
 
 NAMES = tuple(_CLASSES)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
-from memguard.errors import CapNotApplied
+from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import MIB, format_size, round_up
@@ -25,6 +25,10 @@ _standing: dict[str, tuple[int, bool]] = {}
 """Limit and growth that TensorFlow went live with, by device: they stay for the process, whatever comes next."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATOR = "TF_GPU_ALLOCATOR"
+_UNLIMITED = {
+    "cuda_malloc_async": "ignores memory_limit",
+    "cuda_malloc": "passes every request on to the driver and knows no limit",
+}
 
 
 class TensorFlow(Framework):
@@ -47,7 +51,7 @@ class TensorFlow(Framework):
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         tf: Any = sys.modules["tensorflow"]
-        self._refuse_async()
+        self._refuse_unlimited()
         if self._live(tf):
             return self._accept_standing(caps)
         gpus = tf.config.list_physical_devices("GPU")
@@ -60,7 +64,10 @@ class TensorFlow(Framework):
         by_gpu = self._match(gpus)
         undo: list[Callable[[], None]] = []
         try:
-            undo.append(_set_environment(_GROWTH, "true" if self._growth else "false"))
+            wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
+            if own not in ("", wanted):
+                self._say(f"tensorflow: {_GROWTH}={own} was set; growth: {wanted} of the budget holds")
+            undo.append(_set_environment(_GROWTH, wanted))
             for gpu, uuid in by_gpu:
                 undo.append(self._limit(tf, gpu, caps[uuid]))
             self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
@@ -136,11 +143,20 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         return () if tf is None else (tf.errors.ResourceExhaustedError,)
 
-    def _refuse_async(self) -> None:
-        if os.environ.get(_ALLOCATOR, "").strip().lower() == "cuda_malloc_async":
-            raise CapNotApplied(
+    def drift(self) -> list[str]:
+        tf: Any = sys.modules.get("tensorflow")
+        if tf is None or not self._logical or self._live(tf):
+            return []  # once it is live its limits cannot change
+        lost = [g.name for g in tf.config.list_physical_devices("GPU") if not _limited(tf, g)]
+        return [f"tensorflow: the limit of {name} was taken away after memguard.init" for name in lost]
+
+    def _refuse_unlimited(self) -> None:
+        value = os.environ.get(_ALLOCATOR, "").strip().lower()
+        if value in _UNLIMITED:
+            raise ConflictingSetting(
                 self.name,
-                f"{_ALLOCATOR}=cuda_malloc_async ignores memory_limit",
+                f"{_ALLOCATOR}={value}",
+                _UNLIMITED[value],
                 f"unset {_ALLOCATOR}, so that TensorFlow uses its BFC allocator",
             )
 
@@ -168,11 +184,11 @@ class TensorFlow(Framework):
             if len(own) == 1 and limits[0] is not None and limits[0] * MIB <= cap:
                 _log.info("tensorflow: its own memory_limit of %d MiB is stricter than the cap and stays", limits[0])
                 return lambda: None
-            raise CapNotApplied(
+            raise ConflictingSetting(
                 self.name,
-                f"{gpu.name} is configured already ({', '.join(str(limit) for limit in limits)} MiB), looser than the "
-                f"cap of {format_size(cap)}",
-                "remove that set_logical_device_configuration call",
+                f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)",
+                f"is looser than the cap of {format_size(cap)}",
+                "remove that call, or raise frameworks.tensorflow in the budget",
             )
         wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
         tf.config.set_logical_device_configuration(gpu, [wanted])
@@ -189,6 +205,11 @@ class TensorFlow(Framework):
             table.pop(gpu, None)
 
         return undo
+
+
+def _limited(tf: Any, gpu: Any) -> bool:
+    configured = tf.config.get_logical_device_configuration(gpu)
+    return bool(configured) and all(entry.memory_limit is not None for entry in configured)
 
 
 def _context() -> Any:

@@ -5,23 +5,21 @@ are mapped in 20 MiB pieces and may pass it by less than one, so the fraction is
 async backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so there a driver
 pool with `maxSize` is put under it (needs `cuda-bindings`). Setting the fraction creates no context.
 
-Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
+Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)` (unseen).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 from memguard.devices import cuda
-from memguard.errors import CapNotApplied, DeviceError
+from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
+from memguard.frameworks import _rmm, _torch_history, _torch_settings
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard.units import GRANULE, MIB, format_size, round_up
@@ -30,8 +28,6 @@ _log = logging.getLogger("memguard")
 
 SEGMENT = 20 * MIB
 """The piece in which expandable segments take memory (measured)."""
-_HISTORY = 200_000
-"""Entries kept while recording a trace: PyTorch's own default is unbounded."""
 
 
 class Torch(Framework):
@@ -48,13 +44,15 @@ class Torch(Framework):
         self._before: dict[int, float] = {}
         self._pools: dict[str, cuda.CappedPool] = {}
         self._uuids: dict[str, int] | None = None
+        self._set: dict[int, float] = {}
+        self._rmm: _rmm.Limit | None = None
 
     def why_absent(self) -> str | None:
         """Not installed, or a build without CUDA (read from `torch/version.py`: nothing is imported)."""
         missing = super().why_absent()
         if missing:
             return missing
-        built_for = cuda_version()
+        built_for = _torch_settings.cuda_version()
         if built_for is None:
             return "this torch is built without CUDA; fix: install a CUDA build of torch"
         return None
@@ -73,6 +71,9 @@ class Torch(Framework):
             raise CapNotApplied(self.name, "this is a ROCm build", "memguard budgets NVIDIA GPUs: install a CUDA build")
         if not hasattr(torch._C, "_cuda_setMemoryFraction"):
             raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
+        _torch_settings.refuse(self.host.devices(), caps)
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            return self._apply_pluggable(torch, caps)
         self._caps = dict(caps)
         if self._live(torch):
             try:
@@ -95,7 +96,12 @@ class Torch(Framework):
         ordinal = self._ordinals(torch).get(device.uuid)
         if ordinal is None:
             return None
-        stats = torch._C._cuda_memoryStats(ordinal)
+        if self._rmm is not None:
+            return self._rmm.usage(device.uuid)
+        try:
+            stats = torch._C._cuda_memoryStats(ordinal)
+        except RuntimeError:  # a pluggable allocator tells nothing
+            return Usage(None, None)
         in_use = _stat(stats, "allocated_bytes", "current")
         peak = _stat(stats, "allocated_bytes", "peak")
         pool = self._pools.get(device.uuid)
@@ -113,7 +119,7 @@ class Torch(Framework):
     def trim(self, device: Device) -> None:
         """`torch.cuda.empty_cache()`: every wholly unused segment, on every device. Not while a graph is captured."""
         torch = sys.modules.get("torch")
-        if torch is None or not self._live(torch) or torch.cuda.is_current_stream_capturing():
+        if torch is None or not self._live(torch) or self.capturing():
             return
         torch.cuda.empty_cache()
         pool = self._pools.get(device.uuid)
@@ -122,6 +128,8 @@ class Torch(Framework):
             pool.trim()
 
     def resize(self, caps: Mapping[str, int]) -> None:
+        if self._rmm is not None:
+            return super().resize(caps)
         if self._pools:
             raise CapNotApplied(
                 self.name,
@@ -131,13 +139,14 @@ class Torch(Framework):
         before, self._caps = self._caps, dict(caps)
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch):
-            return
+            return None
         try:
             self._set_now(torch)
         except BaseException:
             self._caps = before
             self._set_now(torch)  # the caps that held until now hold on
             raise
+        return None
 
     def footprint(self, size: int) -> int:
         """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
@@ -152,20 +161,47 @@ class Torch(Framework):
         torch = sys.modules.get("torch")
         return () if torch is None else (torch.OutOfMemoryError,)
 
+    def drift(self) -> list[str]:
+        torch = sys.modules.get("torch")
+        if torch is None or not self._set or not self._live(torch):
+            return []
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            return ["torch: its allocator was replaced after memguard.init: the cap does not hold any more"]
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        if read is None:
+            return []
+        return [
+            f"torch: its fraction on cuda:{ordinal} was raised from {fraction:.4g} to {read(ordinal):.4g} after "
+            "memguard.init: the cap does not hold any more"
+            for ordinal, fraction in self._set.items()
+            if read(ordinal) > fraction
+        ]
+
+    def capturing(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and self._live(torch) and bool(torch.cuda.is_current_stream_capturing())
+
+    def libraries(self) -> frozenset[str]:
+        """One `nccl` for each communicator that has communicated: NCCL takes its memory at the first collective."""
+        distributed = sys.modules.get("torch.distributed.distributed_c10d")
+        groups = getattr(getattr(distributed, "_world", None), "pg_map", None) or {}
+        count = sum(1 for group in list(groups) if _communicates(group))
+        return frozenset(f"nccl {number}" for number in range(1, count + 1))
+
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         """PyTorch's own allocation history, bounded; None under the async backend, which keeps none."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
         try:
-            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, context=None, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=_torch_history.ENTRIES, context=None, stacks="python")
         except (AttributeError, RuntimeError, TypeError):
             return None
 
         def stop() -> list[TraceEvent]:
             traces = torch.cuda.memory._snapshot()["device_traces"]
             torch.cuda.memory._record_memory_history(enabled=None)
-            return _history_events(traces)
+            return _torch_history.events(traces)
 
         return stop
 
@@ -177,7 +213,7 @@ class Torch(Framework):
         return {"allocator": "expandable_segments" if backend == "native" and _expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps = {}  # what is still queued for torch's initialisation then sets nothing
+        self._caps, self._set = {}, {}  # what is still queued for torch's initialisation then sets nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
@@ -240,10 +276,15 @@ class Torch(Framework):
                 self.name, f"expandable segments need a cap above {format_size(SEGMENT)}", "raise its share"
             )
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        first = ordinal not in self._before
         before = self._before.setdefault(ordinal, read(ordinal) if read is not None else 1.0)
         if int(before * total) < allowed:
             self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
             allowed = int(before * total)
+        elif before < 1.0 and int(before * total) > allowed + SEGMENT:
+            raise _torch_settings.looser(
+                f"torch.cuda.set_per_process_memory_fraction({before:.4g})", int(before * total), allowed
+            )
         fraction = min(allowed / total, 1.0)
         if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
             fraction = min(math.nextafter(fraction, 1.0), 1.0)
@@ -254,6 +295,19 @@ class Torch(Framework):
                 f"set {allowed} bytes, read back {int(read(ordinal) * total)}",
                 "report this with the torch version",
             )
+        self._set[ordinal] = fraction
+
+    def _apply_pluggable(self, torch: Any, caps: Mapping[str, int]) -> Applied:
+        """An allocator from elsewhere (`change_current_allocator`): RMM's is limited there, another cannot be."""
+        if not _rmm.is_loaded_for("torch"):
+            raise ConflictingSetting(
+                self.name,
+                "torch.cuda.memory.change_current_allocator",
+                "replaced the caching allocator by one that memguard does not know",
+                "remove that call, or leave torch out of the budget",
+            )
+        self._rmm, applied = _rmm.apply(self.name, caps, self._ordinals(torch))
+        return applied
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
@@ -273,6 +327,7 @@ class Torch(Framework):
         for ordinal, fraction in self._before.items():
             torch._C._cuda_setMemoryFraction(fraction, ordinal)
         self._before.clear()
+        self._set.clear()
         for pool in self._pools.values():
             pool.restore()
         self._pools.clear()
@@ -305,22 +360,6 @@ class Torch(Framework):
         return self._uuids
 
 
-def cuda_version() -> str | None:
-    """The CUDA version torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except ValueError:  # a stand-in without a spec
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", text, re.MULTILINE)
-    return match[1] if match else None
-
-
 def _nvml_uuid(uuid: str) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
@@ -337,25 +376,15 @@ def _expandable(torch: Any) -> bool:
     try:
         return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     except (AttributeError, KeyError, RuntimeError):
-        import os
-
-        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        return "expandable_segments:true" in text.replace(" ", "").lower()
+        return "expandable_segments:true" in _torch_settings.configured()[1].replace(" ", "").lower()
 
 
-def _history_events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
-    ops = {"alloc": "alloc", "free_requested": "free"}
-    events = []
-    live: dict[tuple[int, int], int] = {}
-    number = 0
-    for device, entries in enumerate(traces):
-        for entry in entries:
-            op = ops.get(entry["action"])
-            where = (device, entry.get("addr", 0))
-            if op == "alloc":
-                number += 1
-                live[where] = number
-                events.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, number, entry["size"], device=device))
-            elif op == "free" and where in live:  # what was allocated before the recording began is left out
-                events.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, live.pop(where), device=device))
-    return events
+def _communicates(group: Any) -> bool:
+    """Whether a process group has an NCCL communicator; `_is_initialized` is ProcessGroupNCCL's own."""
+    try:
+        import torch
+
+        asked = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
+        return bool(asked()) if asked is not None else False
+    except RuntimeError:  # no backend for CUDA tensors (gloo), or destroyed
+        return False

@@ -1,0 +1,72 @@
+"""The books: readings of host and frameworks put together into a ledger, and what was charged as overhead so far.
+
+What is charged, and what the rows are, `accounts` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from memguard import accounts
+from memguard.devices.host import Host
+from memguard.frameworks.base import Framework
+from memguard.model import DevicePlan, Enforcement
+from memguard.units import MIB, format_size
+
+_ATTEMPTS = 3
+
+
+class Books:
+    """One process's readings. `strangers` are frameworks that the budget does not name; `warn` takes a sentence."""
+
+    def __init__(self, host: Host, strangers: Mapping[str, Framework], warn: Callable[[str], None]) -> None:
+        self._host, self._strangers, self._warn = host, strangers, warn
+        self._overhead: dict[str, accounts.Overhead] = {}
+        self._warned: set[str] = set()
+
+    def clear(self) -> None:
+        """Forget what was charged: another budget begins."""
+        self._overhead.clear()
+        self._warned.clear()
+
+    def read(
+        self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
+    ) -> accounts.DeviceLedger:
+        """One device's rows. NVML is read before and after, and all again if it moved meanwhile."""
+        device = part.device
+        for attempt in range(_ATTEMPTS):
+            before = self._host.memory(device)
+            usages = {name: framework.usage(device) for name, framework in frameworks.items()}
+            processes = self._host.processes(device)
+            memory = self._host.memory(device)
+            moved = memory != before
+            if not moved or attempt == _ATTEMPTS - 1:
+                break
+        usages.update({n: u for n, f in self._strangers.items() if (u := f.usage(device)) is not None})
+        live = frozenset(name for name, usage in usages.items() if usage is not None)
+        active = self._host.context_active(device)
+        own = accounts.own_bytes(processes, self._host.pid, bool(active) or bool(live and active is None))
+        known = {**self._strangers, **frameworks}
+        appeared = live.union(*(known[name].libraries() for name in live))
+        if active or own:
+            appeared |= {"context"}
+        state = self._overhead.get(device.uuid, accounts.Overhead())
+        gap = accounts.gap(own, usages.values())
+        if gap is not None:
+            exact = all(usage is None or usage.held is not None for usage in usages.values())
+            state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
+        if state.charged > part.reserve and device.uuid not in self._warned:
+            self._warned.add(device.uuid)
+            self._warn(
+                f"{device.name}: overhead is {format_size(state.charged)}, more than the reserve of "
+                f"{format_size(part.reserve)}; fix: {self._remedy(state, part)}"
+            )
+        stated = {**dict.fromkeys(self._strangers, Enforcement.WATCHED.value), **enforcements}
+        return accounts.device_ledger(device, memory, own, usages, stated, state, part, moved)
+
+    @staticmethod
+    def _remedy(state: accounts.Overhead, part: DevicePlan) -> str:
+        communicators = sum(1 for name in state.appeared if name.startswith("nccl "))
+        if communicators and part.reserve_source == "auto":
+            return f"frameworks.torch.nccl: {communicators} in the budget"
+        return f"device: {{reserve: {-(-state.charged // MIB)}MiB}}"

@@ -1,0 +1,74 @@
+"""The calling thread and CUDA's primary contexts, through the driver that the process has loaded already.
+
+Never `cudaSetDevice`: since CUDA 12 it creates a context on the device it names, also when a former device is
+put back. Nothing here initialises CUDA or makes a context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def _driver() -> ctypes.CDLL | None:
+    """libcuda where this process has loaded and initialised it; None elsewhere."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
+    except OSError:
+        return None
+    return driver if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0 else None
+
+
+def current() -> int | None:
+    """The ordinal of the GPU whose context is current on this thread; None where none is."""
+    driver = _driver()
+    ordinal = ctypes.c_int()
+    return ordinal.value if driver is not None and driver.cuCtxGetDevice(ctypes.byref(ordinal)) == 0 else None
+
+
+@contextlib.contextmanager
+def pushed(ordinal: int) -> Iterator[bool]:
+    """The device's primary context current on this thread for a block: False where it does not exist."""
+    driver = _driver()
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    context = ctypes.c_void_p()
+    if (
+        driver is None
+        or driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        or driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        or not active.value
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    ):
+        yield False
+        return
+    try:
+        if driver.cuCtxPushCurrent_v2(context):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Calls of this thread that free memory do not spoil a CUDA graph that another thread captures meanwhile.
+
+    `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a capture
+    of torch's without this, and does not with it.
+    """
+    driver = _driver()
+    mode = ctypes.c_int(_RELAXED)
+    changed = driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+    try:
+        yield
+    finally:
+        if changed and driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

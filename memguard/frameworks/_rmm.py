@@ -1,0 +1,84 @@
+"""RMM, where it is the allocator of a framework: a limit around its resource, or nothing more than watching.
+
+`LimitingResourceAdaptor` counts live allocations. Over a resource that keeps nothing back (`CudaMemoryResource`)
+that is what is held, and the cap holds; over a pool it is not, so such a framework is `watched`. RMM has one
+resource per device for everybody: the first framework limits it, a second one on it shares that limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard.errors import CapNotApplied
+from memguard.model import Applied, Enforcement, Usage
+
+_limits: dict[int, tuple[str, Any]] = {}
+"""By ordinal: the framework whose cap it is, and the adaptor."""
+
+
+class Limit:
+    """RMM's limit for one framework: the adaptors that were put around the devices' resources."""
+
+    def __init__(self, adaptors: Mapping[str, Any]) -> None:
+        self._adaptors = dict(adaptors)
+
+    def usage(self, uuid: str) -> Usage | None:
+        """Live bytes since the limit was set; None where there is none on that device, unknown where only watched."""
+        adaptor = self._adaptors.get(uuid)
+        if adaptor is None:
+            return Usage(None, None) if not self._adaptors else None
+        size = int(adaptor.get_allocated_bytes())
+        return Usage(size, size, 0)
+
+
+def is_cupys(allocator: Any) -> bool:
+    """Whether CuPy's allocator is RMM's."""
+    return str(getattr(allocator, "__module__", "")).startswith("rmm.")
+
+
+def is_loaded_for(framework: str) -> bool:
+    """Whether RMM's allocator for the framework was imported: a swapped allocator is then most likely RMM's."""
+    return f"rmm.allocators.{framework}" in sys.modules
+
+
+def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Limit, Applied]:
+    """Limit RMM's resource on every device of the caps, or say why it is only watched."""
+    import rmm
+
+    for uuid, ordinal in ordinals.items():
+        if uuid not in caps:
+            continue
+        base = rmm.mr.get_per_device_resource(ordinal)
+        if ordinal in _limits:
+            why = f"it shares RMM with {_limits[ordinal][0]}, whose cap holds for both together"
+        elif not isinstance(base, rmm.mr.CudaMemoryResource):
+            why = f"it allocates through RMM's {type(base).__name__}, which may hold more than is in use"
+        else:
+            continue
+        note = f"{framework}: watched, not capped by its own cap: {why}"
+        return Limit({}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+    before: dict[int, Any] = {}
+    adaptors = {}
+    for uuid, ordinal in ordinals.items():
+        if uuid in caps:
+            before[ordinal] = rmm.mr.get_per_device_resource(ordinal)
+            adaptors[uuid] = rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
+            rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
+            _limits[ordinal] = (framework, adaptors[uuid])
+
+    def undo() -> None:
+        stays = []
+        for ordinal, resource in before.items():
+            _, adaptor = _limits.pop(ordinal)
+            if rmm.mr.get_per_device_resource(ordinal) is adaptor:
+                rmm.mr.set_per_device_resource(ordinal, resource)
+            else:
+                stays.append(f"cuda:{ordinal}")
+        if stays:
+            why = f"RMM's resource was wrapped again since, so its limit stays on {' and '.join(stays)}"
+            raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
+
+    note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
+    return Limit(adaptors), Applied(Enforcement.ENFORCED, undo, notes=(note,))

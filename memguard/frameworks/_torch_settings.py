@@ -1,0 +1,65 @@
+"""What the environment and the installation say about torch's allocator, read without importing torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from memguard.errors import ConflictingSetting
+from memguard.model import Device
+from memguard.units import format_size
+
+
+def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
+    """What the environment says before torch reads it: no caching means no cap, a looser fraction is refused."""
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        raise ConflictingSetting(
+            "torch",
+            "PYTORCH_NO_CUDA_MEMORY_CACHING",
+            "switches off the caching allocator, and with it every limit",
+            "unset it, or leave torch out of the budget",
+        )
+    name, text = configured()
+    match = re.search(r"per_process_memory_fraction\s*:\s*(\d*\.?\d+)", text)
+    if match is None:
+        return
+    for device in devices:
+        allowed = int(float(match[1]) * device.usable)
+        if device.uuid in caps and allowed > caps[device.uuid]:
+            raise looser(f"{name}={text}", allowed, caps[device.uuid])
+
+
+def configured() -> tuple[str, str]:
+    """The variable that configures PyTorch's allocator, and its text; PYTORCH_ALLOC_CONF is the one that wins."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if os.environ.get(name):
+            return name, os.environ[name]
+    return "PYTORCH_ALLOC_CONF", ""
+
+
+def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
+    return ConflictingSetting(
+        "torch",
+        setting,
+        f"allows {format_size(allowed)}, more than the cap of {format_size(cap)}",
+        "remove it, lower it, or raise frameworks.torch in the budget",
+    )
+
+
+def cuda_version() -> str | None:
+    """The CUDA version torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ValueError:  # a stand-in without a spec
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None

@@ -1,0 +1,284 @@
+"""CuPy: the limit of its memory pool on every device, and requests rounded as the driver rounds them.
+
+Facts: `MemoryPool.set_limit` is exact and changeable; asking for the current device initialises CUDA, so a pool's
+limit is set at the first allocation on its device. The pool counts what it asked for and not the pages that the
+driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200): each request is rounded up to
+them. The limit of `MemoryAsyncPool` is the release threshold of a pool that everybody shares: only watched.
+
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator` and pools of the user's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard.devices import contexts, cuda
+from memguard.errors import CapNotApplied, ConflictingSetting
+from memguard.frameworks import _rmm
+from memguard.frameworks._driver_bytes import whole_share
+from memguard.frameworks.base import Framework
+from memguard.model import Applied, Device, Enforcement, Usage
+from memguard.units import format_size
+
+_log = logging.getLogger("memguard")
+_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+
+
+class CuPy(Framework):
+    """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
+
+    name: ClassVar[str] = "cupy"
+    module: ClassVar[str] = "cupy"
+    hook: ClassVar[str] = "cupy"
+    tested: ClassVar[tuple[str, ...]] = ("14.2.0",)
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._lock = threading.RLock()
+        self._caps: dict[str, int] = {}
+        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
+        self._ordinals: dict[str, int] | None = None
+        self._pool: Any = None
+        self._allocate: Callable[[int], Any] | None = None
+        self._rmm: _rmm.Limit | None = None
+
+    def _live(self, module: ModuleType) -> bool:
+        if self._limited or self._rmm is not None:
+            return True
+        return cuda.initialised() and any(self._totals(ordinal) for ordinal in range(_device_count(module)))
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        cupy: Any = sys.modules["cupy"]
+        allocator = cupy.cuda.get_allocator()
+        pool = getattr(allocator, "__self__", None)
+        if isinstance(pool, cupy.cuda.MemoryAsyncPool):
+            note = "cupy: watched, not capped: the limit of its async pool is the threshold of a pool that all share"
+            return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+        if _rmm.is_cupys(allocator):
+            self._rmm, applied = _rmm.apply(self.name, caps, self._by_uuid(cupy))
+            return applied
+        if not isinstance(pool, cupy.cuda.MemoryPool):
+            raise ConflictingSetting(
+                self.name,
+                f"cupy.cuda.set_allocator({_named(allocator)})",
+                "takes allocations past CuPy's memory pool, which is what can be limited",
+                "remove that call, or let it set the malloc of a cupy.cuda.MemoryPool",
+            )
+        self._refuse_looser(caps)
+        self._caps, self._pool = dict(caps), pool
+        residual: dict[str, int] = {}
+        if cuda.initialised():
+            try:
+                residual = self._limit_live(cupy)
+            except BaseException:
+                self._restore(cupy, allocator)
+                raise
+        self._allocate = self._capped(cupy, pool.malloc)
+        cupy.cuda.set_allocator(self._allocate)
+        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator), residual=residual)
+
+    def usage(self, device: Device) -> Usage | None:
+        """`total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or not cuda.initialised():
+            return None
+        ordinal = self._by_uuid(cupy).get(device.uuid)
+        if ordinal is None:
+            return None
+        if self._rmm is not None:
+            return self._rmm.usage(device.uuid)
+        total = self._totals(ordinal)
+        if total is None:
+            return None
+        held, in_use = total
+        return Usage(held, in_use, None) if held or ordinal in self._limited else None
+
+    def trim(self, device: Device) -> None:
+        """`free_all_blocks()`: every block that is not split, of this device."""
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or not cuda.initialised():
+            return
+        ordinal = self._by_uuid(cupy).get(device.uuid)
+        if ordinal is not None:
+            self._on(ordinal, lambda pool: pool.free_all_blocks())
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        if self._rmm is not None:
+            return super().resize(caps)
+        cupy: Any = sys.modules["cupy"]
+        with self._lock:
+            self._caps = dict(caps)
+            for uuid, ordinal in self._by_uuid(cupy).items() if cuda.initialised() else ():
+                if ordinal in self._limited and uuid in caps:
+                    self._on(ordinal, functools.partial(_set_limit, caps[uuid]))
+                    self._limited[ordinal] = (self._limited[ordinal][0], caps[uuid])
+        return None
+
+    def footprint(self, size: int) -> int:
+        return whole_share(size)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        cupy: Any = sys.modules.get("cupy")
+        return () if cupy is None else (cupy.cuda.memory.OutOfMemoryError,)
+
+    def drift(self) -> list[str]:
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or self._allocate is None:
+            return []
+        now = cupy.cuda.get_allocator()
+        if now is not self._allocate:
+            return [f"cupy: its allocator was replaced after memguard.init ({_named(now)}): its cap does not hold"]
+        limits = {ordinal: (self._on(ordinal, _get_limit), cap) for ordinal, (_, cap) in self._limited.items()}
+        return [
+            f"cupy: the limit of its pool was raised after memguard.init on cuda:{ordinal}"
+            for ordinal, (limit, cap) in limits.items()
+            if limit is not None and not 0 < limit <= cap
+        ]
+
+    def capturing(self) -> bool:
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or contexts.current() is None:
+            return False
+        try:
+            return bool(cupy.cuda.get_current_stream().is_capturing())
+        except cupy.cuda.runtime.CUDARuntimeError:  # the null stream cannot be asked beside a capture
+            return True
+
+    def about(self) -> dict[str, str]:
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or not self._live(cupy):
+            return {}
+        pool = getattr(cupy.cuda.get_allocator(), "__self__", self._pool)
+        return {"allocator": "rmm" if self._rmm is not None else type(pool).__name__}
+
+    def forked(self) -> None:
+        self._lock, self._caps, self._limited = threading.RLock(), {}, {}
+
+    def _capped(self, cupy: Any, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
+        get_device = cupy.cuda.runtime.getDevice
+        seen: set[int] = set()
+
+        def allocate(size: int) -> Any:
+            """CuPy's allocator under a memguard budget: pages as the driver counts them, the pool's own limit."""
+            ordinal = get_device()
+            if ordinal not in seen:
+                self._limit_here(cupy, ordinal)
+                seen.add(ordinal)
+            return malloc(whole_share(size))
+
+        return allocate
+
+    def _limit_here(self, cupy: Any, ordinal: int) -> None:
+        """Limit the pool of the device that is current on this thread; a stricter limit of its own stays."""
+        with self._lock:
+            uuid = next((u for u, o in self._by_uuid(cupy).items() if o == ordinal), "")
+            cap = self._caps.get(uuid)
+            if cap is None or ordinal in self._limited:
+                return
+            before = self._pool.get_limit()
+            if 0 < before < cap:
+                self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
+                cap = before
+            self._pool.set_limit(size=cap)
+            if self._pool.get_limit() != cap:
+                raise CapNotApplied(self.name, f"the limit reads back as {self._pool.get_limit()}", "report this")
+            self._limited[ordinal] = (before, cap)
+
+    def _limit_live(self, cupy: Any) -> dict[str, int]:
+        """Limit every pool whose device has a context already. Returns what is held above the cap, by UUID."""
+        residual = {}
+        for uuid, ordinal in self._by_uuid(cupy).items():
+            if uuid not in self._caps:
+                continue
+            with contexts.pushed(ordinal) as there:
+                if not there:
+                    continue
+                before = self._pool.get_limit()
+                if before > self._caps[uuid] and not os.environ.get(_LIMIT):
+                    raise self._looser(f"cupy's MemoryPool.set_limit ({format_size(before)})", self._caps[uuid])
+                self._limit_here(cupy, ordinal)
+                held = self._pool.total_bytes()
+            if held > self._caps[uuid]:
+                residual[uuid] = held - self._caps[uuid]
+        return residual
+
+    def _refuse_looser(self, caps: Mapping[str, int]) -> None:
+        text = os.environ.get(_LIMIT, "").strip()
+        if not text:
+            return
+        for device in self.host.devices():
+            cap = caps.get(device.uuid)
+            try:
+                limit = int(float(text[:-1]) / 100 * device.usable) if text.endswith("%") else int(text)
+            except ValueError:
+                raise ConflictingSetting(
+                    self.name, f"{_LIMIT}={text}", "cannot be read", "unset it, or write bytes or a percentage"
+                ) from None
+            if cap is not None and limit > cap:
+                raise self._looser(f"{_LIMIT}={text} ({format_size(limit)})", cap)
+
+    def _looser(self, setting: str, cap: int) -> ConflictingSetting:
+        return ConflictingSetting(
+            self.name,
+            setting,
+            f"is looser than the cap of {format_size(cap)}",
+            "remove it, lower it, or raise frameworks.cupy in the budget",
+        )
+
+    def _restore(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
+        with self._lock:
+            if self._allocate is not None and cupy.cuda.get_allocator() is self._allocate:
+                cupy.cuda.set_allocator(allocator)
+            for ordinal, (before, _) in self._limited.items():
+                self._on(ordinal, functools.partial(_set_limit, before))
+            self._limited.clear()
+            self._caps, self._allocate = {}, None
+
+    def _totals(self, ordinal: int) -> tuple[int, int] | None:
+        found: tuple[int, int] | None = self._on(ordinal, lambda pool: (pool.total_bytes(), pool.used_bytes()))
+        return found if found != (0, 0) or ordinal in self._limited else None
+
+    def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:
+        """Ask the pool about a device that has a context; None where it has none."""
+        cupy: Any = sys.modules["cupy"]
+        pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None) or cupy.get_default_memory_pool()
+        with contexts.pushed(ordinal) as there:
+            return ask(pool) if there else None
+
+    def _by_uuid(self, cupy: Any) -> dict[str, int]:
+        """CUDA ordinal by UUID, from CuPy itself (`cudaGetDeviceProperties`). Initialises CUDA: ask when it is."""
+        if self._ordinals is None:
+            found = {}
+            for ordinal in range(_device_count(cupy)):
+                digits = bytes(cupy.cuda.runtime.getDeviceProperties(ordinal)["uuid"]).hex()
+                found["GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))] = (
+                    ordinal
+                )
+            self._ordinals = found
+        return self._ordinals
+
+
+def _get_limit(pool: Any) -> int:
+    return int(pool.get_limit())
+
+
+def _set_limit(size: int, pool: Any) -> None:
+    pool.set_limit(size=size)
+
+
+def _device_count(cupy: Any) -> int:
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def _named(allocator: Any) -> str:
+    owner = getattr(allocator, "__self__", None)
+    return (
+        type(owner).__name__ + ".malloc" if owner is not None else getattr(allocator, "__qualname__", repr(allocator))
+    )

@@ -1,0 +1,277 @@
+"""JAX: `memory_fraction` among the client options that its GPU backend starts with; preallocation off.
+
+Facts: the fraction is of what CUDA gives, is read once when the backend starts, and nothing changes or shrinks the
+pool afterwards; for 4 GiB an H200 gave a limit of 4,294,967,296 bytes. The client options win over the environment.
+With both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION set the GPU backend does not load and JAX goes on
+with the CPU, silently. `cuda_async` and `platform` know no limit (6 GiB served under 2.8). An out-of-memory takes 10 s.
+
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard.errors import CapNotApplied, ConflictingSetting
+from memguard.frameworks.base import Framework
+from memguard.model import Applied, Device, Enforcement, State, Usage
+from memguard.units import MIB, format_size, round_up
+
+_log = logging.getLogger("memguard")
+_OPTIONS = "jax_pjrt_client_create_options"
+_FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
+_LIMITED = ("", "default", "bfc")
+_standing: dict[str, int] = {}
+"""The caps that JAX went live with, by device: they stay for the process, whatever comes next."""
+
+
+class JAX(Framework):
+    """JAX's BFC allocator (XLA), capped by the `memory_fraction` of its client."""
+
+    name: ClassVar[str] = "jax"
+    module: ClassVar[str] = "jax"
+    hook: ClassVar[str] = "jax"
+    tested: ClassVar[tuple[str, ...]] = ("0.11.2", "0.10.2")
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._by_ordinal: dict[int, str] | None = None
+        self._options: dict[str, Any] = {}
+
+    def why_absent(self) -> str | None:
+        """Not installed, without a CUDA plugin, or told to keep off the GPU. Imports nothing."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        platforms = [name.strip() for name in os.environ.get("JAX_PLATFORMS", "").lower().split(",") if name.strip()]
+        if platforms and not {"cuda", "gpu"} & set(platforms):
+            return f"JAX_PLATFORMS={','.join(platforms)} keeps jax off the GPU"
+        if not _has_plugin():
+            return "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'"
+        return None
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def _live(self, module: ModuleType) -> bool:
+        return _client() is not None
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        jax: Any = sys.modules["jax"]
+        if _client() is not None:
+            return self._accept_standing(caps)
+        if not hasattr(jax.config, _OPTIONS):
+            raise CapNotApplied(
+                self.name, f"jax {jax.__version__} has no option {_OPTIONS}", "install jax 0.5 or newer"
+            )
+        before = getattr(jax.config, _OPTIONS)
+        own = _as_mapping(before)
+        self._refuse_conflicts(own)
+        usable = {device.uuid: device.usable for device in self.host.devices() if device.uuid in caps}
+        if not usable:
+            raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
+        fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
+        if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
+            self._say("jax: it takes one fraction for all GPUs; the smallest of its caps' fractions is set on each")
+        fraction = self._stricter(fraction, own, usable, caps)
+        wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
+        jax.config.update(_OPTIONS, wanted)
+        if getattr(jax.config, _OPTIONS) != wanted:
+            raise CapNotApplied(self.name, f"the options read back as {getattr(jax.config, _OPTIONS)!r}", "report this")
+        self._caps, self._options = dict(caps), wanted
+
+        def undo() -> None:
+            if _client() is not None:
+                _standing.update(self._caps)
+                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
+            if getattr(jax.config, _OPTIONS) == wanted:
+                jax.config.update(_OPTIONS, before)
+
+        return Applied(Enforcement.ENFORCED, undo)
+
+    def usage(self, device: Device) -> Usage | None:
+        """`memory_stats()` (1.4 µs) of the backend that is live; `pool_bytes` is what it holds."""
+        found = self._local(device)
+        if found is None:
+            return None
+        stats = found.memory_stats()
+        if not stats or "pool_bytes" not in stats:  # the platform and cuda_async allocators keep no pool of their own
+            return Usage(None, (stats or {}).get("bytes_in_use"))
+        return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, peak=stats["peak_bytes_in_use"])
+
+    def trim(self, device: Device) -> None:
+        """Nothing from outside shrinks XLA's pool."""
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        raise CapNotApplied(
+            self.name,
+            "JAX's memory_fraction is fixed once its backend has started",
+            "change the budget file and restart the process",
+        )
+
+    def footprint(self, size: int) -> int:
+        return round_up(size, 256)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        jax: Any = sys.modules.get("jax")
+        return () if jax is None else (jax.errors.JaxRuntimeError,)
+
+    def drift(self) -> list[str]:
+        if not self._caps:
+            return []
+        if _client() is None:
+            now = getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None)
+            lost = _as_mapping(now).get("memory_fraction") != self._options["memory_fraction"]
+            return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
+        return [
+            f"jax: it started with a limit of {format_size(limit)} on cuda:{ordinal}, its cap is {format_size(cap)}"
+            for ordinal, (limit, cap) in self._limits().items()
+            if not 0 < limit <= cap
+        ]
+
+    def about(self) -> dict[str, str]:
+        if _client() is None:
+            return {}
+        return {"allocator": str(_as_mapping(self._options).get("allocator", "bfc"))}
+
+    def _refuse_conflicts(self, own: Mapping[str, Any]) -> None:
+        fractions = [name for name in (_FRACTION, _DEPRECATED) if os.environ.get(name)]
+        if len(fractions) == 2:
+            raise ConflictingSetting(
+                self.name,
+                " and ".join(fractions),
+                "are both set: JAX then loads no GPU backend and goes on with the CPU",
+                f"unset {_DEPRECATED}, the deprecated one",
+            )
+        for setting, value in (
+            (_ALLOCATOR, os.environ.get(_ALLOCATOR, "")),
+            (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
+        ):
+            if value.strip().lower() not in _LIMITED:
+                raise ConflictingSetting(
+                    self.name, f"{setting}={value}", "knows no limit", "unset it, so that JAX uses its BFC allocator"
+                )
+
+    def _stricter(
+        self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
+    ) -> float:
+        """The stricter of the cap's fraction and the user's; ConflictingSetting where the user's is looser."""
+        name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
+        given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
+        for setting, value in given:
+            if value is None or value == "":
+                continue
+            try:
+                theirs = float(value)
+            except ValueError:
+                raise ConflictingSetting(
+                    self.name, f"{setting}={value}", "cannot be read", "unset it, or write a number such as 0.25"
+                ) from None
+            if any(int(theirs * total) > caps[uuid] + MIB for uuid, total in usable.items()):
+                raise ConflictingSetting(
+                    self.name,
+                    f"{setting}={value}",
+                    f"is looser than the cap of {format_size(min(caps[uuid] for uuid in usable))}",
+                    "unset it, lower it, or raise frameworks.jax in the budget",
+                )
+            if theirs < fraction:
+                self._say(f"jax: its own {setting}={value} is stricter than the cap and stays")
+                fraction = theirs
+        return fraction
+
+    def _preallocate(self, own: Mapping[str, Any]) -> bool:
+        """Off, unless the user asked for it: then JAX takes its whole cap when its backend starts."""
+        asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
+        if asked is None or str(asked) in ("false", "False", "0"):
+            return False
+        self._say(f"jax: {_PREALLOCATE} stays: it takes its whole cap when its backend starts")
+        return True
+
+    def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
+        """Live already: right only where an earlier budget of this process left the very caps that are wanted."""
+        if not _standing:
+            raise CapNotApplied(
+                self.name,
+                "it was live before memguard.init(): its pool exists and cannot be limited any more",
+                "call memguard.init() before JAX's first operation",
+            )
+        for uuid, cap in _standing.items():
+            if caps.get(uuid) != cap:
+                raise CapNotApplied(
+                    self.name,
+                    f"it went live with a limit of {format_size(cap)}, which stays; this budget gives it "
+                    f"{format_size(caps.get(uuid))}",
+                    f"write jax: {{limit: {cap // MIB}MiB}}, or restart the process",
+                )
+        return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
+
+    def _local(self, device: Device) -> Any:
+        client = _client()
+        if client is None:
+            return None
+        if self._by_ordinal is None:
+            known = self.host.devices(ordinals=True)
+            self._by_ordinal = {d.ordinal if d.ordinal is not None else d.index: d.uuid for d in known}
+        for found in client.local_devices():
+            if self._by_ordinal.get(_ordinal(found)) == device.uuid:
+                return found
+        return None
+
+    def _limits(self) -> dict[int, tuple[int, int]]:
+        """By ordinal: the limit that a live backend has, and its cap."""
+        found = {}
+        for device in self.host.devices(ordinals=True):
+            local = self._local(device)
+            if local is not None and device.uuid in self._caps:
+                found[_ordinal(local)] = ((local.memory_stats() or {}).get("bytes_limit", 0), self._caps[device.uuid])
+        return found
+
+
+def _ordinal(local: Any) -> int:
+    ordinal = getattr(local, "local_hardware_id", None)
+    return int(local.id if ordinal is None else ordinal)
+
+
+def _client() -> Any:
+    """JAX's CUDA backend where it has started, else None. Asking starts none."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    backends = getattr(bridge, "_backends", None)
+    return backends.get("cuda") if isinstance(backends, dict) else None
+
+
+def _has_plugin() -> bool:
+    """Whether a CUDA plugin of JAX lies on the path (`jax_plugins` is a namespace package: nothing is imported)."""
+    try:
+        spec = importlib.util.find_spec("jax_plugins")
+    except (ImportError, ValueError):
+        return False
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return any(path.name.startswith("xla_cuda") for folder in folders for path in Path(folder).glob("*"))
+
+
+def _as_mapping(options: Any) -> dict[str, Any]:
+    """`jax_pjrt_client_create_options` as JAX reads it: a mapping, or `key:value;key:value`."""
+    if isinstance(options, str):
+        pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)
+        return dict(pairs)
+    return dict(options or {})
+
+
+def _fraction(cap: int, total: int) -> float:
+    """The largest fraction in single precision, in which the client takes it, that does not pass the cap."""
+    fraction = struct.unpack("f", struct.pack("f", cap / total))[0]
+    while int(fraction * total) > cap:
+        bits = struct.unpack("I", struct.pack("f", fraction))[0] - 1
+        fraction = struct.unpack("f", struct.pack("I", bits))[0]
+    return float(fraction)
