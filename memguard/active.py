@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
 
+from memguard import passive
 from memguard.conductor import Guard, WorkloadReport
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
@@ -21,9 +23,15 @@ _log = logging.getLogger("memguard")
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 
+_NONE = "no budget is active in this process\n    fix: call memguard.init('budget.yaml') first"
+_FORKED = (
+    "no budget is active in this process: it was forked from one that has one, and a budget is of one process\n"
+    "    fix: call memguard.init here, for a budget of its own"
+)
+
 _active: Guard | None = None
+_why_none = _NONE
 _lock = threading.RLock()
-_fork_hook = False
 
 
 def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Guard:
@@ -32,13 +40,22 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones.
     Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
+
+    Other processes: a forked child is inert. In a worker of multiprocessing (`spawn`, `forkserver`) an `init` at the
+    top of the script applies nothing while the script is imported again there, and returns a guard that is not
+    active. Workers that are to have a budget call `init` in the function that they run, each with its own part; or
+    MEMGUARD_CHILDREN=1 is set, and the script's own applies in each that imports it. A program that is started by
+    itself (torchrun, subprocess) is like any other.
     """
-    global _active
+    global _active, _why_none
+    if not passive.wanted(passive.reimporting(sys.modules), os.environ):
+        return _stay_passive()
     loaded = _load(budget)
     with _lock:
-        if _active is not None and _active.active:
-            if _active.budget == loaded and _simulated_names(_active.host) == _names(simulate):
-                return _active
+        before = _active if _active is not None and _active.active else None
+        if before is not None:
+            if before.budget == loaded and _simulated_names(before.host) == _names(simulate):
+                return before
             if not replace:
                 raise AlreadyActive(
                     "another budget is active in this process\n"
@@ -50,10 +67,8 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         except BaseException:
             host.close()
             raise
-        before = _active
-        if before is not None and before.active:
+        if before is not None:
             before.stop()
-        _after_fork()
         _active = guard  # before start: an import in another thread may call back at once
         try:
             guard.start()
@@ -62,7 +77,18 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
             if before is not None:
                 _active = _again(before)
             raise
+        _why_none = _NONE
         return guard
+
+
+def _stay_passive() -> Guard:
+    """Apply nothing and touch no GPU: this is a worker of multiprocessing that imports the script again."""
+    global _why_none
+    if _active is not None and _active.active:
+        return _active
+    _why_none = passive.WHY
+    _log.debug("memguard.init applies nothing while multiprocessing imports the script again in a worker")
+    return passive.PassiveGuard()
 
 
 def _again(before: Guard) -> Guard | None:
@@ -71,7 +97,8 @@ def _again(before: Guard) -> Guard | None:
     try:
         guard.start()
     except MemguardError as error:
-        _log.warning("no budget is active any more: the one before could not be applied again: %s", error)
+        # As text: a log that keeps its records would keep the error, what it came from, and the frames of that.
+        _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
         return None
     return guard
 
@@ -83,13 +110,15 @@ def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence
     Where the same budget is active already, the block leaves it active. With `replace=True` the one that was
     active before is not brought back at the end.
     """
-    before = _active
-    active = init(budget, replace=replace, simulate=simulate)
+    with _lock:  # of two blocks that begin at once one applies the budget, and that one ends it
+        before = _active
+        active = init(budget, replace=replace, simulate=simulate)
     try:
         yield active
     finally:
-        if _active is active and active is not before:
-            shutdown()
+        with _lock:
+            if _active is active and active is not before:
+                shutdown()
 
 
 def shutdown() -> list[str]:
@@ -129,9 +158,10 @@ def trim(framework: str | None = None) -> int:
 
 def current() -> Guard:
     """The active guard. Raises NotActive where none is."""
-    if _active is None:
-        raise NotActive("no budget is active in this process\n    fix: call memguard.init('budget.yaml') first")
-    return _active
+    found = _active  # once: another thread may shut it down meanwhile. Without the lock, which init may hold long
+    if found is None:
+        raise NotActive(_why_none)
+    return found
 
 
 def _load(budget: BudgetLike) -> Budget:
@@ -170,18 +200,16 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
     return RealHost()
 
 
-def _after_fork() -> None:
-    """Once per process: a forked child starts inert, with locks of its own (the parent's may be held for ever)."""
-    global _fork_hook
-    if _fork_hook or not hasattr(os, "register_at_fork"):
-        return
-    _fork_hook = True
+def _inert() -> None:
+    """A forked child starts without a budget, with a lock of its own: the parent's may be held for ever."""
+    global _active, _lock, _why_none
+    _lock = threading.RLock()
+    before, _active = _active, None
+    if before is not None:
+        _why_none = _FORKED
+        before.forked()
+        _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
 
-    def inert() -> None:
-        global _active, _lock
-        if _active is not None:
-            _active.forked()
-            _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
-        _active, _lock = None, threading.RLock()
 
-    os.register_at_fork(after_in_child=inert)
+if hasattr(os, "register_at_fork"):  # here, so that it is there before anybody holds the lock
+    os.register_at_fork(after_in_child=_inert)

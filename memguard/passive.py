@@ -1,0 +1,74 @@
+"""Worker processes in which a script's own `memguard.init` comes by again, and nobody asked it to.
+
+`spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script again in each worker: what
+stands at its top would give every worker the whole budget once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memguard.conductor import Guard
+from memguard.errors import NotActive
+
+ASKED = "MEMGUARD_CHILDREN"
+"""The environment variable with which the script's `init` applies in the workers too."""
+WHY = (
+    "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
+    "imports the script again in it\n"
+    f"    fix: call memguard.init in the function that the worker runs, or set {ASKED}=1, with which the script's own "
+    "applies in every worker"
+)
+# multiprocessing (torch's and joblib's pools too), its copy that pickles with dill, and Celery's.
+_POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
+_ANSWERED = {"active", "frameworks", "notes", "permanent", "start", "stop", "forked"}
+
+
+def reimporting(modules: Mapping[str, object]) -> bool:
+    """Whether multiprocessing is importing the parent's script here. Looks, and imports nothing.
+
+    `_inheriting` is how multiprocessing itself refuses to start processes from there.
+    """
+    for name in _POOLS:
+        current = getattr(modules.get(name), "current_process", None)
+        if callable(current) and getattr(current(), "_inheriting", False):
+            return True
+    return False
+
+
+def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
+    """Whether `init` is to apply its budget: always, but for a worker that has not asked for it."""
+    return not reimporting or environ.get(ASKED, "") not in ("", "0")
+
+
+class PassiveGuard(Guard):
+    """What `init` returns where it applied nothing: not active, and what needs a budget raises NotActive."""
+
+    def __init__(self) -> None:  # not Guard's, which plans for GPUs
+        self.notes, self.permanent = [], []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name in _ANSWERED:
+            return super().__getattribute__(name)
+        raise NotActive(WHY)
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    @property
+    def frameworks(self) -> Mapping[str, Any]:
+        return {}
+
+    def start(self) -> None:
+        raise NotActive(WHY)
+
+    def stop(self) -> list[str]:
+        return []
+
+    def forked(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return WHY
