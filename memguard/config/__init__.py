@@ -32,7 +32,7 @@ from memguard.config._schema import SCHEMA
 from memguard.errors import ConfigError, Problem
 from memguard.units import short
 
-FRAMEWORKS = ("torch", "tensorflow", "pycuda")
+FRAMEWORKS = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 """The frameworks that a budget may name."""
 
 V = TypeVar("V")
@@ -92,13 +92,17 @@ class DeviceOverride(_Model):
 class FrameworkBudget(_Model):
     """One framework's part: exactly one of `share`, a fraction of (limit − reserve), and `limit`, bytes.
 
-    `growth` is TensorFlow's (True: its pool grows up to the cap; False: it takes the cap at its first operation);
-    None for the others.
+    `growth` is TensorFlow's (True: its pool grows up to the cap; False: it takes the cap at its first operation),
+    `nccl` is torch's (how many communicators it will keep on each GPU, 0 to 64); each is None for the others.
     """
 
     share: Annotated[Fraction | None, PlainValidator(_values.share), _TEXT] = None
     limit: Annotated[int | None, PlainValidator(_values.limit), _TEXT] = None
     growth: Annotated[bool | None, PlainValidator(_values.growth)] = None
+    nccl: Annotated[int | None, PlainValidator(_values.nccl)] = None
+
+
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {"torch": {"nccl": 0}, "tensorflow": {"growth": True}}
 
 
 def _framework_name(name: str) -> str:
@@ -110,16 +114,20 @@ def _framework_name(name: str) -> str:
 def _frameworks(entries: Mapping[str, FrameworkBudget]) -> Frozen[FrameworkBudget]:
     if not entries:
         raise _values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
-    tensorflow = entries.get("tensorflow")
-    if tensorflow is not None and tensorflow.growth is None:
-        entries = {**entries, "tensorflow": tensorflow.model_copy(update={"growth": True})}
-    return Frozen(entries)
+    return Frozen({name: _with_defaults(name, entry) for name, entry in entries.items()})
+
+
+def _with_defaults(name: str, entry: FrameworkBudget) -> FrameworkBudget:
+    """What is not written gets its value, so that budgets that mean the same are equal."""
+    missing = {key: value for key, value in _DEFAULTS.get(name, {}).items() if getattr(entry, key) is None}
+    return entry.model_copy(update=missing) if missing else entry
 
 
 class Budget(_Model):
     """A checked budget. Two are equal where they mean the same, however they were written.
 
-    `devices` has a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key.
+    `devices` has a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `on_busy`
+    is what init does where other processes hold so much of a GPU that its limit cannot be had.
     """
 
     version: Annotated[int, PlainValidator(_values.version)]
@@ -134,13 +142,14 @@ class Budget(_Model):
         AfterValidator(_frameworks),
         WrapSerializer(_entries),
     ]
+    on_busy: Annotated[Literal["warn", "raise"], PlainValidator(_values.on_busy)] = "warn"
 
 
 _NAMES = {
     "": tuple(Budget.model_fields),
     "device": tuple(DeviceBudget.model_fields),
     "framework": ("share", "limit"),
-    "tensorflow": ("share", "limit", "growth"),
+    **{name: ("share", "limit", *settings) for name, settings in _DEFAULTS.items()},
     "frameworks": FRAMEWORKS,
 }
 

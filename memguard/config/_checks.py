@@ -16,6 +16,12 @@ from memguard.config._values import percent_text, size_text
 Loc = tuple[str | int, ...]
 T = TypeVar("T")
 
+_SETTINGS = {
+    # key: whose it is, what that means for another framework, what to do there
+    "growth": ("tensorflow", "{name} always grows as it needs memory", "remove it"),
+    "nccl": ("torch", "it counts the communicators of torch.distributed", "move it below torch, or remove it"),
+}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -65,12 +71,12 @@ def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Finding]:
     if "share" in entry and "limit" in entry:
         later = [key for key in entry if key in ("share", "limit")][-1]
         yield Finding((*loc, later), "has both share and limit: exactly one is allowed", "remove one of them", True)
-    elif not {"share", "limit"} & set(entry) and set(entry) <= {"growth"}:
+    elif not {"share", "limit"} & set(entry) and set(entry) <= set(_SETTINGS):
         message = "has neither share nor limit: exactly one is needed"
         yield Finding(loc, message, f"write '{name}: {{share: 50%}}' or '{name}: {{limit: 4GiB}}'", True)
-    if "growth" in entry and name != "tensorflow":
-        message = f"growth is a setting of tensorflow; {name} always grows as it needs memory"
-        yield Finding((*loc, "growth"), message, "remove it", True, True)
+    for key, (owner, why, fix) in _SETTINGS.items():
+        if key in entry and name != owner:
+            yield Finding((*loc, key), f"{key} is a setting of {owner}; {why.format(name=name)}", fix, True, True)
 
 
 def _shares(amounts: _Amounts) -> Iterator[Finding]:

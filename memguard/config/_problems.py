@@ -14,12 +14,35 @@ from memguard.errors import Problem
 from memguard.units import short
 
 _PLANNED = {
-    "": ("monitor", "on_pressure", "on_busy"),
-    "frameworks": ("cupy", "jax", "numba"),
+    "": ("monitor", "on_pressure"),
     "framework": ("min", "max"),
+    "torch": ("min", "max"),
     "tensorflow": ("min", "max"),
 }
-_ALSO = {"tf": "tensorflow", "pytorch": "torch", "keras": "tensorflow", "gpu": "device", "gpus": "devices"}
+_ALSO = {
+    "tf": "tensorflow",
+    "keras": "tensorflow",
+    "pytorch": "torch",
+    "cupy-cuda12x": "cupy",
+    "cupy-cuda13x": "cupy",
+    "jaxlib": "jax",
+    "flax": "jax",
+    "numba-cuda": "numba",
+    "numba_cuda": "numba",
+    "gpu": "device",
+    "gpus": "devices",
+    "communicators": "nccl",
+}
+_OTHERS = ("cudf", "cuml", "numpy")
+"""Libraries whose names are close to a framework's and that are not misspelt ones."""
+_HOMES = {
+    # where a key belongs that was found elsewhere, as the fix names it
+    "frameworks": "'frameworks:'",
+    "device": "'device:'",
+    "framework": "a framework, as in 'torch: {share: 50%}'",
+    "torch": "'torch:'",
+    "tensorflow": "'tensorflow:'",
+}
 _SHAPES = {
     "device": ("the keys limit and reserve", "write 'device: {limit: 90%}'"),
     "devices": ("one line for each GPU", "write for example '0: {limit: 50%}' under devices"),
@@ -33,7 +56,9 @@ def problems(
     document: Document,
     names: Mapping[str, tuple[str, ...]],
 ) -> list[Problem]:
-    """Everything wrong, in file order. `names` gives the keys allowed at '', 'device', 'framework' and 'frameworks'."""
+    """Everything wrong, in file order. `names` gives the keys allowed at '', 'device', 'frameworks', 'framework',
+    and at each framework with settings of its own.
+    """
     listed = [*(_finding(error, names) for error in errors), *findings]
     alone = {finding.loc for finding in listed if finding.alone}
     kept = [
@@ -84,19 +109,19 @@ def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Finding:
     near = _ALSO.get(lowered) if _ALSO.get(lowered) in allowed else None
     matches = (
         difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6)
-        if len(name) <= 40 and ":" not in name and near is None
+        if len(name) <= 40 and ":" not in name and near is None and lowered not in _OTHERS
         else []
     )
     near = near or (matches[0] if matches else None)
     if near is not None:
         return Finding(loc, f"unknown {thing} {short(name)}; {choice}", f"did you mean {near!r}?", True, True)
-    home = next((home for home in ("frameworks", "device", "framework") if name in names[home]), None)
+    home = next((home for home in _HOMES if name in names[home]), None)
     if home is not None and level != home:
-        place = "a framework, as in 'torch: {share: 50%}'" if home == "framework" else f"'{home}:'"
-        return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", f"move it below {place}", True, True)
+        fix = f"move it below {_HOMES[home]}"
+        return Finding(loc, f"unknown {thing} {short(name)} here; {choice}", fix, True, True)
     if ":" in name and len(name) <= 40:  # {share:50%}
         return Finding(loc, f"unknown {thing} {short(name)}; {choice}", "write a space after ':'", True, True)
-    if name[:1].isdecimal() and level in ("device", "framework", "tensorflow"):  # {limit: 1,5GiB}
+    if name[:1].isdecimal() and level not in ("", "frameworks"):  # {limit: 1,5GiB}
         fix = "write decimals with a point, as in 1.5GiB"
         return Finding(loc, f"unknown {thing} {short(name)}; {choice}", fix, True, True)
     if name in names[""]:
@@ -108,7 +133,7 @@ def _level(loc: Loc) -> str:
     if len(loc) == 1:
         return ""
     if loc[0] == "frameworks":
-        return "frameworks" if len(loc) == 2 else "tensorflow" if loc[1] == "tensorflow" else "framework"
+        return "frameworks" if len(loc) == 2 else str(loc[1]) if loc[1] in ("torch", "tensorflow") else "framework"
     return "device"
 
 

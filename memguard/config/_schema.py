@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memguard.config._values import MAX_NCCL
 from memguard.units import GRANULE, MAX_SIZE
 
 _UNIT = "([Bb]|[KkMmGgTt][Ii][Bb])"
@@ -61,6 +62,14 @@ _GROWTH = {
     "type": "boolean",
     "default": True,
 }
+_NCCL = {
+    "description": "How many NCCL communicators torch.distributed keeps at once on each GPU: one for each process "
+    "group that communicates. They lie outside torch's cap; reserve: auto keeps room for them.",
+    "type": "integer",
+    "minimum": 0,
+    "maximum": MAX_NCCL,
+    "default": 0,
+}
 
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -98,10 +107,19 @@ SCHEMA: dict[str, Any] = {
             "additionalProperties": False,
             "minProperties": 1,
             "properties": {
-                "torch": _framework("torch"),
+                "torch": _framework("torch", nccl=_NCCL),
                 "tensorflow": _framework("tensorflow", growth=_GROWTH),
+                "cupy": _framework("cupy"),
+                "jax": _framework("jax"),
                 "pycuda": _framework("pycuda"),
+                "numba": _framework("numba"),
             },
+        },
+        "on_busy": {
+            "description": "What init does where other processes hold so much of a GPU that the limit cannot be had: "
+            "warn and go on, or raise.",
+            "enum": ["warn", "raise"],
+            "default": "warn",
         },
     },
     "$defs": {"percent": _PERCENT, "size": _SIZE},

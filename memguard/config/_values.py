@@ -32,6 +32,12 @@ _YES_NO = {
     "off": "false",
     "0": "false",
 }
+_ON_BUSY = {
+    **dict.fromkeys(("warn", "warning", "log"), "warn"),
+    **dict.fromkeys(("raise", "error", "exception", "fail", "abort", "refuse"), "raise"),
+}
+MAX_NCCL = 64
+"""Communicators on one GPU: more are a typing mistake, as 64 of them would take 31 GiB."""
 
 
 def wrong(message: str, fix: str) -> PydanticCustomError:
@@ -128,6 +134,33 @@ def growth(value: object) -> bool:
         raise wrong(f"growth is true or false, found the text {found(value)}", f"write '{word}' without quotes")
     fix = f"write '{_YES_NO[word]}'" if word in _YES_NO else "write 'true' or 'false'"
     raise wrong(f"growth is true or false, found {found(value)}", fix)
+
+
+def nccl(value: object) -> int:
+    """How many NCCL communicators torch.distributed keeps on each GPU."""
+    _given(value, "'1'")
+    if isinstance(value, int) and not isinstance(value, bool):
+        if 0 <= value <= MAX_NCCL:
+            return value
+        fix = "write how many process groups communicate on one GPU: 1 for plain data parallel training"
+        raise wrong(f"nccl is a whole number from 0 to {MAX_NCCL}, found {found(value)}", fix)
+    if isinstance(value, str) and re.fullmatch("0|[1-9][0-9]?", value.strip()):
+        fix = f"write '{value.strip()}' without quotes"
+        raise wrong(f"nccl is a whole number, found the text {found(value)}", fix)
+    fix = "write how many process groups communicate on one GPU, for example '1', or '0' for none"
+    raise wrong(f"nccl is a whole number from 0 to {MAX_NCCL}, found {found(value)}", fix)
+
+
+def on_busy(value: object) -> Literal["warn", "raise"]:
+    """What init does where others hold so much of a GPU that the limit cannot be had."""
+    _given(value, "'warn' or 'raise'")
+    if value == "warn":
+        return "warn"
+    if value == "raise":
+        return "raise"
+    meant = _ON_BUSY.get(value.strip().lower()) if isinstance(value, str) else None
+    fix = f"write '{meant}'" if meant else "write 'warn' to be told and go on, or 'raise' to stop"
+    raise wrong(f"on_busy is warn or raise, found {found(value)}", fix)
 
 
 def device_key(value: object) -> str:

@@ -30,7 +30,8 @@ def test_the_least_budget_and_its_defaults() -> None:
     assert budget.version == 1
     assert (budget.device.limit, budget.device.reserve) == (Fraction(9, 10), "auto")
     assert dict(budget.devices) == {}
-    assert dict(budget.frameworks) == {"torch": FrameworkBudget(share=Fraction(1, 2))}
+    assert budget.on_busy == "warn"
+    assert dict(budget.frameworks) == {"torch": FrameworkBudget(share=Fraction(1, 2), nccl=0)}
 
 
 def test_the_sample_says_what_its_comments_say() -> None:
@@ -40,6 +41,8 @@ def test_the_sample_says_what_its_comments_say() -> None:
     assert budget.frameworks["torch"].share == Fraction(1, 2)
     assert budget.frameworks["tensorflow"].share == Fraction(1, 4)
     assert [f.growth for f in budget.frameworks.values()] == [None, True, None]
+    assert [f.nccl for f in budget.frameworks.values()] == [0, None, None]
+    assert budget.on_busy == "warn"
     assert budget.frameworks["pycuda"].limit == GIB
     assert budget.frameworks["pycuda"].share is None
 
@@ -59,13 +62,67 @@ def test_growth_is_true_unless_said_otherwise() -> None:
     assert parse(fw("tensorflow: {share: 25%, growth: false}")).frameworks["tensorflow"].growth is False
 
 
+def test_all_six_frameworks_may_be_named_and_only_their_own_settings_are_set() -> None:
+    budget = parse(fw("\n".join(f"{name}: {{limit: 1GiB}}" for name in FRAMEWORKS)))
+    assert list(budget.frameworks) == ["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"] == list(FRAMEWORKS)
+    settings = {name: (f.growth, f.nccl) for name, f in budget.frameworks.items()}
+    assert settings.pop("torch") == (None, 0)
+    assert settings.pop("tensorflow") == (True, None)
+    assert set(settings.values()) == {(None, None)}
+
+
+@pytest.mark.parametrize(("written", "meant"), [("0", 0), ("1", 1), ("+1", 1), ("64", 64)])
+def test_nccl_is_none_unless_said_otherwise(written: str, meant: int) -> None:
+    assert parse(GOOD).frameworks["torch"].nccl == 0
+    assert parse(fw(f"torch: {{share: 50%, nccl: {written}}}")).frameworks["torch"].nccl == meant
+
+
+def test_a_busy_gpu_is_a_warning_unless_said_otherwise() -> None:
+    assert parse(GOOD + "on_busy: warn").on_busy == parse(GOOD).on_busy == "warn"
+    assert parse(GOOD + "on_busy: raise").on_busy == parse(GOOD + "on_busy: 'raise'").on_busy == "raise"
+
+
 def test_equal_means_the_same_budget_however_written() -> None:
     one = parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%}}")
     two = parse("frameworks:\n  tensorflow: {growth: true, share: '50.0 %'}\n  torch: {limit: 1024 mib}\nversion: 1\n"
-                "device: {limit: 90%, reserve: auto}\ndevices: {}")  # fmt: skip
+                "device: {limit: 90%, reserve: auto}\ndevices: {}\non_busy: warn")  # fmt: skip
     assert one == two
     assert hash(one) == hash(two)
     assert one != parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%, growth: false}}")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "written", "another"),
+    [
+        (GOOD, GOOD + "on_busy: warn", GOOD + "on_busy: raise"),
+        (GOOD, fw("torch: {share: 50%, nccl: 0}"), fw("torch: {share: 50%, nccl: 1}")),
+        (GOOD, GOOD, fw("numba: {share: 50%}")),
+    ],
+    ids=["on_busy", "nccl", "framework"],
+)
+def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
+    one, same, other = parse(left_out), parse(written), parse(another)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert hash(one) != hash(other)
+    for budget in (one, other):
+        again = pickle.loads(pickle.dumps(budget))
+        assert again == budget
+        assert hash(again) == hash(budget)
+        assert from_mapping(budget.model_dump(exclude_none=True)) == budget
+        assert from_mapping(budget.model_dump(mode="json", exclude_none=True)) == budget
+
+
+def test_a_dump_says_what_a_file_would_say() -> None:
+    text = fw("torch: {limit: 4GiB, nccl: 2}\njax: {share: 12.5%}") + "on_busy: raise"
+    assert parse(text).model_dump(exclude_none=True) == {
+        "version": 1,
+        "device": {"limit": "90%", "reserve": "auto"},
+        "devices": {},
+        "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}, "jax": {"share": "12.5%"}},
+        "on_busy": "raise",
+    }
 
 
 def test_a_budget_cannot_be_changed_and_survives_pickling() -> None:
@@ -141,6 +198,20 @@ def plain(text: str) -> Any:
         fw("torch: {share: 5%, limit: 1GiB}"),
         fw("torch: {share: 5%, growth: true}"),
         fw("tensorflow: {share: 5%, growth: yes}"),
+        fw("tensorflow: {share: 5%, nccl: 1}"),
+        fw("numba: {share: 5%, nccl: 1}"),
+        fw("jax: {share: 5%, growth: true}"),
+        fw("torch: {share: 5%, nccl: true}"),
+        fw("torch: {share: 5%, nccl: -1}"),
+        fw("torch: {share: 5%, nccl: 65}"),
+        fw("torch: {share: 5%, nccl: '1'}"),
+        fw("torch: {share: 5%, nccl: 1.5}"),
+        fw("torch: {share: 5%, nccl: }"),
+        fw("torch: {nccl: 1}"),
+        GOOD + "on_busy: ignore",
+        GOOD + "on_busy: RAISE",
+        GOOD + "on_busy: true",
+        GOOD + "on_busy:",
     ],
 )
 def test_the_schema_refuses_what_the_parser_refuses(text: str) -> None:
@@ -152,9 +223,16 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     Draft202012Validator.check_schema(json_schema())
     properties = json_schema()["properties"]
     assert set(properties) == set(Budget.model_fields)
-    assert set(properties["frameworks"]["properties"]) == set(FRAMEWORKS)
-    assert set(properties["frameworks"]["properties"]["tensorflow"]["properties"]) == set(FrameworkBudget.model_fields)
+    assert tuple(properties["frameworks"]["properties"]) == FRAMEWORKS
+    own = {"torch": {"nccl"}, "tensorflow": {"growth"}}
+    for name in FRAMEWORKS:
+        keys = {"share", "limit"} | own.get(name, set())
+        assert set(properties["frameworks"]["properties"][name]["properties"]) == keys
+    assert {"share", "limit"}.union(*own.values()) == set(FrameworkBudget.model_fields)
     assert set(properties["device"]["properties"]) == set(DeviceOverride.model_fields)
+    least = parse(GOOD)
+    assert properties["on_busy"]["default"] == least.on_busy
+    assert properties["frameworks"]["properties"]["torch"]["properties"]["nccl"]["default"] == 0
     json_schema()["properties"].clear()
     assert json_schema()["properties"]
 

@@ -26,19 +26,30 @@ from memguard.errors import ConfigError
         ("version: true\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "the number 1, found True", "version: 1"),
         ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
         # keys
-        (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks",
-         "'device'"),
+        (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks, "
+         "on_busy", "'device'"),
         (GOOD + "zzz: 1", 4, 1, "zzz", "unknown key 'zzz'", "remove it"),
         (GOOD + "'a\\nb': 1", 4, 1, "['a\\\\nb']", "unknown key", "remove it"),
         (GOOD + "monitor: {interval: 1s}", 4, 1, "monitor", "not supported by this version", "remove it"),
         (GOOD + "limit: 90%", 4, 1, "limit", "unknown key 'limit' here", "move it below 'device:'"),
         (GOOD + "pycuda: {limit: 1GiB}", 4, 1, "pycuda", "unknown key 'pycuda' here", "move it below 'frameworks:'"),
-        (GOOD + "growth: true", 4, 1, "growth", "unknown key", "remove it"),
+        (GOOD + "growth: true", 4, 1, "growth", "unknown key 'growth' here", "move it below 'tensorflow:'"),
+        (GOOD + "nccl: 1", 4, 1, "nccl", "unknown key 'nccl' here", "move it below 'torch:'"),
+        (GOOD + "device: {nccl: 1}", 4, 10, "device.nccl", "unknown key 'nccl' here; allowed: limit", "'torch:'"),
+        (GOOD + "on_bussy: raise", 4, 1, "on_bussy", "unknown key 'on_bussy'", "did you mean 'on_busy'?"),
+        (GOOD + "device: {on_busy: raise}", 4, 10, "device.on_busy", "here", "align it with 'version:'"),
+        (fw("torch: {share: 5%, on_busy: raise}"), 3, 22, "torch.on_busy", "here", "align it with 'version:'"),
+        (GOOD + "on_pressure: trim", 4, 1, "on_pressure", "not supported by this version", "remove it"),
         (GOOD + "device: {limits: 90%}", 4, 10, "device.limits", "allowed: limit, reserve", "did you mean 'limit'?"),
         (GOOD + "device: {share: 9%}", 4, 10, "device.share", "unknown key 'share' here", "below a framework"),
         (GOOD + "device: {frameworks: {}}", 4, 10, "device.frameworks", "here", "align it with 'version:'"),
-        (fw("torch: {shrae: 50%}"), 3, 11, "torch.shrae", "allowed: share, limit", "'share'"),
+        (fw("torch: {shrae: 50%}"), 3, 11, "torch.shrae", "allowed: share, limit, nccl", "'share'"),
         (fw("torch: {min: 5%}"), 3, 11, "torch.min", "not supported by this version", "remove it"),
+        (fw("numba: {max: 5%}"), 3, 11, "numba.max", "this version of memguard (allowed: share, limit)", "remove"),
+        (fw("torch: {share: 5%, ncll: 1}"), 3, 22, "torch.ncll", "allowed: share, limit, nccl", "'nccl'"),
+        (fw("torch: {share: 5%, NCCL: 1}"), 3, 22, "torch.NCCL", "unknown key 'NCCL'", "did you mean 'nccl'?"),
+        (fw("torch: {share: 5%, communicators: 1}"), 3, 22, "torch.communicators", "unknown key", "'nccl'"),
+        (fw("torch: {share: 5%, 1: 1}"), 3, 22, "torch['1']", "unknown key '1'", "decimals with a point"),
         (fw("tensorflow: {share: 5%, growht: true}"), 3, 27, "tensorflow.growht",
          "allowed: share, limit, growth", "'growth'"),
         (fw("torch: {share:50%}"), 3, 11, "torch['share:50%']", "unknown key 'share:50%'", "a space after ':'"),
@@ -51,7 +62,14 @@ from memguard.errors import ConfigError
         (fw("pytorch: {share: 5%}"), 3, 3, "pytorch", "unknown framework 'pytorch'; allowed: torch,", "'torch'"),
         (fw("tf: {share: 5%}"), 3, 3, "tf", "unknown framework 'tf'", "did you mean 'tensorflow'?"),
         (fw("TORCH: {share: 5%}"), 3, 3, "TORCH", "unknown framework", "did you mean 'torch'?"),
-        (fw("cupy: {min: 5%, max: 15%}"), 3, 3, "cupy", "not supported by this version", "remove it"),
+        (fw("numba-cuda: {share: 5%}"), 3, 3, "frameworks['numba-cuda']", "unknown framework", "did you mean 'numba'?"),
+        (fw("numba_cuda: {share: 5%}"), 3, 3, "numba_cuda", "unknown framework", "did you mean 'numba'?"),
+        (fw("jaxlib: {share: 5%}"), 3, 3, "jaxlib", "unknown framework 'jaxlib'", "did you mean 'jax'?"),
+        (fw("flax: {share: 5%}"), 3, 3, "flax", "unknown framework 'flax'", "did you mean 'jax'?"),
+        (fw("cupy-cuda13x: {share: 5%}"), 3, 3, "frameworks['cupy-cuda13x']", "unknown framework", "'cupy'?"),
+        (fw("cudf: {share: 5%}"), 3, 3, "cudf",
+         "unknown framework 'cudf'; allowed: torch, tensorflow, cupy, jax, pycuda, numba", "remove it"),
+        (fw("numpy: {share: 5%}"), 3, 3, "numpy", "unknown framework 'numpy'", "remove it"),
         (fw("mxnet: {share: 5%}"), 3, 3, "mxnet", "unknown framework 'mxnet'", "remove it"),
         (fw("torch: 50%"), 3, 10, "torch", "share or limit, found '50%'", "'torch: {share: 50%}'"),
         (fw("torch: 4GiB"), 3, 10, "torch", "share or limit, found '4GiB'", "'torch: {limit: 4GiB}'"),
@@ -61,6 +79,28 @@ from memguard.errors import ConfigError
         (fw("torch: {limit: 1GiB, share: 5%}"), 3, 24, "torch.share", "has both share and limit", "one of them"),
         (fw("torch: {share: 5%, growth: true}"), 3, 22, "torch.growth", "a setting of tensorflow", "remove it"),
         (fw("torch: {share: 5%, growth: yes}"), 3, 22, "torch.growth", "a setting of tensorflow", "remove it"),
+        (fw("jax: {share: 5%, growth: true}"), 3, 20, "jax.growth", "tensorflow; jax always grows", "remove it"),
+        (fw("torch: {nccl: 1}"), 3, 3, "torch", "neither share nor limit", "'torch: {share: 50%}' or"),
+        (fw("tensorflow: {share: 5%, nccl: 1}"), 3, 27, "tensorflow.nccl", "nccl is a setting of torch; it counts the "
+         "communicators of torch.distributed", "move it below torch, or remove it"),
+        (fw("jax: {share: 5%, nccl: many}"), 3, 20, "jax.nccl", "nccl is a setting of torch", "move it below torch"),
+        (fw("torch: {share: 5%, nccl: }"), 3, 27, "torch.nccl", "has no value", "write '1', or remove the key"),
+        (fw("torch: {share: 5%, nccl: true}"), 3, 28, "torch.nccl", "from 0 to 64, found True", "'1', or '0' for none"),
+        (fw("torch: {share: 5%, nccl: -1}"), 3, 28, "torch.nccl", "from 0 to 64, found -1", "write how many process"),
+        (fw("torch: {share: 5%, nccl: 65}"), 3, 28, "torch.nccl", "from 0 to 64, found 65", "write how many process"),
+        (fw("torch: {share: 5%, nccl: '1'}"), 3, 28, "torch.nccl", "found the text '1'", "write '1' without quotes"),
+        (fw("torch: {share: 5%, nccl: 1.0}"), 3, 28, "torch.nccl", "whole number from 0 to 64, found '1.0'", "'1'"),
+        (fw("torch: {share: 5%, nccl: auto}"), 3, 28, "torch.nccl", "found 'auto'", "for example '1'"),
+        (fw("torch: {share: 5%, nccl: 838MiB}"), 3, 28, "torch.nccl", "found '838MiB'", "how many process groups"),
+        (fw("torch: {share: 5%, nccl: [1]}"), 3, 28, "torch.nccl", "found a list", "how many process groups"),
+        # on_busy
+        (GOOD + "on_busy:", 4, 9, "on_busy", "has no value", "write 'warn' or 'raise', or remove the key"),
+        (GOOD + "on_busy: error", 4, 10, "on_busy", "on_busy is warn or raise, found 'error'", "write 'raise'"),
+        (GOOD + "on_busy: Warning", 4, 10, "on_busy", "found 'Warning'", "write 'warn'"),
+        (GOOD + "on_busy: ignore", 4, 10, "on_busy", "found 'ignore'", "'warn' to be told and go on, or 'raise'"),
+        (GOOD + "on_busy: true", 4, 10, "on_busy", "found True", "'warn' to be told and go on, or 'raise' to stop"),
+        (GOOD + "on_busy: [raise]", 4, 10, "on_busy", "found a list", "or 'raise' to stop"),
+        (GOOD + "on_busy: {limit: 1GiB}", 4, 10, "on_busy", "found a mapping", "or 'raise' to stop"),
         (fw("tensorflow: {share: 5%, growth: yes}"), 3, 35, "tensorflow.growth",
          "true or false, found 'yes'", "write 'true'"),
         (fw("tensorflow: {share: 5%, growth: Off}"), 3, 35, "tensorflow.growth", "found 'Off'", "write 'false'"),
@@ -165,17 +205,19 @@ def test_all_problems_at_once_in_file_order() -> None:
     text = (
         "frameworks:\n"
         "  pytorch: {share: 80%}\n"
-        "  torch: {share: 80%, foo: 1}\n"
+        "  torch: {share: 80%, foo: 1, nccl: -2}\n"
         "  tensorflow: {share: 30%, limit: 1GB, growth: on}\n"
         "  torch: {}\n"
         "device: {limit: 5 GB, reserve: !x 1}\n"
         "version: 3\n"
         "monitor: 1\n"
+        "on_busy: never\n"
     )
     found = problems(text)
     assert [(p.line, p.column, p.path) for p in found] == [
         (2, 3, "frameworks.pytorch"),
         (3, 23, "frameworks.torch.foo"),
+        (3, 37, "frameworks.torch.nccl"),
         (4, 23, "frameworks.tensorflow.share"),
         (4, 28, "frameworks.tensorflow.limit"),
         (4, 35, "frameworks.tensorflow.limit"),
@@ -185,8 +227,9 @@ def test_all_problems_at_once_in_file_order() -> None:
         (6, 32, ""),
         (7, 10, "version"),
         (8, 1, "monitor"),
+        (9, 10, "on_busy"),
     ]
-    assert "add up to 110%" in found[2].message
+    assert "add up to 110%" in found[3].message
 
 
 def test_what_is_no_budget_is_said_before_what_follows_it() -> None:
@@ -297,12 +340,15 @@ def nested(depth: int) -> dict[str, Any]:
         ({"version": 1, "device": {"limit": float("inf")}}, "inf is not a size"),
         ({"version": 1, "device": {"limit": Fraction(3, 2)}}, "Fraction(3, 2) is not a percentage"),
         ({"version": 1, "frameworks": {"torch": object()}}, "share or limit, found <object>"),
+        ({"version": 1, "frameworks": {"torch": {"share": "5%", "nccl": 1.0}}}, "from 0 to 64, found 1.0"),
+        ({"version": 1, "frameworks": {"torch": {"share": "5%", "nccl": 10**5000}}}, "a int that cannot be shown"),
+        ({"version": 1, "on_busy": b"raise"}, "on_busy is warn or raise, found <bytes>"),
         ({"devices": {0: {}, "0": {}}}, "'0' is given twice"),
         (Evil(), "the mapping cannot be read (RuntimeError)"),
         (nested(40), "the mapping cannot be read"),
         ({"device": list(range(20_000))}, "the mapping cannot be read"),
     ],
-    ids=range(17),
+    ids=range(20),
 )
 def test_mappings_that_are_no_budget(mapping: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:

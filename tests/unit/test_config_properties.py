@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -50,12 +51,17 @@ def invariants(budget: Budget) -> None:
         assert (framework.share is None) != (framework.limit is None)
         assert framework.limit is None or framework.limit >= GRANULE
         assert (framework.growth is None) == (name != "tensorflow")
+        assert (framework.nccl is None) == (name != "torch")
+        assert framework.nccl is None or (type(framework.nccl) is int and 0 <= framework.nccl <= 64)
+    assert budget.on_busy in ("warn", "raise")
     limit, reserve = budget.device.limit, budget.device.reserve
     assert limit <= 1 if isinstance(limit, Fraction) else limit >= GRANULE
     if not isinstance(limit, Fraction):
         kept = limit - (0 if reserve == "auto" else reserve)
         assert sum(f.limit or (f.share or 0) * kept for f in budget.frameworks.values()) <= kept
-    assert hash(budget) == hash(from_mapping(budget.model_dump(exclude_none=True)))
+    again = from_mapping(budget.model_dump(exclude_none=True))
+    assert again == budget == pickle.loads(pickle.dumps(budget))
+    assert hash(again) == hash(budget)
 
 
 @more
@@ -71,8 +77,9 @@ def test_any_text(text: str) -> None:
 
 
 WORDS = [
-    "version", "device", "devices", "frameworks", "torch", "tensorflow", "pycuda", "cupy", "limit", "share", "reserve",
-    "growth", "min", "1", "2", "0", "auto", "50%", "25%", "90%", "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~",
+    "version", "device", "devices", "frameworks", "on_busy", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba",
+    "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
+    "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~",
     "1:30", "GPU-1", "A*", "&a", "*a", "!x", "<<", "---", "...", "- ", "? ", ": ", ":", ", ", "{", "}", "[", "]", "'",
     '"', "\\x", "#", "|", ">", "%", "@", "\n", "\n  ", "\n    ", "\t", " ", "\r\n", "\ufeff", "\x85", "\u2028", "é",
 ]  # fmt: skip
@@ -92,10 +99,11 @@ def test_any_end_of_a_budget(text: str) -> None:
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=4), st.fractions(),
-    st.sampled_from(["50%", "100%", "25 %", "1GiB", "512MiB", "auto", "yes", 1, 2, GIB, GRANULE, Fraction(1, 2)]),
+    st.sampled_from(["50%", "100%", "25 %", "1GiB", "512MiB", "auto", "yes", "warn", "raise"]),
+    st.sampled_from([1, 2, GIB, GRANULE, Fraction(1, 2)]),
     st.just(5000).map(lambda digits: 10**digits),
 )  # fmt: skip
-KEYS = st.one_of(st.sampled_from(WORDS[:16]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
+KEYS = st.one_of(st.sampled_from(WORDS[:20]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
 ANYTHING = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner),
@@ -126,14 +134,17 @@ def entries(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 SIZES = st.sampled_from(["512MiB", "1GiB", "4GiB", "40GiB", 3 * GIB])
 PERCENTS = st.sampled_from(["10%", "25%", "33.3%", "50%", "100%"])
 ENTRY = st.one_of(
-    entries(share=PERCENTS), entries(limit=SIZES), entries(share=PERCENTS, limit=SIZES, growth=st.booleans())
+    entries(share=PERCENTS),
+    entries(limit=SIZES),
+    entries(share=PERCENTS, limit=SIZES, growth=st.booleans(), nccl=st.integers(-1, 65)),
 )
 BUDGETS = st.fixed_dictionaries(
     {
         "version": st.just(1) | SCALARS,
-        "frameworks": st.dictionaries(st.sampled_from(FRAMEWORKS), ENTRY, max_size=3) | ANYTHING,
+        "frameworks": st.dictionaries(st.sampled_from(FRAMEWORKS), ENTRY, max_size=4) | ANYTHING,
     },
     optional={
+        "on_busy": st.sampled_from(["warn", "raise"]) | SCALARS,
         "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
         "devices": st.dictionaries(
             st.sampled_from(["0", "1", "A100*"]) | KEYS, entries(limit=SIZES, reserve=SIZES), max_size=2
@@ -148,17 +159,24 @@ def test_any_mapping_like_a_budget(mapping: dict[str, Any]) -> None:
     outcome_of(mapping)
 
 
+OWN = {"torch": {"nccl": st.integers(0, 64)}, "tensorflow": {"growth": st.booleans()}}
+
+
+def defined(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    """What a framework may be given, its own setting with it or not."""
+    sizes: list[dict[str, st.SearchStrategy[Any]]] = [{"share": PERCENTS}, {"limit": SIZES}]
+    return st.one_of(st.fixed_dictionaries(size, optional=OWN.get(name, {})) for size in sizes)
+
+
 DEFINED = st.fixed_dictionaries(
     {
         "version": st.just(1),
-        "frameworks": st.dictionaries(
-            st.sampled_from(FRAMEWORKS),
-            st.fixed_dictionaries({"share": PERCENTS}) | st.fixed_dictionaries({"limit": SIZES}),
-            min_size=1,
-            max_size=3,
+        "frameworks": st.sets(st.sampled_from(FRAMEWORKS), min_size=1).flatmap(
+            lambda names: st.fixed_dictionaries({name: defined(name) for name in sorted(names)})
         ),
     },
     optional={
+        "on_busy": st.sampled_from(["warn", "raise"]),
         "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
         "devices": st.dictionaries(
             st.sampled_from(["0", "7", "A100*"]),
