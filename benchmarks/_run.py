@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 GIB = 1 << 30
 _PACKAGES = (
-    "torch", "tensorflow", "pycuda", "nvidia-ml-py", "cuda-bindings", "pydantic", "PyYAML", "numpy", "keras",
+    "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
+    "nvidia-ml-py", "cuda-bindings", "pydantic", "PyYAML", "numpy", "keras",
 )  # fmt: skip
 
 

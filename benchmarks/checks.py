@@ -127,3 +127,92 @@ def main_job_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             else:
                 check(f"{framework} {when}", False, f"rc {c.get('returncode')}")
     return found
+
+
+def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """What every framework under one budget must show, each with its figure."""
+    found: dict[str, tuple[bool, str]] = {}
+
+    def check(name: str, passed: bool, figure: str) -> None:
+        found[name] = (bool(passed), figure)
+
+    together = s.get("together", {})
+    if "driven" in together:
+        check(
+            "six: sum of caps >= 36 GiB",
+            together["sum_of_caps"] >= 36 * GIB,
+            f"{together['sum_of_caps'] / GIB:.2f} GiB",
+        )
+        for name, one in together["driven"].items():
+            most, cap, refusals = one["most_held"], one["cap"], one["refusals"]
+            check(f"six: {name} held <= cap", most <= cap, f"{most / MIB:,.1f} of {cap / MIB:,.0f} MiB")
+            native = len(refusals) == 4 and all(r["native"] for r in refusals)
+            check(f"six: {name} refuses with its own error", native, f"{len(refusals)} x {refusals[0]['exception']}")
+            if name != "tensorflow":
+                fitted = [r["would_have_fitted"] for r in refusals]
+                check(f"six: {name} no refusal where it would fit", not any(fitted), str(fitted))
+        log = together.get("tensorflow_log", [])
+        limits = {entry["memory_limit"] for entry in log}
+        told = len(log) >= 4 and all(e["pool"] <= e["memory_limit"] for e in log)
+        cap = together["caps"]["tensorflow"]
+        told = told and max(limits) <= cap * 1.0005
+        check("six: tensorflow pool <= cap, by its log", told, log[-1]["text"] if log else "no log")
+        most = together["nvml"]["max_bytes"]
+        samples = together["nvml"]["samples"]
+        check(
+            "six: process <= 40 GiB at every sample", 0 < most <= 40 * GIB, f"{most / GIB:.3f} GiB, {samples} samples"
+        )
+        wrong = [r["label"] for r in together["readings"] if r["sum_minus_total"] != 0]
+        check("six: ledger sums to NVML's total", not wrong, f"{len(together['readings'])} readings, wrong: {wrong}")
+        over = max(r["overhead"] for r in together["readings"])
+        check(
+            "six: overhead within the reserve",
+            over <= together["reserve"],
+            f"{over / MIB:.0f} of {together['reserve'] / MIB:.0f} MiB",
+        )
+    pairs = {name: one for name, one in s.items() if name.count("-") == 1}
+    if pairs:
+        good = [n for n, one in pairs.items() if _pair_holds(one)]
+        bad = sorted(set(pairs) - set(good))
+        check(
+            "30 import orders alive and capped", len(good) == 30 and not bad, f"{len(good)} of {len(pairs)}{bad or ''}"
+        )
+    loop = s.get("loop", {})
+    if "unaccounted_drift" in loop:
+        check(
+            "loop: five minutes",
+            loop["seconds_run"] >= 300,
+            f"{loop['seconds_run']} s, {loop['allocated']} allocations",
+        )
+        drift = loop["unaccounted_drift"]
+        check(
+            "loop: drift of unaccounted <= 64 MiB",
+            drift <= 64 * MIB,
+            f"{drift / MIB:.1f} MiB in {loop['readings']} readings",
+        )
+        check("loop: each refused", all(loop["refused"].values()), str(loop["refused"]))
+        check(
+            "loop: own errors only",
+            not any(loop["not_native"].values()),
+            str({k: v for k, v in loop["not_native"].items() if v}),
+        )
+        over = {n: one["most_held"] - one["cap"] for n, one in loop["driven"].items() if one["most_held"] > one["cap"]}
+        check("loop: held <= cap", not over, str(over or "all six"))
+        check("loop: ledger sums to NVML's total", loop["sum_minus_total"] == 0, f"{loop['readings']} readings")
+        most = loop["nvml"]["max_bytes"]
+        check(
+            "loop: process <= 40 GiB at every sample",
+            0 < most <= 40 * GIB,
+            f"{most / GIB:.3f} GiB, {loop['nvml']['samples']} samples",
+        )
+    return found
+
+
+def _pair_holds(one: dict[str, Any]) -> bool:
+    if one.get("returncode") != 0 or "found" not in one:
+        return False
+    capped = all(
+        driven["most_held"] <= driven["cap"] and driven["refusals"][0]["native"] and driven["allocated"] > 0
+        for driven in one["found"].values()
+    )
+    return capped and set(one["enforcement"].values()) == {"enforced"} and one["sum_minus_total"] == 0

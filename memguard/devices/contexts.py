@@ -12,15 +12,27 @@ import os
 from collections.abc import Iterator
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_initialised: ctypes.CDLL | None = None
+"""libcuda once it was seen initialised: it stays so, and asking again would cost more than the calls themselves."""
 
 
 def _driver() -> ctypes.CDLL | None:
     """libcuda where this process has loaded and initialised it; None elsewhere."""
+    global _initialised
+    if _initialised is not None:
+        return _initialised
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
     except OSError:
         return None
-    return driver if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0 else None
+    if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0:
+        _initialised = driver
+    return _initialised
+
+
+def initialised() -> bool:
+    """Whether something has run `cuInit` in this process. Never runs it, and loads nothing."""
+    return _driver() is not None
 
 
 def current() -> int | None:
@@ -34,6 +46,9 @@ def current() -> int | None:
 def pushed(ordinal: int) -> Iterator[bool]:
     """The device's primary context current on this thread for a block: False where it does not exist."""
     driver = _driver()
+    if current() == ordinal:
+        yield True
+        return
     device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     context = ctypes.c_void_p()
     if (

@@ -10,14 +10,16 @@ from memguard.units import GRANULE, MIB, round_down, round_up
 
 SMALL = MIB
 """Up to here the driver packs allocations into slabs."""
+TINY = MIB // 8
+"""Up to here so many fit a slab that what is lost at its end does not count."""
 
 
 def whole_share(size: int, unit: int = 512) -> int:
     """`size` rounded up so that the driver wastes nothing on it: whole pages, or an even part of a slab."""
+    if size <= TINY:
+        return size
     if size > SMALL:
         return round_up(size)
-    if size <= 0:
-        return size
     pieces = GRANULE // size
     part = round_down(GRANULE // pieces, unit)
     return part if part >= size else round_up(size, unit) if pieces == 1 else round_down(GRANULE // (pieces - 1), unit)

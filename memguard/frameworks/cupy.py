@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
-from memguard.devices import contexts, cuda
+from memguard.devices import contexts
 from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks import _rmm
-from memguard.frameworks._driver_bytes import whole_share
+from memguard.frameworks._driver_bytes import TINY, whole_share
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import format_size
@@ -52,7 +52,7 @@ class CuPy(Framework):
     def _live(self, module: ModuleType) -> bool:
         if self._limited or self._rmm is not None:
             return True
-        return cuda.initialised() and any(self._totals(ordinal) for ordinal in range(_device_count(module)))
+        return contexts.initialised() and any(self._totals(ordinal) for ordinal in range(_device_count(module)))
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         cupy: Any = sys.modules["cupy"]
@@ -74,7 +74,7 @@ class CuPy(Framework):
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
         residual: dict[str, int] = {}
-        if cuda.initialised():
+        if contexts.initialised():
             try:
                 residual = self._limit_live(cupy)
             except BaseException:
@@ -87,7 +87,7 @@ class CuPy(Framework):
     def usage(self, device: Device) -> Usage | None:
         """`total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
         cupy: Any = sys.modules.get("cupy")
-        if cupy is None or not cuda.initialised():
+        if cupy is None or not contexts.initialised():
             return None
         ordinal = self._by_uuid(cupy).get(device.uuid)
         if ordinal is None:
@@ -103,7 +103,7 @@ class CuPy(Framework):
     def trim(self, device: Device) -> None:
         """`free_all_blocks()`: every block that is not split, of this device."""
         cupy: Any = sys.modules.get("cupy")
-        if cupy is None or not cuda.initialised():
+        if cupy is None or not contexts.initialised():
             return
         ordinal = self._by_uuid(cupy).get(device.uuid)
         if ordinal is not None:
@@ -115,7 +115,7 @@ class CuPy(Framework):
         cupy: Any = sys.modules["cupy"]
         with self._lock:
             self._caps = dict(caps)
-            for uuid, ordinal in self._by_uuid(cupy).items() if cuda.initialised() else ():
+            for uuid, ordinal in self._by_uuid(cupy).items() if contexts.initialised() else ():
                 if ordinal in self._limited and uuid in caps:
                     self._on(ordinal, functools.partial(_set_limit, caps[uuid]))
                     self._limited[ordinal] = (self._limited[ordinal][0], caps[uuid])
@@ -162,16 +162,19 @@ class CuPy(Framework):
         self._lock, self._caps, self._limited = threading.RLock(), {}, {}
 
     def _capped(self, cupy: Any, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-        get_device = cupy.cuda.runtime.getDevice
+        get_device, count = cupy.cuda.runtime.getDevice, 0
         seen: set[int] = set()
 
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: pages as the driver counts them, the pool's own limit."""
-            ordinal = get_device()
-            if ordinal not in seen:
-                self._limit_here(cupy, ordinal)
-                seen.add(ordinal)
-            return malloc(whole_share(size))
+            nonlocal count
+            if len(seen) != count or not count:  # until every device has been seen; then nothing is left to be done
+                count = count or _device_count(cupy)
+                ordinal = get_device()
+                if ordinal not in seen:
+                    self._limit_here(cupy, ordinal)
+                    seen.add(ordinal)
+            return malloc(size if size <= TINY else whole_share(size))
 
         return allocate
 

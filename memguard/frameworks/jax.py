@@ -217,25 +217,25 @@ class JAX(Framework):
         return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
     def _local(self, device: Device) -> Any:
+        return next((found for found, uuid in self._locals() if uuid == device.uuid), None)
+
+    def _locals(self) -> list[tuple[Any, str]]:
+        """The devices of a live backend with their UUIDs: JAX numbers them as CUDA does."""
         client = _client()
         if client is None:
-            return None
+            return []
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal if d.ordinal is not None else d.index: d.uuid for d in known}
-        for found in client.local_devices():
-            if self._by_ordinal.get(_ordinal(found)) == device.uuid:
-                return found
-        return None
+        return [(found, self._by_ordinal.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _limits(self) -> dict[int, tuple[int, int]]:
         """By ordinal: the limit that a live backend has, and its cap."""
-        found = {}
-        for device in self.host.devices(ordinals=True):
-            local = self._local(device)
-            if local is not None and device.uuid in self._caps:
-                found[_ordinal(local)] = ((local.memory_stats() or {}).get("bytes_limit", 0), self._caps[device.uuid])
-        return found
+        return {
+            _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
+            for found, uuid in self._locals()
+            if uuid in self._caps
+        }
 
 
 def _ordinal(local: Any) -> int:
