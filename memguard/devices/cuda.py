@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from memguard.errors import DeviceError
 
+_log = logging.getLogger("memguard")
 _CHILD_TIMEOUT = 60.0
 
 
@@ -46,6 +48,11 @@ def initialised() -> bool:
     except OSError:
         return False
     return bool(libcuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
+
+def hides_all(visible_devices: str | None) -> bool:
+    """Whether this CUDA_VISIBLE_DEVICES shows no GPU on any machine. Whatever else it says, only CUDA knows."""
+    return visible_devices in ("", "-1", "NoDevFiles")
 
 
 def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
@@ -158,7 +165,9 @@ def _ask_child() -> tuple[CudaDevice, ...] | None:
             stdin=subprocess.DEVNULL,
         )
         return tuple(CudaDevice(*fields) for fields in json.loads(answer.stdout.splitlines()[-1]))
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError):
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        _log.debug("CUDA could not be asked: %s", said.splitlines()[-1] if said else type(error).__name__)
         return None
 
 

@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from memguard.devices import cuda
-from memguard.devices.nvml import Nvml
+from memguard.devices.nvml import Nvml, divided
 from memguard.errors import DeviceError
 from memguard.model import Device, MemoryInfo
 
 _log = logging.getLogger("memguard")
+_ELSEWHERE = {
+    "darwin": ("this is macOS (darwin), which has no CUDA", "run on Linux"),
+    "win32": ("this is Windows (win32)", "run on Linux, or in WSL 2, which is Linux to memguard"),
+}
 
 
 class RealHost:
@@ -24,9 +28,10 @@ class RealHost:
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
+            here, fix = _ELSEWHERE.get(sys.platform, (f"this is {sys.platform}", "run on Linux"))
             raise DeviceError(
-                f"memguard budgets NVIDIA GPUs on Linux; this is {sys.platform}\n"
-                "    fix: run on Linux, or try a budget with memguard.init(..., simulate='h200')"
+                f"memguard budgets NVIDIA GPUs on Linux, and {here}\n"
+                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')"
             )
         self._nvml = Nvml()
         self._lock = threading.Lock()
@@ -38,37 +43,44 @@ class RealHost:
 
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
         all_of_them = self._nvml.devices()
+        refused = self._nvml.refused
         if not all_of_them:
-            raise DeviceError("NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all")
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = self._visible(all_of_them, hidden, ordinals)
+            nothing = "NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all"
+            raise DeviceError(refused[0] if refused else nothing)
+        found = self._visible(all_of_them, ordinals)
         for device in found:
             if self._nvml.mig(device.uuid):
-                raise DeviceError(
-                    f"{device.name} ({device.uuid}) has MIG enabled, which this version does not support\n"
-                    "    fix: choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one"
-                )
+                raise DeviceError(divided(device.name, device.uuid))
         return found
 
-    def _visible(self, all_of_them: tuple[Device, ...], hidden: str | None, ordinals: bool) -> tuple[Device, ...]:
-        asked = self._ask(child=hidden is not None or (ordinals and len(all_of_them) > 1))
+    def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
+        hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
+        if cuda.hides_all(hidden) and not cuda.initialised():  # CUDA read the variable when it was initialised
+            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+        alone = len(all_of_them) == 1 and not refused
+        asked = self._ask(child=hidden is not None or (ordinals and not alone))
         if asked is None:
             if hidden is not None:
+                fix = (
+                    "see why CUDA fails here (PyTorch says it)" if cuda.available() else "pip install 'memguard[cuda]'"
+                )
                 _log.warning(
                     "CUDA_VISIBLE_DEVICES=%s, but CUDA could not be asked which GPUs that means: budgeting all %d. "
-                    "fix: pip install 'memguard[cuda]'",
+                    "fix: %s",
                     hidden,
                     len(all_of_them),
+                    fix,
                 )
-            return all_of_them if len(all_of_them) > 1 else (replace(all_of_them[0], ordinal=0),)
+            return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
+        if not asked:
+            raise DeviceError(_shows_none(hidden, len(all_of_them)))
         by_uuid = {device.uuid: device for device in all_of_them}
-        shown = [replace(by_uuid[c.uuid], ordinal=c.ordinal) for c in asked if c.uuid in by_uuid]
-        if not shown:
-            raise DeviceError(
-                f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={hidden!r}); NVML sees {len(all_of_them)}\n"
-                "    fix: unset CUDA_VISIBLE_DEVICES, or name a GPU that `nvidia-smi -L` lists"
-            )
-        return tuple(shown)
+        for gpu in asked:
+            if gpu.uuid not in by_uuid:  # a part of one, or one that NVML keeps to itself: it would have no cap
+                parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
+                unlisted = f"CUDA shows {gpu.uuid}, and NVML does not\n    fix: compare with `nvidia-smi -L`"
+                raise DeviceError(next(parted, refused[0] if refused else unlisted))
+        return tuple(replace(by_uuid[gpu.uuid], ordinal=gpu.ordinal) for gpu in asked)
 
     def memory(self, device: Device) -> MemoryInfo:
         return self._nvml.memory(device.uuid)
@@ -95,3 +107,10 @@ class RealHost:
             if self._cuda is None:  # what CUDA shows cannot change once it was initialised
                 self._cuda = cuda.visible(ask_child=child)
             return self._cuda
+
+
+def _shows_none(visible_devices: str | None, count: int) -> str:
+    return (
+        f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={visible_devices!r}); NVML sees {count}\n"
+        "    fix: unset CUDA_VISIBLE_DEVICES, or name a GPU that `nvidia-smi -L` lists"
+    )

@@ -1,8 +1,10 @@
 /* A libnvidia-ml.so.1 for tests: what memguard asks of NVML, answered from a scenario file that is read at every call.
  *
  * NVML_STUB names the file, lines of `key=value`: driver=, count=, init= (error code), memory_v2=, memory=, handle=,
- * processes_code=, lost= (index of a GPU that is gone, -1: none), and for the GPU of index 0: uuid0=, name0=, total0=,
- * reserved0=, used0=, mig0=, arch0=, processes0=pid:bytes,pid:na. NVML_STUB_LOG names a file for `init` and `shutdown`.
+ * mig_code=, arch_code=, processes_code=, lost= (index of a GPU that is gone, -1: none), and for the GPU of index 0:
+ * uuid0=, name0=, total0=, reserved0=, used0=, mig0=, arch0=, processes0=pid:bytes,pid:na, handle0= and denied0= (error
+ * codes, of its handle and its memory). slow_init=, slow_memory=, slow_processes= are milliseconds; fail= of 1,000 calls
+ * fail, which ones is up to seed=. NVML_STUB_LOG names a file for `init` and `shutdown`.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,7 +48,23 @@ static void note(const char *what) {
     if (file) { fprintf(file, "%s %d\n", what, (int)getpid()); fclose(file); }
 }
 
+static void linger(const char *key) { usleep((useconds_t)number(key, -1, 0) * 1000); }
+
+static int chance(void) {
+    static const int codes[] = {UNINITIALIZED, 4, 10, LOST, 17, 18, 20, 999};
+    static u64 state;
+    u64 share = number("fail", -1, 0);
+    if (!share) return OK;
+    if (!state) state = number("seed", -1, 1) * 2654435761ULL + 1;
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    u64 drawn = state >> 33;
+    return drawn % 1000 < share ? codes[drawn / 1000 % (sizeof codes / sizeof *codes)] : OK;
+}
+
 static int check(void *handle, int *index) {
+    int unlucky = chance();
+    *index = 0;
+    if (unlucky) return unlucky;
     if (ready_in != getpid()) return UNINITIALIZED;
     if ((char *)handle < cells || (char *)handle >= cells + sizeof cells) return INVALID;
     *index = (int)((char *)handle - cells);
@@ -62,7 +80,8 @@ static int answer(void *handle, const char *key, char *out, unsigned size) {
 #ifndef NO_INIT
 int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
-    int code = (int)number("init", -1, OK);
+    linger("slow_init");
+    int code = (int)number("init", -1, chance());
     if (!code) { ready_in = getpid(); note("init"); }
     return code;
 }
@@ -82,13 +101,15 @@ const char *nvmlErrorString(int code) {
 }
 
 int nvmlSystemGetDriverVersion(char *out, unsigned size) {
-    if (ready_in != getpid()) return UNINITIALIZED;
+    int code = ready_in == getpid() ? chance() : UNINITIALIZED;
+    if (code) return code;
     if (!text("driver", -1, out, size)) snprintf(out, size, "580.159.03");
     return OK;
 }
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
-    if (ready_in != getpid()) return UNINITIALIZED;
+    int code = ready_in == getpid() ? chance() : UNINITIALIZED;
+    if (code) return code;
     *count = (unsigned)number("count", -1, 1);
     return OK;
 }
@@ -96,7 +117,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
     if (ready_in != getpid()) return UNINITIALIZED;
     *handle = cells + index;
-    int code = (int)number("handle", -1, OK);
+    int code = (int)number("handle", (int)index, number("handle", -1, OK));
     return code ? code : check(*handle, (int *)&index);
 }
 
@@ -107,7 +128,7 @@ int nvmlDeviceGetName(void *handle, char *out, unsigned size) { return answer(ha
 int nvmlDeviceGetArchitecture(void *handle, unsigned *out) {
     int index, code = check(handle, &index);
     *out = (unsigned)number("arch", index, 9);
-    return code;
+    return code ? code : (int)number("arch_code", -1, OK);
 }
 #endif
 
@@ -115,12 +136,13 @@ int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {
     int index, code = check(handle, &index);
     u64 mode = number("mig", index, 99);
     *current = *pending = (unsigned)mode;
+    if (!code) code = (int)number("mig_code", -1, OK);
     return code ? code : mode == 99 ? NOT_SUPPORTED : OK;
 }
 
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *out) {
     int index, code = check(handle, &index);
-    if (code || (code = (int)number("memory", -1, OK))) return code;
+    if (code || (code = (int)number("denied", index, number("memory", -1, OK)))) return code;
     u64 reserved = number("reserved", index, 0), used = number("used", index, 0);
     out->total = number("total", index, 0);
     out->used = used + reserved; /* v1 counts the driver's part as used */
@@ -131,7 +153,8 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory_t *out) {
 #ifndef NO_MEMORY_V2
 int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2_t *out) {
     int index, code = check(handle, &index);
-    if (code || (code = (int)number("memory_v2", -1, OK))) return code;
+    linger("slow_memory");
+    if (code || (code = (int)number("denied", index, number("memory_v2", -1, OK)))) return code;
     if (out->version != (sizeof(memory_v2_t) | 2u << 24)) return 25; /* argument version mismatch */
     out->total = number("total", index, 0);
     out->reserved = number("reserved", index, 0);
@@ -145,6 +168,7 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2_t *out) {
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, process_t *out) {
     char list[2048] = "", *rest = list, *entry;
     int index, code = check(handle, &index);
+    linger("slow_processes");
     if (code || (code = (int)number("processes_code", -1, OK))) return code;
     text("processes", index, list, sizeof list);
     unsigned found = 0;

@@ -1,111 +1,13 @@
-"""NVML when all is well, and when it is not: the real nvidia-ml-py over a stub library, in processes of their own.
-
-gcc is needed: where it is missing these tests fail, so that nobody believes they ran.
-"""
+"""NVML when all is well, and when it is not."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import re
 import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-GIB, MIB = 1 << 30, 1 << 20
-UUIDS = ["GPU-11111111-1111-1111-1111-111111111111", "GPU-22222222-2222-2222-2222-222222222222"]
-
-TWO = {
-    "count": 2,
-    "uuid0": UUIDS[0], "name0": "NVIDIA H200", "arch0": 9,
-    "total0": 143_771 * MIB, "reserved0": 615 * MIB, "used0": 3 * GIB,
-    "uuid1": UUIDS[1], "name1": "Tesla T4", "arch1": 6,
-    "total1": 15_360 * MIB, "reserved1": 449 * MIB, "used1": 0, "mig0": 0,
-}  # fmt: skip
-ONE = {**{key: value for key, value in TWO.items() if not key.endswith("1")}, "count": 1}
-PREAMBLE = """
-import json, os, pathlib, sys
-import memguard
-from memguard.devices.nvml import Nvml
-from memguard.errors import DeviceError
-GIB, MIB = 1 << 30, 1 << 20
-result = {}
-
-def scenario(**changes):
-    path = pathlib.Path(os.environ["NVML_STUB"])
-    lines = dict(line.split("=", 1) for line in path.read_text().splitlines()) | changes
-    path.write_text("".join(f"{key}={value}\\n" for key, value in lines.items()))
-
-def refused(call):
-    try:
-        call()
-    except DeviceError as error:
-        return str(error)
-    return None
-"""
-Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder with the stub library, built once for each set of missing functions."""
-    built: dict[tuple[str, ...], Path] = {}
-
-    def make(*without: str) -> Path:
-        if without not in built:
-            folder = tmp_path_factory.mktemp("nvml")
-            flags = [f"-DNO_{name}" for name in without]
-            source = str(Path(__file__).with_name("nvml_stub.c"))
-            library = str(folder / "libnvidia-ml.so.1")
-            subprocess.run(["gcc", "-shared", "-fPIC", *flags, "-o", library, source], check=True)
-            built[without] = folder
-        return built[without]
-
-    return make
-
-
-@pytest.fixture
-def run(build: Callable[..., Path], tmp_path: Path) -> Run:
-    """Run code over a scenario; it leaves its findings in `result`."""
-
-    def call(
-        code: str,
-        gpus: dict[str, object] = ONE,
-        *,
-        without: tuple[str, ...] = (),
-        library: Path | None = None,
-        env: dict[str, str] | None = None,
-        **changes: object,
-    ) -> dict[str, Any]:
-        scenario = tmp_path / "scenario"
-        scenario.write_text("".join(f"{key}={value}\n" for key, value in {**gpus, **changes}.items()))
-        environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-        environment |= {
-            "LD_LIBRARY_PATH": str(library or build(*without)),
-            "NVML_STUB": str(scenario),
-            "NVML_STUB_LOG": str(tmp_path / "log"),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            **(env or {}),
-        }
-        program = f"{PREAMBLE}\n{textwrap.dedent(code)}\nprint('RESULT', json.dumps(result), flush=True)"
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, env=environment
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-        found: dict[str, Any] = json.loads(line[7:])
-        found["stderr"] = done.stderr
-        log = tmp_path / "log"
-        found["log"] = [entry.split() for entry in log.read_text().splitlines()] if log.exists() else []
-        return found
-
-    return call
-
+from stub_gpus import GIB, MIB, TWO, UUIDS, Run
 
 # all is well
 
@@ -213,6 +115,8 @@ def test_no_library(run: Run, tmp_path: Path) -> None:
     (tmp_path / "lib" / "libnvidia-ml.so.1").write_text("no library")
     found = run(
         """
+        from memguard.devices import nvml
+        nvml._exists = lambda path: False
         result["text"] = refused(Nvml().devices)
         try:
             memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
@@ -500,10 +404,19 @@ def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_and_it_is_said(r
     assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "memguard[cuda]" in found["stderr"]
 
 
-def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        ("darwin", "this is macOS (darwin), which has no CUDA\n    fix: run on Linux; or try a budget with"),
+        ("win32", "this is Windows (win32)\n    fix: run on Linux, or in WSL 2, which is Linux to memguard; or"),
+        ("freebsd14", "this is freebsd14\n    fix: run on Linux; or"),
+    ],
+)
+def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch, system: str, said: str) -> None:
     from memguard.devices.real import RealHost
     from memguard.errors import DeviceError
 
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(DeviceError, match=r"this is darwin\n    fix: run on Linux, or .* simulate='h200'"):
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(DeviceError, match=re.escape(said)) as caught:
         RealHost()
+    assert "memguard.init(..., simulate='h200')" in str(caught.value)
