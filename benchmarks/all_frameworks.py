@@ -27,6 +27,7 @@ SHARES = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pyc
 NAMES = tuple(SHARES)
 PAIRS = tuple(itertools.permutations(sorted(NAMES), 2))
 LOOP_SECONDS = float(os.environ.get("MEMGUARD_LOOP_SECONDS", "300"))
+WHEN = ("later", "imported", "live")
 AT_ONCE = 6
 
 
@@ -360,10 +361,45 @@ def hour() -> dict[str, Any]:
     return simulated_hour(SEED)
 
 
+def circumstance(name: str, when: str) -> dict[str, Any]:
+    """Imported after `init`, before it, or live before it: does the cap hold, and is it undone by shutdown?"""
+    import memguard
+
+    if when != "later":
+        load(name)
+    take = allocator(name)[0] if when == "live" else None
+    before = [take(64 * MIB) for _ in range(40)] if take is not None else []  # 2.5 GiB: above the cap
+    try:
+        guard = memguard.init({"version": 1, "device": {"limit": "8GiB"}, "frameworks": {name: {"limit": "2GiB"}}})
+    except memguard.CapNotApplied as error:
+        return {"too_late": str(error)}
+    load(name)
+    one = Driven(name, guard.plan.devices[0].caps[name], SEED)
+    one.until_refused(64 * MIB, 64 * MIB)
+    enforcement = memguard.ledger().devices[0].row(name).enforcement
+    stays = memguard.shutdown()
+    beyond = []
+    try:
+        while len(beyond) < 40:
+            beyond.append(one.take(64 * MIB))
+    except one.native:
+        pass
+    return {
+        "enforcement": enforcement,
+        **one.summary(),
+        "allocated": len(one.live),
+        "allocated_before_init": len(before),
+        "notes": guard.notes,
+        "stays": stays,
+        "allocated_after_shutdown": len(beyond),
+    }
+
+
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "together": together,
     "loop": loop,
     "simulated_hour": hour,
+    **{f"{n}, {w}": (lambda n=n, w=w: circumstance(n, w)) for n in ("cupy", "jax", "numba") for w in WHEN},
     **{f"{a}-{b}": (lambda a=a, b=b: pair(a, b)) for a, b in PAIRS},
 }
 
@@ -384,7 +420,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenario", choices=sorted(SCENARIOS))
-    parser.add_argument("--only", help="names of scenarios, separated by commas; else all")
+    parser.add_argument("--only", help="names of scenarios, separated by semicolons; else all")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     if arguments.scenario:
@@ -392,7 +428,7 @@ def main() -> None:
         return
     from checks import all_frameworks_checks
 
-    names = arguments.only.split(",") if arguments.only else list(SCENARIOS)
+    names = arguments.only.split(";") if arguments.only else list(SCENARIOS)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         scenarios = dict(pool.map(run, names))
     result: dict[str, Any] = {"about": header("python benchmarks/all_frameworks.py"), "seed": SEED, "limit": LIMIT}

@@ -177,6 +177,23 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
         check(
             "30 import orders alive and capped", len(good) == 30 and not bad, f"{len(good)} of {len(pairs)}{bad or ''}"
         )
+    for name in (f"{n}, {w}" for n in ("cupy", "jax", "numba") for w in ("later", "imported", "live")):
+        one = s.get(name, {})
+        if "too_late" in one:
+            late = name in ("jax, live", "numba, live") and "it was live before" in one["too_late"]
+            check(name, late, "CapNotApplied: it was live before memguard.init()")
+        elif "refusals" in one:
+            room = one["allocated_before_init"]
+            held = one["refusals"][0]["native"] and one["most_held"] <= max(one["cap"], room * 64 * MIB)
+            undone = one["allocated_after_shutdown"] == 40
+            declared = undone or any(sentence.startswith(name.partition(",")[0]) for sentence in one["stays"])
+            check(
+                name,
+                held and declared and one["enforcement"] == "enforced",
+                "undone" if undone else "stays, and says so",
+            )
+        elif name in s:
+            check(name, False, f"rc {one.get('returncode')}")
     loop = s.get("loop", {})
     if "unaccounted_drift" in loop:
         check(

@@ -1,5 +1,7 @@
 """GPU tests run where NVML shows a GPU, and are skipped nowhere else.
 
+With pytest-xdist: `-n 6 -m "not whole_card"`, then `-m whole_card`: those fill the card.
+
 `MEMGUARD_GPU_REPORT=path` writes what ran, with a hash of `memguard/`: committed under `benchmarks/results/`.
 """
 
@@ -49,11 +51,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     target = os.environ.get("MEMGUARD_GPU_REPORT")
-    if target and not MISSING:
-        from _run import header
+    if not target or MISSING or hasattr(session.config, "workerinput"):  # a worker of pytest-xdist sees only its part
+        return
+    from _run import header
 
-        about = header(f"python -m pytest {' '.join(session.config.invocation_params.args)}")
-        Path(target).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    about = header(f"python -m pytest {' '.join(session.config.invocation_params.args)}")
+    path = Path(target)
+    before = json.loads(path.read_text()) if path.exists() else {"about": about, "results": {}}
+    if before["about"]["memguard_hash"] == about["memguard_hash"]:  # a run in parts
+        results.update({name: outcome for name, outcome in before["results"].items() if name not in results})
+        commands = dict.fromkeys([*before["about"]["command"].split(" && "), about["command"]])
+        about["command"] = " && ".join(commands)
+    path.write_text(json.dumps({"about": about, "results": dict(sorted(results.items()))}, indent=1) + "\n")
 
 
 @pytest.fixture
@@ -65,7 +74,7 @@ def run() -> Callable[..., dict[str, Any]]:
             "import faulthandler, json, os\nfaulthandler.enable()\nimport memguard\nGIB, MIB = 1 << 30, 1 << 20\n"
             "result = {}\n" + textwrap.dedent(code) + "\nprint('RESULT ' + json.dumps(result), flush=True)\n"
         )
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "MEMGUARD_ROOT": str(ROOT), **(env or {})}
         environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, env=environment

@@ -145,6 +145,7 @@ result["back"] = memguard.ledger().devices[0].row("unaccounted").bytes - first.r
     assert found["grown"] == 512 << 20 and found["back"] == 0 and found["sums"] == [0, 0]
 
 
+@pytest.mark.whole_card
 def test_a_siblings_cache_is_trimmed_for_a_request_that_the_card_cannot_serve_otherwise(run: Run) -> None:
     found = run(
         """
