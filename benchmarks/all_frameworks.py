@@ -377,6 +377,7 @@ def circumstance(name: str, when: str) -> dict[str, Any]:
     one = Driven(name, guard.plan.devices[0].caps[name], SEED)
     one.until_refused(64 * MIB, 64 * MIB)
     enforcement = memguard.ledger().devices[0].row(name).enforcement
+    summary = one.summary()
     stays = memguard.shutdown()
     beyond = []
     try:
@@ -386,7 +387,7 @@ def circumstance(name: str, when: str) -> dict[str, Any]:
         pass
     return {
         "enforcement": enforcement,
-        **one.summary(),
+        **summary,
         "allocated": len(one.live),
         "allocated_before_init": len(before),
         "notes": guard.notes,

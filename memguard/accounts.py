@@ -32,7 +32,10 @@ STEP = 112 * MIB
 
 @dataclass(frozen=True)
 class Overhead:
-    """What has been charged as overhead on one device so far, and what had appeared by then."""
+    """What has been charged as overhead on one device so far, and what had appeared by then.
+
+    `gap` is the largest so far: what goes and comes back, or was counted a moment too early, is not charged twice.
+    """
 
     charged: int = 0
     gap: int = 0
@@ -53,7 +56,7 @@ class Overhead:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and growth < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
             shrunk = max(shrunk + max(growth, -sum(workspace(name) for name in gone)), 0)
-        return Overhead(shrunk + charge, gap, appeared)
+        return Overhead(shrunk + charge, gap if gone else max(gap, self.gap), appeared)
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
 
 from memguard import passive
-from memguard.conductor import Guard, WorkloadReport
+from memguard.conductor import Guard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
+from memguard.model import WorkloadReport
 
 if TYPE_CHECKING:
     from memguard.accounts import Ledger

@@ -35,11 +35,11 @@ class Books:
         """One device's rows. NVML is read before and after, and all again if it moved meanwhile."""
         device = part.device
         for attempt in range(_ATTEMPTS):
-            before = self._host.memory(device)
+            before = self._host.memory(device), self._host.processes(device).get(self._host.pid)
             usages = {name: framework.usage(device) for name, framework in frameworks.items()}
             processes = self._host.processes(device)
             memory = self._host.memory(device)
-            moved = memory != before
+            moved = (memory, processes.get(self._host.pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
         usages.update({n: u for n, f in self._strangers.items() if (u := f.usage(device)) is not None})
@@ -52,7 +52,8 @@ class Books:
             appeared |= {"context"}
         state = self._overhead.get(device.uuid, accounts.Overhead())
         gap = accounts.gap(own, usages.values())
-        if gap is not None:
+        steady = processes.get(self._host.pid) == before[1]  # else another thread allocates: no time to charge anything
+        if gap is not None and steady:
             exact = all(usage is None or usage.held is not None for usage in usages.values())
             state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
         if state.charged > part.reserve and device.uuid not in self._warned:

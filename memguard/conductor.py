@@ -20,7 +20,7 @@ from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotAct
 from memguard.frameworks import registry
 from memguard.frameworks.base import Framework
 from memguard.frameworks.late import ImportHook
-from memguard.model import Device, DevicePlan, Enforcement, State, Usage
+from memguard.model import Device, DevicePlan, Enforcement, State, Usage, WorkloadReport
 from memguard.undo import Undo
 from memguard.units import format_size, parse_size
 
@@ -38,25 +38,6 @@ class _Entry:
     framework: Framework
     enforcement: Enforcement = Enforcement.PENDING
     permanent: str | None = None
-
-
-@dataclass
-class WorkloadReport:
-    """What a `workload` block did. Bytes of `in_use`; filled in when the block ends, None where unknown.
-
-    `peak` is None too where the process had been higher before the block: frameworks keep one peak only.
-    """
-
-    name: str
-    framework: str
-    before: int | None = None
-    after: int | None = None
-    peak: int | None = None
-
-    @property
-    def delta(self) -> int | None:
-        """What the block left allocated."""
-        return None if self.after is None or self.before is None else self.after - self.before
 
 
 class Guard:
@@ -221,12 +202,17 @@ class Guard:
             if framework is not None:
                 self._entry(framework)
             chosen = list(self._entries) if framework is None else [framework]
-            before = [self.host.memory(part.device).free for part in self.plan.devices]
+            before = [self._free(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
                 self._trim([n for n in chosen if self._entries[n].framework.usage(part.device)], part.device)
-            after = [self.host.memory(part.device).free for part in self.plan.devices]
+            after = [self._free(part.device) for part in self.plan.devices]
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
+
+    def _free(self, device: Device) -> int:
+        """What is free to this process, whatever others do meanwhile; the card's figure where NVML knows no better."""
+        own = self.host.processes(device).get(self.host.pid)
+        return self.host.memory(device).free if own is None else device.total - own
 
     def __str__(self) -> str:
         lines = []

@@ -139,3 +139,22 @@ class TraceEvent:
     held: int | None = None
     in_use: int | None = None
     device: int = 0
+
+
+@dataclass
+class WorkloadReport:
+    """What a `workload` block did. Bytes of `in_use`; filled in when the block ends, None where unknown.
+
+    `peak` is None too where the process had been higher before the block: frameworks keep one peak only.
+    """
+
+    name: str
+    framework: str
+    before: int | None = None
+    after: int | None = None
+    peak: int | None = None
+
+    @property
+    def delta(self) -> int | None:
+        """What the block left allocated."""
+        return None if self.after is None or self.before is None else self.after - self.before

@@ -281,10 +281,9 @@ class Torch(Framework):
         if int(before * total) < allowed:
             self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
             allowed = int(before * total)
-        elif before < 1.0 and int(before * total) > allowed + SEGMENT:
-            raise _torch_settings.looser(
-                f"torch.cuda.set_per_process_memory_fraction({before:.4g})", int(before * total), allowed
-            )
+        elif first and before < 1.0 and int(before * total) > allowed + SEGMENT:
+            setting = f"torch.cuda.set_per_process_memory_fraction({before:.4g})"
+            raise _torch_settings.looser(setting, int(before * total), allowed)
         fraction = min(allowed / total, 1.0)
         if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
             fraction = min(math.nextafter(fraction, 1.0), 1.0)

@@ -41,7 +41,8 @@ result["y"] = float(y[0])
 result["after"] = memguard.trim()
 """
     )
-    assert found["within"] == 0 and found["y"] == 3.0 and found["after"] >= 2 << 30
+    # torch.cuda.graph empties torch's own cache on its way in
+    assert found["within"] == 0 and found["y"] == 3.0 and found["after"] >= 1 << 30
 
 
 def test_trimming_on_one_thread_leaves_the_graph_that_another_captures_alone(run: Run) -> None:
@@ -110,8 +111,8 @@ x = np.random.default_rng(0).normal(size=(2048, 256)).astype("float32")
 y = x[:, :1] * 2
 history = model.fit(x, y, epochs=6, batch_size=256, verbose=0)
 result["losses"] = [float(value) for value in history.history["loss"]]
-huge = keras.Sequential([keras.layers.Input((4096,)), keras.layers.Dense(16384), keras.layers.Dense(16384)])
 try:
+    huge = keras.Sequential([keras.layers.Input((4096,)), keras.layers.Dense(16384), keras.layers.Dense(16384)])
     huge.compile(optimizer="adam", loss="mse")
     huge.fit(np.zeros((8, 4096), "float32"), np.zeros((8, 16384), "float32"), verbose=0)
     result["error"] = "none"

@@ -9,7 +9,8 @@ from typing_extensions import assert_type
 
 import memguard
 from memguard.accounts import Ledger
-from memguard.conductor import Guard, WorkloadReport
+from memguard.conductor import Guard
+from memguard.model import WorkloadReport
 from memguard.errors import Problem
 from memguard.model import Device, Plan
 

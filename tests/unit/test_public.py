@@ -138,7 +138,7 @@ PUBLIC_ERRORS = [
 
 
 def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
-    names = {error.__name__ for error in PUBLIC_ERRORS if not error.__subclasses__() or error is MemguardError}
+    names = {error.__name__ for error in PUBLIC_ERRORS if error is not errors.ProblemsError}  # nobody catches that one
     assert names == {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
     for name in names:
         assert name in (errors.__doc__ or "")
