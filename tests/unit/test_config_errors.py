@@ -97,6 +97,7 @@ from memguard.errors import ConfigError
         (GOOD + "on_busy:", 4, 9, "on_busy", "has no value", "write 'warn' or 'raise', or remove the key"),
         (GOOD + "on_busy: error", 4, 10, "on_busy", "on_busy is warn or raise, found 'error'", "write 'raise'"),
         (GOOD + "on_busy: Warning", 4, 10, "on_busy", "found 'Warning'", "write 'warn'"),
+        (GOOD + "on_busy: RAISE", 4, 10, "on_busy", "on_busy is warn or raise, found 'RAISE'", "write 'raise'"),
         (GOOD + "on_busy: ignore", 4, 10, "on_busy", "found 'ignore'", "'warn' to be told and go on, or 'raise'"),
         (GOOD + "on_busy: true", 4, 10, "on_busy", "found True", "'warn' to be told and go on, or 'raise' to stop"),
         (GOOD + "on_busy: [raise]", 4, 10, "on_busy", "found a list", "or 'raise' to stop"),
