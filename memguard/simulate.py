@@ -22,6 +22,8 @@ from memguard.units import GRANULE, format_size
 Caps = Mapping[str, Mapping[str, int]]
 """Bytes by framework name and device UUID."""
 _WIDTH = 80
+_ALLOCATORS = {"torch": ("native",), "cupy": ("MemoryPool",), "jax": ("bfc", "default")}
+"""Which allocators of a framework that has several are simulated, as its traces name them: the usual one first."""
 
 
 @dataclass(frozen=True)
@@ -243,9 +245,11 @@ class _Run:
             framework.apply(self.caps[name], chosen)
         else:
             framework.apply({}, {"growth": chosen.get("growth", about.get("growth", False))})
-        recorded = about.get("allocator")
-        if name == "torch" and recorded not in (None, "native"):
-            self.notes.append(f"torch was recorded with the {recorded} allocator and is simulated with the native one")
+        recorded, simulated = about.get("allocator"), _ALLOCATORS.get(name)
+        if simulated and recorded is not None and recorded not in simulated:
+            self.notes.append(
+                f"{name} was recorded with the {recorded} allocator and is simulated with the {simulated[0]} one"
+            )
         return framework
 
     def _cell(self, event: TraceEvent) -> _Cell:

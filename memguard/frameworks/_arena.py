@@ -1,4 +1,4 @@
-"""Regions of memory cut into chunks: what the models of PyTorch's and TensorFlow's allocators share."""
+"""Regions of memory cut into chunks: what the models of the allocators share, and the driver's slabs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Arena:
         self._free: list[tuple[int, int, Chunk]] = []
         self._address = 0
 
-    def add(self, size: int) -> None:
-        """A new region, one free chunk."""
-        self._insert(Chunk(self._address, size))
+    def add(self, size: int) -> Chunk:
+        """A new region, one free chunk. That chunk stays the region's first one, however it is cut and merged."""
+        chunk = Chunk(self._address, size)
+        self._insert(chunk)
         self._address += size + 1  # the gap keeps regions apart
+        return chunk
 
     def fit(self, size: int) -> Chunk | None:
         """The smallest free chunk of at least that size, still in the free list."""
@@ -44,7 +46,8 @@ class Arena:
         chunk.used = True
         return chunk
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, chunk: Chunk) -> Chunk:
+        """Free a chunk; returns what it became together with its free neighbours."""
         chunk.used = False
         after, before = chunk.next, chunk.prev
         if after and not after.used:
@@ -55,16 +58,22 @@ class Arena:
             self._merge(before, chunk)
             chunk = before
         self._insert(chunk)
+        return chunk
 
     def whole(self) -> int:
         """Bytes of the regions that are wholly free."""
         return sum(size for size, _, chunk in self._free if chunk.prev is chunk.next is None)
 
-    def drop_whole(self) -> int:
-        """Forget the wholly free regions; returns their bytes."""
-        dropped = self.whole()
-        self._free = [entry for entry in self._free if not entry[2].prev is entry[2].next is None]
+    def drop_whole(self) -> list[Chunk]:
+        """Forget the wholly free regions; returns their chunks."""
+        dropped = [chunk for _, _, chunk in self._free if chunk.prev is chunk.next is None]
+        if dropped:
+            self._free = [entry for entry in self._free if not entry[2].prev is entry[2].next is None]
         return dropped
+
+    def drop(self, chunk: Chunk) -> None:
+        """Forget one region, of which this is the free chunk."""
+        self._remove(chunk)
 
     @staticmethod
     def _merge(left: Chunk, right: Chunk) -> None:

@@ -1,8 +1,9 @@
 """Models of the frameworks' own allocators: how they round, cache, split, coalesce and refuse.
 
-Written from reading PyTorch's CUDACachingAllocator, TensorFlow's BFCAllocator and PyCUDA's memory pool, and checked
-against figures measured on an H200. They count bytes and touch no memory. Not modelled: streams, garbage-collection
-thresholds, expandable segments, private pools, TensorFlow's 10 s of retries. Not thread-safe: the owner locks.
+Written from reading PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory pool,
+and checked against figures measured on an H200; CuPy's and Numba's are in `driver_allocators.py`. They count bytes and
+touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private pools, the 10 s of
+retries of TensorFlow and JAX. Not thread-safe: the owner locks.
 """
 
 from __future__ import annotations
@@ -77,17 +78,27 @@ class Allocator(ABC):
         """Take the block back; returns what it takes off `in_use`. KeyError where it is not live."""
 
     def _grow(self, nbytes: int) -> bool:
-        """Take from the driver, unless the cap or the driver forbids it."""
-        if self.cap is not None and self.held + nbytes > self.cap:
+        """Take from the driver and count it as held, unless the cap or the driver forbids it."""
+        if not self._below_cap(nbytes) or not self._draw(nbytes):
             return False
+        self._count(nbytes)
+        return True
+
+    def _below_cap(self, nbytes: int) -> bool:
+        return self.cap is None or self.held + nbytes <= self.cap
+
+    def _draw(self, nbytes: int) -> bool:
+        """Take from the driver, unless it refuses."""
         try:
             self._take(nbytes)
         except SimulatedOutOfMemory as error:
             self._driver = error.with_traceback(None)  # a kept traceback would keep its frames alive
             return False
+        return True
+
+    def _count(self, nbytes: int) -> None:
         self.held += nbytes
         self.peak_held = max(self.peak_held, self.held)
-        return True
 
     def _shrink(self, nbytes: int) -> None:
         self._give(nbytes)
@@ -126,7 +137,7 @@ class TorchCachingAllocator(Allocator):
 
     def trim(self) -> int:
         """`torch.cuda.empty_cache()`."""
-        freed = self._small.drop_whole() + self._large.drop_whole()
+        freed = sum(chunk.size for arena in (self._small, self._large) for chunk in arena.drop_whole())
         if freed:
             self._shrink(freed)
         return freed
@@ -157,18 +168,20 @@ class TorchCachingAllocator(Allocator):
 
 
 class BFCAllocator(Allocator):
-    """TensorFlow's BFC allocator. `cap` is its memory_limit, given once and never changed.
+    """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, given once and never changed.
 
-    Nothing from outside shrinks it; it gives wholly free regions back itself, only before it would refuse
-    (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default).
+    Nothing from outside shrinks it. TensorFlow's gives wholly free regions back itself, only before it would refuse
+    (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default: `collects`); XLA's never does.
     """
 
     ALIGN, FIRST_REGION, MOST_SLACK = 256, 2 * MIB, 128 * MIB
 
-    def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int, growth: bool) -> None:
+    def __init__(
+        self, take: Callable[[int], None], give: Callable[[int], None], cap: int, growth: bool, collects: bool = True
+    ) -> None:
         super().__init__(take, give, cap)
         self.limit = cap
-        self.growth = growth
+        self.growth, self.collects = growth, collects
         self._next_region = round_up(min(cap, self.FIRST_REGION) if growth else cap, self.ALIGN)
         self._backed_off = False
         self._arena = Arena()
@@ -184,7 +197,7 @@ class BFCAllocator(Allocator):
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
         size = round_up(nbytes, self.ALIGN)
         chunk = self._arena.fit(size)
-        if chunk is None and (self._extend(size) or (self._collect(size) and self._extend(size))):
+        if chunk is None and (self._extend(size) or (self.collects and self._collect(size) and self._extend(size))):
             chunk = self._arena.fit(size)
         if chunk is None:
             raise self._refused(nbytes)
@@ -227,7 +240,7 @@ class BFCAllocator(Allocator):
         free = self._arena.whole()
         if not free or size > self.limit - self.held + free:
             return False
-        self._shrink(self._arena.drop_whole())
+        self._shrink(sum(chunk.size for chunk in self._arena.drop_whole()))
         return True
 
 
@@ -334,3 +347,11 @@ def tensorflow_default_limit(free: int, architecture: str) -> int:
         old = {"maxwell": 500, "pascal": 500, "volta": 1050, "turing": 1050, "ampere": 1536, "ada": 1536}
         system = old.get(architecture.lower(), 1800) * MIB
     return max(round_down(free - system, KIB), KIB)
+
+
+def jax_default_limit(usable: int) -> int:
+    """What XLA takes for JAX where nothing is configured: three quarters of what CUDA calls the total.
+
+    Read in XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by us.
+    """
+    return usable * 3 // 4

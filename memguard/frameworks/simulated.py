@@ -17,6 +17,7 @@ from typing import Any
 
 from memguard.devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard.errors import CapNotApplied, DeviceError
+from memguard.frameworks._driver_bytes import whole_share
 from memguard.frameworks.allocators import (
     AllocationRefused,
     Allocator,
@@ -25,16 +26,36 @@ from memguard.frameworks.allocators import (
     TorchCachingAllocator,
     alloc_size,
     bin_number,
+    jax_default_limit,
     tensorflow_default_limit,
 )
 from memguard.frameworks.base import Framework
+from memguard.frameworks.driver_allocators import CuPyPool, NumbaMemory
 from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard.units import MIB, format_size, round_up
 
-STYLES: Mapping[str, str] = {"torch": "torch", "tensorflow": "bfc", "pycuda": "pool"}
+STYLES: Mapping[str, str] = {
+    "torch": "torch",
+    "tensorflow": "bfc",
+    "cupy": "cupy",
+    "jax": "xla",
+    "pycuda": "pool",
+    "numba": "emm",
+}
 """Which allocator each framework is simulated with."""
-MODULES: Mapping[str, int] = {"torch": 94 * MIB, "bfc": 4 * MIB, "pool": 0}
-"""What a framework's own kernels take beside the shared context. Measured facts on an H200."""
+MODULES: Mapping[str, int] = {
+    "torch": 94 * MIB,
+    "bfc": 4 * MIB,
+    "cupy": 94 * MIB,
+    "xla": 34 * MIB,
+    "pool": 0,
+    "emm": 2 * MIB,
+}
+"""What a framework's own kernels take beside the shared context, at its first work. Measured facts on an H200."""
+_FIXED = ("bfc", "xla")
+"""What takes its limit when it initialises, and keeps it."""
+_REPORTING = ("torch", "pool")
+"""What reports single allocations; of the others the recorder samples the level."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
@@ -87,10 +108,10 @@ class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class SimulatedFramework(Framework):
-    """`name` is any name; `style` is `torch`, `bfc` (TensorFlow) or `pool` (PyCUDA), by default the name's own.
+    """`name` is any name; `style` is one of `MODULES`, by default the name's own.
 
-    Live from its first `allocate`, which opens the shared context. Without caps nothing but the card limits it, and
-    the `bfc` style then takes nearly the whole card at once, as TensorFlow does.
+    Live from its first `allocate`, which opens the shared context. Without caps nothing but the card limits it; the
+    `bfc` style then takes nearly the whole card at once, as TensorFlow does, and `xla` three quarters of it, as JAX.
     """
 
     name, module, hook, tested = "simulated", "memguard_simulated", "memguard_simulated", ("simulated",)
@@ -147,10 +168,11 @@ class SimulatedFramework(Framework):
         """`options`: `growth` (TensorFlow; True by default, as in the budget) takes memory step by step."""
         with self._lock:
             self._check(caps)
-            if self.style == "bfc" and self._pools:
+            if self.style in (*_FIXED, "emm") and self._pools:
+                why = "its context keeps its memory manager" if self.style == "emm" else "its limit is fixed then"
                 raise CapNotApplied(
                     self.name,
-                    "too late: it is live, and its limit is fixed when it initialises",
+                    f"too late: it is live, and {why}",
                     "activate the budget before the first GPU operation",
                 )
             before = dict(self._caps), self._growth
@@ -161,7 +183,7 @@ class SimulatedFramework(Framework):
 
             def undo() -> None:
                 with self._lock:
-                    if self.style == "bfc" and self._pools:
+                    if self.style in _FIXED and self._pools:
                         raise CapNotApplied(self.name, "its limit is permanent once it is live", "restart the process")
                     self._caps, self._growth = before
                     self._set()
@@ -170,7 +192,7 @@ class SimulatedFramework(Framework):
             return Applied(Enforcement.ENFORCED, undo, notes=("simulated",), residual=residual)
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        if self.style == "bfc":
+        if self.style in _FIXED:
             super().resize(caps)
         with self._lock:
             self._check(caps)
@@ -183,7 +205,9 @@ class SimulatedFramework(Framework):
             pool = self._pools.get(device.uuid)
             if pool is None:
                 return None
-            if not isinstance(pool, BFCAllocator):
+            if self.style == "cupy":  # which does not say what of its cache is split, nor keeps a peak
+                return Usage(pool.held, pool.in_use, None)
+            if self.style != "bfc":
                 return Usage(pool.held, pool.in_use, pool.reclaimable, peak=pool.peak_in_use)
             cap = self._caps.get(device.uuid)
             if cap is not None and not self._growth:
@@ -216,13 +240,15 @@ class SimulatedFramework(Framework):
         if self.style == "pool":
             block = alloc_size(bin_number(max(size, 1)))
             return round_up(block) if block > MIB else block
-        return round_up(size, 256)
+        if self.style == "cupy":
+            return whole_share(size)
+        return round_up(size) if self.style == "emm" else round_up(size, 256)
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
         return (oom_type(self.name),) if self.imported else ()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        if self.style == "bfc":
+        if self.style not in _REPORTING:
             return None
         with self._lock:
             events = self._recording = []
@@ -268,17 +294,24 @@ class SimulatedFramework(Framework):
                 self._gpus.take(gpu, MODULES[self.style])
             except SimulatedOutOfMemory as error:
                 raise AllocationRefused(nbytes, 0, cap, error.with_traceback(None)) from None
-            take, give = functools.partial(self._gpus.take, gpu), functools.partial(self._gpus.give, gpu)
-            pool: Allocator
-            if self.style == "bfc":
-                limit = cap
-                if limit is None:
-                    limit = tensorflow_default_limit(self._gpus.memory(gpu).free, gpu.architecture)
-                pool = BFCAllocator(take, give, limit, self._growth)
-            else:
-                pool = (TorchCachingAllocator if self.style == "torch" else PyCUDAPool)(take, give, cap)
-            self._pools[gpu.uuid] = pool
+            self._pools[gpu.uuid] = self._new_pool(gpu, cap)
         return self._pools[gpu.uuid]
+
+    def _new_pool(self, gpu: Device, cap: int | None) -> Allocator:
+        take, give = functools.partial(self._gpus.take, gpu), functools.partial(self._gpus.give, gpu)
+        if self.style == "bfc":
+            limit = cap
+            if limit is None:
+                limit = tensorflow_default_limit(self._gpus.memory(gpu).free, gpu.architecture)
+            return BFCAllocator(take, give, limit, self._growth)
+        if self.style == "xla":  # the budget switches its preallocation off
+            limit = jax_default_limit(gpu.usable) if cap is None else cap
+            return BFCAllocator(take, give, limit, growth=cap is not None, collects=False)
+        if self.style == "emm":
+            return NumbaMemory(take, give, cap, total=gpu.usable)
+        if self.style == "cupy":
+            return CuPyPool(take, give, cap)
+        return (TorchCachingAllocator if self.style == "torch" else PyCUDAPool)(take, give, cap)
 
     def _set(self) -> None:
         for uuid, pool in self._pools.items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memguard.cli.simulate import simulate as command
 from memguard.devices.simulated import CATALOGUE, SimulatedHost
 from memguard.errors import TraceError
-from memguard.frameworks.simulated import SimulatedFramework
+from memguard.frameworks.simulated import STYLES, SimulatedFramework
 from memguard.model import TraceEvent
 from memguard.simulate import Outcome, host_of, replay
 from memguard.trace import Trace, TraceDevice, TraceHeader, write
@@ -24,7 +24,7 @@ UUID = SimulatedHost().devices()[0].uuid
 
 
 def header(devices: int = 1, **frameworks: dict[str, object]) -> TraceHeader:
-    names: dict[str, dict[str, object]] = frameworks or {"torch": {}, "tensorflow": {}, "pycuda": {}}
+    names: dict[str, dict[str, object]] = frameworks or {name: {} for name in STYLES}
     return TraceHeader("2025-01-31", (H200,) * devices, names)
 
 
@@ -102,15 +102,42 @@ def test_tensorflow_growth_comes_from_the_options_or_the_recording() -> None:
         assert outcome.frameworks[0].peak_held == held
 
 
+@pytest.mark.parametrize("name", ["tensorflow", "jax", "cupy", "numba"])
 @settings(max_examples=60, deadline=None)
-@given(levels=st.lists(st.integers(0, 3_000_000).map(lambda n: n * 256), max_size=40))
-def test_levels_are_met_exactly(levels: list[int]) -> None:
-    events = [step for size in levels for step in (level(size), mark(None, size, "tensorflow"))]
-    outcome = replay(trace(*events, tensorflow={"growth": True}))
+@given(levels=st.lists(st.integers(0, 1_500_000).map(lambda n: n * 512), max_size=40))
+def test_levels_are_met_exactly(name: str, levels: list[int]) -> None:
+    events = [step for size in levels for step in (level(size, framework=name), mark(None, size, name))]
+    outcome = replay(trace(*events, **{name: {"growth": True}}), caps={name: {UUID: 100 * GIB}})
     if levels:
         (row,) = outcome.frameworks
         assert row.in_use_deviation == 0.0 and row.marks == len(levels)
         assert row.peak_in_use == max(levels) and row.held_deviation is None
+
+
+def test_without_a_budget_jax_takes_three_quarters_of_the_card() -> None:
+    """What it does where nobody says otherwise; under a cap it grows."""
+    events = (level(256 * MIB, framework="jax"),)
+    gpu = SimulatedHost().devices()[0]
+    assert replay(trace(*events)).frameworks[0].peak_held == gpu.usable * 3 // 4
+    assert replay(trace(*events), caps={"jax": {UUID: 4 * GIB}}).frameworks[0].peak_held == 256 * MIB
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_each_is_refused_at_its_cap(name: str) -> None:
+    """By level or by allocation, as it is recorded; the ledger at the end sums to the card."""
+    if name in ("torch", "pycuda"):
+        events = [alloc(n, 100 * MIB, name, time=n) for n in range(20)]
+    else:
+        events = [level(100 * MIB * n, framework=name, time=n) for n in range(1, 21)]
+    outcome = replay(trace(*events), caps={name: {UUID: GIB}}, options={name: {"growth": True}})
+    (row,) = outcome.frameworks
+    assert 9 <= 20 - row.refused <= 10 and 900 * MIB <= row.peak_held <= GIB
+    assert not row.refusals[0].full and f"simulated {name}: out of memory" in row.refusals[0].message
+    assert outcome.ledger is not None
+    (part,) = outcome.ledger.devices
+    assert sum(r.bytes or 0 for r in part.rows) == part.device.total
+    unaccounted = part.row("unaccounted").bytes
+    assert unaccounted is not None and 0 <= unaccounted <= (GIB if name == "tensorflow" else 0)
 
 
 def test_levels_after_a_refusal() -> None:
@@ -164,11 +191,18 @@ def test_several_devices() -> None:
 
 
 def test_what_cannot_be_simulated() -> None:
-    with pytest.raises(TraceError, match="'jax' cannot be simulated"):
-        replay(trace(jax={}))
-    notes = replay(trace(torch={"allocator": "expandable_segments"})).notes
-    assert len(notes) == 1 and "expandable_segments" in notes[0]
-    assert replay(trace(torch={"allocator": "native"})).notes == ()
+    with pytest.raises(
+        TraceError, match=r"'mxnet' cannot be simulated\n.* torch, tensorflow, cupy, jax, pycuda, numba"
+    ):
+        replay(trace(mxnet={}))
+    for name, other, usual in (
+        ("torch", "expandable_segments", "native"),
+        ("cupy", "rmm", "MemoryPool"),
+        ("jax", "platform", "bfc"),
+    ):
+        (note,) = replay(trace(**{name: {"allocator": other}})).notes
+        assert note == f"{name} was recorded with the {other} allocator and is simulated with the {usual} one"
+        assert replay(trace(**{name: {"allocator": usual}})).notes == ()
     again = Trace(TraceHeader("2025-01-31", (H200,), {}, simulated=True), ())
     assert "recorded on simulated" in replay(again).notes[0]
 

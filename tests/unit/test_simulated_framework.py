@@ -14,7 +14,8 @@ from memguard.frameworks.simulated import FrameworkOutOfMemory, SimulatedFramewo
 from memguard.model import Enforcement, State, Usage
 from memguard.units import GIB, MIB
 
-NAMES = ["torch", "tensorflow", "pycuda"]
+NAMES = ["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]
+FIXED = ["tensorflow", "jax"]
 
 
 def own(host: SimulatedHost) -> int:
@@ -60,6 +61,18 @@ def test_the_context_is_shared() -> None:
     assert own(host) == CONTEXT + 2 * MIB
     SimulatedFramework(host, "torch").allocate(1)
     assert own(host) == CONTEXT + 2 * MIB + 94 * MIB + 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"), [("torch", 94), ("tensorflow", 4), ("cupy", 94), ("jax", 34), ("pycuda", 0), ("numba", 2)]
+)
+def test_what_its_own_modules_take(name: str, modules: int) -> None:
+    """Measured on an H200, beside the context; and the first 2 MiB of its own."""
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, name)
+    framework.apply({uuid(host): GIB}, {})
+    framework.allocate(1)
+    assert own(host) == CONTEXT + (modules + 2) * MIB
 
 
 def test_an_import_hook_sees_the_import() -> None:
@@ -112,7 +125,7 @@ def test_a_cap_holds_and_the_error_is_its_own(name: str) -> None:
 def test_out_of_memory_classes_are_distinct() -> None:
     host = SimulatedHost()
     types = [SimulatedFramework(host, name, imported=True).oom_types() for name in NAMES]
-    assert len({t for (t,) in types}) == 3
+    assert len({t for (t,) in types}) == len(NAMES)
     assert types[0] == SimulatedFramework(SimulatedHost(), "torch", imported=True).oom_types()
     assert all(issubclass(t, SimulatedOutOfMemory) for (t,) in types)
 
@@ -164,9 +177,10 @@ def test_tensorflow_without_growth_holds_its_cap() -> None:
     assert own(host) == (4096 + 518 + 4) * MIB
 
 
-def test_tensorflow_is_fixed_once_live() -> None:
+@pytest.mark.parametrize("name", FIXED)
+def test_a_limit_that_is_fixed_once_live(name: str) -> None:
     host = SimulatedHost()
-    framework = SimulatedFramework(host, "tensorflow")
+    framework = SimulatedFramework(host, name)
     undo = framework.apply({uuid(host): GIB}, {}).undo
     with pytest.raises(CapNotApplied, match="fixed"):
         framework.resize({uuid(host): 2 * GIB})
@@ -181,9 +195,10 @@ def test_tensorflow_is_fixed_once_live() -> None:
         framework.allocate(2 * GIB)
 
 
-def test_tensorflow_undone_before_it_is_live() -> None:
+@pytest.mark.parametrize("name", FIXED)
+def test_undone_before_it_is_live(name: str) -> None:
     host = SimulatedHost()
-    framework = SimulatedFramework(host, "tensorflow")
+    framework = SimulatedFramework(host, name)
     undo = framework.apply({uuid(host): GIB}, {}).undo
     assert undo is not None
     undo()
@@ -191,7 +206,109 @@ def test_tensorflow_undone_before_it_is_live() -> None:
     assert own(host) > 100 * GIB
 
 
-@pytest.mark.parametrize("name", ["torch", "pycuda"])
+def test_jax_as_measured() -> None:
+    """Measured: 4 GiB stops at 4,294,967,296 bytes of pool; deleting arrays returns nothing, nor does a trim."""
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "jax")
+    (gpu,) = host.devices()
+    framework.apply({gpu.uuid: 4 * GIB}, {"growth": False})  # which is TensorFlow's
+    arrays = [framework.allocate(MIB)]
+    assert framework.usage(gpu) == Usage(2 * MIB, MIB, 0, peak=MIB), "it grows"
+    with pytest.raises(FrameworkOutOfMemory, match=r"simulated jax: .* its cap is reached"):
+        while True:
+            arrays.append(framework.allocate(100 * MIB))
+    while arrays:
+        framework.free(arrays.pop())
+    framework.trim(gpu)
+    usage = framework.usage(gpu)
+    assert usage is not None and (usage.held, usage.in_use, usage.reclaimable) == (4_294_967_296, 0, 0)
+    assert own(host) == CONTEXT + 34 * MIB + 4 * GIB
+
+
+def test_uncapped_jax_takes_three_quarters_at_once() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "jax")
+    framework.allocate(1)
+    (gpu,) = host.devices()
+    assert framework.stats(gpu).held == gpu.usable * 3 // 4
+    framework.allocate(100 * GIB)
+    assert framework.stats(gpu).held == gpu.usable * 3 // 4
+
+
+def test_cupy_does_not_say_what_of_its_cache_is_split() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "cupy")
+    (gpu,) = host.devices()
+    framework.apply({gpu.uuid: GIB}, {})
+    framework.free(framework.allocate(100 * MIB))
+    framework.allocate(10 * MIB)
+    assert framework.usage(gpu) == Usage(100 * MIB, 10 * MIB, None)
+    framework.free(framework.allocate(200 * MIB))
+    framework.trim(gpu)
+    assert framework.usage(gpu) == Usage(100 * MIB, 10 * MIB, None), "of the other nothing is split"
+
+
+def test_cupy_counts_what_it_asked_for() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "cupy")
+    framework.apply({uuid(host): GIB}, {})
+    framework.allocate(1000)
+    assert framework.usage(host.devices()[0]) == Usage(1024, 1024, None)
+    assert own(host) == CONTEXT + 94 * MIB + 2 * MIB
+
+
+def test_numba_holds_what_is_pending() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "numba")
+    (gpu,) = host.devices()
+    framework.apply({gpu.uuid: GIB}, {})
+    arrays = [framework.allocate(3 * MIB) for _ in range(3)]
+    framework.free(arrays[0])
+    assert framework.usage(gpu) == Usage(12 * MIB, 8 * MIB, 4 * MIB, peak=12 * MIB)
+    framework.trim(gpu)
+    assert framework.usage(gpu) == Usage(8 * MIB, 8 * MIB, 0, peak=12 * MIB)
+    framework.resize({gpu.uuid: 100 * GIB})
+    framework.free(framework.allocate(gpu.usable // 5 + MIB))  # more than a fifth of the card: freed at once
+    assert framework.usage(gpu) == Usage(8 * MIB, 8 * MIB, 0, peak=framework.stats(gpu).peak_in_use)
+
+
+def test_numba_is_capped_before_it_is_live_or_not_at_all() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "numba")
+    applied = framework.apply({uuid(host): GIB}, {})
+    framework.allocate(1)
+    assert applied.undo is not None
+    applied.undo()
+    framework.allocate(2 * GIB)
+    with pytest.raises(CapNotApplied, match="too late: it is live, and its context keeps its memory manager"):
+        framework.apply({uuid(host): 4 * GIB}, {})
+    assert framework.stats(host.devices()[0]).cap is None
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "takes"),
+    [
+        ("torch", 3 * MIB, 20 * MIB),
+        ("tensorflow", 1000, 1024),
+        ("cupy", 3 * MIB, 4 * MIB),
+        ("cupy", 700 * 1024, MIB),
+        ("jax", 1000, 1024),
+        ("pycuda", 3 * MIB + 1, 4 * MIB),
+        ("numba", 3 * MIB, 4 * MIB),
+        ("numba", 1, 2 * MIB),
+    ],
+)
+def test_the_footprint_is_what_the_first_allocation_takes(name: str, size: int, takes: int) -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, name)
+    framework.apply({uuid(host): GIB}, {})
+    assert framework.footprint(size) == takes
+    framework.allocate(size)
+    held = framework.stats(host.devices()[0]).held
+    assert held == takes or (name in FIXED and held == 2 * MIB)
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy", "pycuda"])
 def test_capped_while_live(name: str) -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
@@ -205,7 +322,8 @@ def test_capped_while_live(name: str) -> None:
         framework.allocate(4 * MIB)
     framework.free(first)
     after = framework.usage(gpu)
-    assert after is not None and (after.held, after.in_use, after.reclaimable) == (usage.held, 0, usage.held)
+    said = None if name == "cupy" else usage.held
+    assert after is not None and (after.held, after.in_use, after.reclaimable) == (usage.held, 0, said)
     framework.trim(gpu)
     assert framework.stats(gpu).held == 0
     assert framework.apply({gpu.uuid: 3 * GIB}, {}).residual == {}
@@ -242,7 +360,8 @@ def test_a_cap_for_a_strange_device_leaves_nothing_applied(name: str) -> None:
 
 def test_recording() -> None:
     host = SimulatedHost(("h200", "h200"))
-    assert SimulatedFramework(host, "tensorflow").record() is None
+    for name in ("tensorflow", "cupy", "jax", "numba"):
+        assert SimulatedFramework(host, name).record() is None
     framework = SimulatedFramework(host, "torch")
     before = framework.allocate(5)
     stop = framework.record()
