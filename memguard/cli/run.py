@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,8 +88,11 @@ def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
             stream.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):
         # Python ignores these for itself, and an ignored signal would stay ignored in the command.
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+        if hasattr(signal, name):  # not on Windows
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
+        if sys.platform == "win32":  # its exec returns to the shell at once, while the command still runs
+            raise SystemExit(subprocess.call(list(command), env=dict(environ)))
         os.execvpe(command[0], list(command), dict(environ))
     except OSError as error:
         click.echo(f"memguard: {command[0]}: {error.strerror}", err=True)

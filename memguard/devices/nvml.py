@@ -123,11 +123,11 @@ class Nvml:
 
     def processes(self, uuid: str) -> dict[int, int | None]:
         """Bytes by PID of every compute process; None where NVML gives no bytes. 40 µs on an H200."""
-        return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(uuid)))
+        return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(n, uuid)))
 
     def mig(self, uuid: str) -> bool:
         """Whether the GPU is divided by MIG, whose parts this version does not know."""
-        return self._call(f"MIG mode of {uuid}", lambda n: self._mig(n, self._handle(uuid)))
+        return self._call(f"MIG mode of {uuid}", lambda n: self._mig(n, self._handle(n, uuid)))
 
     def close(self) -> None:
         """Give NVML back (nvmlShutdown). The next call initialises it again."""
@@ -212,9 +212,13 @@ class Nvml:
         version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
         self._bytes_believed = not (535, 43) <= version <= (535, 85)
 
-    def _handle(self, uuid: str) -> Any:
+    def _handle(self, n: Any, uuid: str) -> Any:
         if uuid not in self._handles:
-            raise DeviceError(f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`")
+            with contextlib.suppress(n.NVMLError):
+                n.nvmlShutdown()
+            self._pid = None  # the next call looks again: it may have been missing for a moment
+            gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
+            raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
         return self._handles[uuid]
 
     def _devices(self, n: Any) -> tuple[Device, ...]:
@@ -234,7 +238,7 @@ class Nvml:
         return tuple(found)
 
     def _memory(self, n: Any, uuid: str) -> MemoryInfo:
-        handle = self._handle(uuid)
+        handle = self._handle(n, uuid)
         if self._v2.get(uuid, True):
             try:
                 info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
