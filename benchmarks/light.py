@@ -65,27 +65,19 @@ def init_time(simulate: str | None) -> dict[str, Any]:
 
 
 def plan_time() -> dict[str, Any]:
-    """A plan of six frameworks on eight GPUs (six, by giving the policy a budget with made-up names)."""
-    from fractions import Fraction
-    from types import SimpleNamespace
-
-    from memguard import policy
+    """A plan of six frameworks on eight GPUs."""
+    from memguard import config, policy
     from memguard.devices.simulated import SimulatedHost
 
     devices = SimulatedHost(["h200"] * 8).devices()
-    frameworks = {
-        name: SimpleNamespace(share=Fraction(1, 7), limit=None, growth=True)
-        for name in ("torch", "tensorflow", "pycuda", "a", "b", "c")
-    }
-    budget: Any = SimpleNamespace(
-        device=SimpleNamespace(limit=Fraction(9, 10), reserve="auto"), devices={}, frameworks=frameworks
-    )
+    frameworks = {name: {"share": "15%"} for name in config.FRAMEWORKS}
+    budget = config.from_mapping({"version": 1, "frameworks": frameworks})
     values = []
     for _ in range(500):
         started = time.perf_counter()
         policy.plan(budget, devices)
         values.append(time.perf_counter() - started)
-    return {"frameworks": 6, "gpus": 8, "plan_s": spread(values)}
+    return {"frameworks": len(frameworks), "gpus": 8, "plan_s": spread(values)}
 
 
 def gpu_here() -> bool:

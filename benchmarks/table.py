@@ -16,6 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
+LABELS = {
+    "tensorflow": "TensorFlow ¹",
+    "torch": "PyTorch",
+    "jax": "JAX",
+    "cupy": "CuPy",
+    "pycuda": "PyCUDA",
+    "numba": "Numba",
+}
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -116,12 +124,56 @@ def gpu_tests() -> list[str]:
     return lines
 
 
+def all_frameworks() -> list[str]:
+    result = load("h200-all-frameworks.json")
+    about, scenarios = result["about"], result["scenarios"]
+    six, loop, hour = scenarios["together"], scenarios["loop"], scenarios["simulated_hour"]
+    versions = about["versions"]
+    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+    pairs = result["checks"]["30 import orders alive and capped"][1]
+    rows = []
+    for name, label in LABELS.items():
+        one = six["driven"][name]
+        most, cap, refusals = one["most_held"] / MIB, one["cap"] / MIB, one["refusals"]
+        rows.append(
+            f"| {label} | {most:,.0f} of {cap:,.0f} MiB | `{short(refusals[0]['exception'])}`, {len(refusals)} times | "
+            f"{loop['refused'][name]} |"
+        )
+    worst = max(six["readings"], key=lambda r: abs(r["unaccounted"]))
+    ddp = load("h200-x2-ddp.json")
+    took = [max(r["overhead"] for r in one["readings"]) / MIB for one in ddp["ranks"]]
+    kept = ddp["ranks"][0]["reserve"] / MIB
+    most = {name: s["nvml"]["max_bytes"] / GIB for name, s in (("six", six), ("loop", loop))}
+    return [
+        f"All six in one process, limit 40 GiB (caps {six['sum_of_caps'] / GIB:.2f} GiB together), each emptied and",
+        "driven to its refusal while the other five are full:",
+        "",
+        "| | most held | refuses with | refusals in five minutes at the caps |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+        f"- The process, by NVML every 50 ms: at most {most['six']:.2f} GiB in {six['nvml']['samples']} samples, and "
+        f"{most['loop']:.2f} GiB in {loop['nvml']['samples']} of the five minutes.",
+        f"- {len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted {worst['unaccounted'] / MIB:+.0f} "
+        f"MiB at worst. In five minutes ({loop['allocated']:,} allocations, {loop['readings']} ledgers) it drifts by "
+        f"{loop['unaccounted_drift'] / MIB:.0f} MiB; in a simulated hour by {hour['drift'] / MIB:.0f} MiB.",
+        f"- Import orders of two, alive and capped: {pairs}.",
+        f"- PyTorch DDP on two GPUs (NCCL): {took[0]:,.0f} and {took[1]:,.0f} MiB outside torch's cap at most, in a "
+        f"reserve of {kept:,.0f} MiB ([h200-x2-ddp.json](benchmarks/results/h200-x2-ddp.json)).",
+        "",
+        f"JAX {versions['jax']}, CuPy {versions['cupy-cuda13x']}, Numba-CUDA {versions['numba-cuda']}. "
+        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
+        "[h200-all-frameworks.json](benchmarks/results/h200-all-frameworks.json), "
+        f"of memguard {about['memguard_hash']}.",
+    ]
+
+
 def ledger() -> list[str]:
     text = load("h200-main-job.json")["mixed_workload"]["ledger"]
     lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
     return [
         "The ledger after [examples/mixed_workload.py](examples/mixed_workload.py) (TensorFlow prepares images,",
-        "PyTorch trains, a PyCUDA kernel post-processes), in the same run:",
+        "PyTorch trains, CuPy, JAX and Numba work on the scores, a PyCUDA kernel smooths them), in the run of the main job:",
         "",
         "```",
         *lines,
@@ -130,7 +182,7 @@ def ledger() -> list[str]:
 
 
 def tables() -> str:
-    return "\n".join([*main_job(), *gpu_tests(), "", *ledger(), "", *light()])
+    return "\n".join([*main_job(), "", *all_frameworks(), "", *gpu_tests(), "", *ledger(), "", *light()])
 
 
 def status() -> list[str]:

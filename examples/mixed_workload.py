@@ -1,10 +1,12 @@
-"""TensorFlow prepares images, PyTorch trains on them, a PyCUDA kernel post-processes: one process, one budget.
+"""TensorFlow prepares images, PyTorch trains on them, CuPy, JAX and Numba work on the scores, and a PyCUDA kernel
+smooths them: six frameworks, one process, one budget.
 
     python examples/mixed_workload.py                      # with the budget of examples/mixed.yaml
     python examples/mixed_workload.py --without-memguard   # what happens otherwise
     python examples/mixed_workload.py --record trace.jsonl # write what is allocated, for `memguard simulate`
 
-Needs a GPU, tensorflow, torch, pycuda and nvcc. The images are made here, from a fixed seed.
+Needs a GPU, tensorflow, torch, cupy, jax, numba-cuda, pycuda and nvcc. The images are made here, from a fixed seed.
+No array passes through the host on its way from one framework to the next.
 """
 
 from __future__ import annotations
@@ -89,15 +91,70 @@ def train(batches: int) -> tuple[list[float], Any]:
     return losses, scores
 
 
-def post_process(scores: Any) -> np.ndarray:
-    """PyCUDA: a kernel of our own over PyTorch's scores, read where they are."""
+def standardise(scores: Any) -> Any:
+    """CuPy, on PyTorch's scores where they are (DLPack): log-odds with mean 0 and deviation 1."""
+    import cupy
+
+    score = cupy.clip(cupy.from_dlpack(scores), 1e-6, 1 - 1e-6)
+    odds = cupy.log(score / (1 - score))
+    history = cupy.zeros(32 << 20, cupy.float32)  # 128 MiB of working memory, given back to CuPy's pool
+    history[: odds.size] = odds
+    odds = (history[: odds.size] - odds.mean()) / (odds.std() + 1e-6)
+    cupy.cuda.get_current_stream().synchronize()
+    return odds
+
+
+def calibrate(odds: Any) -> Any:
+    """JAX, on CuPy's log-odds (DLPack): a temperature found by gradient descent, compiled by XLA."""
+    import jax
+    import jax.numpy as jnp
+
+    values = jax.dlpack.from_dlpack(odds)
+
+    @jax.jit
+    def descend(temperature: Any, values: Any) -> Any:
+        loss = jax.grad(lambda t: jnp.mean((jax.nn.sigmoid(values / t) - jax.nn.sigmoid(values)) ** 2 + 0.01 * t**2))
+        return jax.lax.fori_loop(0, 50, lambda _, t: t - 0.5 * loss(t), temperature)
+
+    calibrated = jax.nn.sigmoid(values / jnp.maximum(descend(jnp.float32(1.5), values), 0.1))
+    return calibrated.block_until_ready()
+
+
+def mark(calibrated: Any) -> Any:
+    """Numba, a kernel of our own over JAX's array: certain scores are pulled to 0 and 1."""
+    from numba import cuda
+
+    if not hasattr(np, "row_stack"):
+        np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+
+    @cuda.jit
+    def pull(score: Any, out: Any) -> None:
+        i = cuda.grid(1)
+        if i < score.size:
+            out[i] = 0.0 if score[i] < 0.1 else 1.0 if score[i] > 0.9 else score[i]
+
+    score = cuda.as_cuda_array(calibrated)
+    out = cuda.device_array(score.size, np.float32)
+    pull[(score.size + 127) // 128, 128](score, out)
+    cuda.synchronize()
+    return out
+
+
+def post_process(marked: Any) -> np.ndarray:
+    """PyCUDA: a kernel of our own over Numba's array, read where it is."""
     import pycuda.gpuarray as gpuarray
     from pycuda.compiler import SourceModule
 
     smooth = SourceModule(KERNEL).get_function("smooth")
-    count = scores.numel()
+    count = marked.size
     out = gpuarray.zeros(count, np.float32)
-    smooth(np.intp(scores.data_ptr()), out, np.int32(count), block=(128, 1, 1), grid=((count + 127) // 128, 1))
+    smooth(
+        np.intp(marked.device_ctypes_pointer.value),
+        out,
+        np.int32(count),
+        block=(128, 1, 1),
+        grid=((count + 127) // 128, 1),
+    )
     history = gpuarray.zeros(64 << 20, np.float32)  # 256 MiB of results kept on the GPU
     history[:count] = out
     return out.get()
@@ -111,7 +168,7 @@ def job() -> dict[str, Any]:
     prepare(make_images(4, seed=0)[0])
     torch.cuda.init()
     losses, scores = train(BATCHES)
-    smoothed = post_process(scores)
+    smoothed = post_process(mark(calibrate(standardise(scores))))
     return {
         "first_loss": round(losses[0], 3),
         "last_loss": round(float(np.mean(losses[-5:])), 3),
@@ -130,6 +187,9 @@ def with_memguard(record: str | None) -> int:
     import torch
 
     torch.cuda.init()
+    import cupy  # noqa: F401
+    import jax  # noqa: F401
+    import numba.cuda  # noqa: F401
     import pycuda.autoinit  # noqa: F401
 
     recording = memguard.record_trace(record) if record else contextlib.nullcontext()

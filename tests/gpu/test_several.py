@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _gpus() -> list[str]:
@@ -117,3 +122,60 @@ result["limits"] = {part.device.uuid: part.limit for part in guard.plan.devices}
         env={"CUDA_VISIBLE_DEVICES": "1,0"},
     )
     assert found["limits"] == {GPUS[1]: 8 << 30, GPUS[0]: 20 << 30}
+
+
+@pytest.mark.parametrize("order", ["0,1", "1,0"])
+def test_cupy_jax_and_numba_stop_at_the_cap_of_the_gpu_they_are_on(run: Run, order: str) -> None:
+    found = run(
+        f"FIRST = {GPUS[0]!r}\n"
+        + """
+import sys
+sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
+guard = memguard.init({"version": 1, "device": {"limit": "20GiB"}, "devices": {FIRST: {"limit": "8GiB"}},
+                       "frameworks": {"cupy": {"share": "40%"}, "jax": {"share": "30%"}, "numba": {"share": "20%"}}})
+import cupy, jax, numpy as np
+from numba import cuda
+caps = {part.device.uuid: dict(part.caps) for part in guard.plan.devices}
+def fill(take, native):
+    live = []
+    try:
+        while True: live.append(take())
+    except native:
+        return live
+keep = []
+for part in guard.plan.devices:
+    i, uuid = part.device.ordinal, part.device.uuid
+    with cupy.cuda.Device(i):
+        keep.append(fill(lambda: cupy.empty(64 * MIB, cupy.uint8), cupy.cuda.memory.OutOfMemoryError))
+    with cuda.gpus[i]:
+        keep.append(fill(lambda: cuda.device_array(64 * MIB, np.uint8), guard.frameworks["numba"].oom_types()))
+    block = np.zeros(64 * MIB, np.uint8)
+    gpu = next(d for d in jax.local_devices() if d.local_hardware_id == i)
+    keep.append(fill(lambda: jax.device_put(block, gpu).block_until_ready(), jax.errors.JaxRuntimeError))
+for part in memguard.ledger().devices:
+    known = [row.bytes for row in part.rows if row.bytes is not None]
+    result[part.device.uuid] = {
+        "held": {name: part.row(name).bytes for name in ("cupy", "jax", "numba")},
+        "caps": caps[part.device.uuid], "sum": sum(known) - part.device.total,
+        "unaccounted": part.row("unaccounted").bytes, "process": part.process, "limit": part.limit,
+    }
+""",
+        env={"CUDA_VISIBLE_DEVICES": order},
+        timeout=240,
+    )
+    assert set(GPUS) <= set(found)
+    for uuid in GPUS:
+        one = found[uuid]
+        # JAX takes one fraction for all GPUs: that of its smallest cap.
+        least = min(found[other]["caps"]["jax"] for other in GPUS)
+        wanted = {"cupy": one["caps"]["cupy"], "numba": one["caps"]["numba"], "jax": least}
+        for name, cap in wanted.items():
+            assert cap - (128 << 20) <= one["held"][name] <= cap, (uuid, name, one)
+        assert one["sum"] == 0 and abs(one["unaccounted"]) <= 64 << 20 and one["process"] <= one["limit"]
+
+
+def test_data_parallel_training_under_a_budget() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "ddp.py")], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,0 +1,194 @@
+"""Data-parallel training on two GPUs of one host (NCCL) under a budget: caps, reserve and ledger on both ranks.
+
+python benchmarks/ddp.py -o benchmarks/results/h200-x2-ddp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _run import GIB, MIB, ROOT, emit, header
+
+WORLD = 2
+BUDGET = {
+    "version": 1,
+    "device": {"limit": "16GiB"},
+    "frameworks": {"torch": {"share": "100%", "nccl": 2}},
+}
+
+
+def reading(label: str, rank: int) -> dict[str, Any]:
+    """This rank's GPU as the ledger sees it; the sum is checked on every GPU."""
+    import memguard
+
+    parts = memguard.ledger().devices
+    mine = next(part for part in parts if part.device.ordinal == rank)
+    sums = [sum(row.bytes for row in p.rows if row.bytes is not None) - p.device.total for p in parts]
+    return {
+        "label": label,
+        "sums_minus_total": sums,
+        "process": mine.process,
+        "held": mine.row("torch").bytes,
+        "overhead": mine.row("overhead").bytes,
+        "unaccounted": mine.row("unaccounted").bytes,
+        "on_other_gpus": sum(part.process or 0 for part in parts if part is not mine),
+        "limit": mine.limit,
+    }
+
+
+def worker(rank: int) -> dict[str, Any]:
+    import memguard
+
+    guard = memguard.init(BUDGET)
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.cuda.set_device(rank)
+    readings = [reading("init", rank)]
+    torch.zeros(1, device="cuda")
+    readings.append(reading("first tensor", rank))
+    dist.init_process_group("nccl", rank=rank, world_size=WORLD)
+    readings.append(reading("init_process_group", rank))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1)).cuda()
+    ddp = DistributedDataParallel(net, device_ids=[rank])
+    torch.cuda.synchronize()
+    readings.append(reading("first collective", rank))
+    optimiser = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+    generator = torch.Generator(device="cuda").manual_seed(rank)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(256, 1024, device="cuda", generator=generator)
+        loss = ((ddp(x) - x[:, :1]) ** 2).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    readings.append(reading("trained", rank))
+    group = dist.new_group(list(range(WORLD)))
+    total = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(total, group=group)
+    torch.cuda.synchronize()
+    readings.append(reading("second communicator", rank))
+    device = next(p.device for p in guard.plan.devices if p.device.ordinal == rank)
+    cap = guard.plan.caps("torch")[device.uuid]
+    live: list[Any] = []
+    refused = None
+    try:
+        while len(live) < 10_000:
+            live.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError as error:
+        refused = type(error).__name__
+    readings.append(reading("full", rank))
+    dist.all_reduce(total)  # works on while torch is at its cap
+    torch.cuda.synchronize()
+    weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
+    same = [torch.empty_like(weights[:1000]) for _ in range(WORLD)]
+    dist.all_gather(same, weights[:1000].contiguous())
+    live.clear()
+    memguard.trim()
+    readings.append(reading("freed and trimmed", rank))
+    dist.destroy_process_group()
+    readings.append(reading("communicators destroyed", rank))
+    return {
+        "rank": rank,
+        "cap": cap,
+        "reserve": guard.plan.devices[0].reserve,
+        "readings": readings,
+        "losses": [losses[0], losses[-1]],
+        "weights_equal": bool(torch.equal(same[0], same[1])),
+        "refused": refused,
+        "notes": list(memguard.ledger().notes),
+    }
+
+
+def checks(ranks: list[dict[str, Any]]) -> dict[str, tuple[bool, str]]:
+    found: dict[str, tuple[bool, str]] = {}
+    for one in ranks:
+        rank = one.get("rank")
+        if "readings" not in one:
+            found[f"rank {rank}"] = (False, one.get("stderr", "")[-300:])
+            continue
+        readings = one["readings"]
+        at = {r["label"]: r for r in readings}
+        nccl = at["second communicator"]["overhead"] - at["first tensor"]["overhead"]
+        worst = max(readings, key=lambda r: abs(r["unaccounted"]))
+        over = max(r["overhead"] for r in readings)
+        most = max(r["process"] for r in readings)
+        wrong = [r["label"] for r in readings if any(r["sums_minus_total"])]
+        found[f"rank {rank}: ledger sums to NVML's total on both GPUs"] = (
+            not wrong,
+            f"{len(readings)} readings {wrong or ''}",
+        )
+        found[f"rank {rank}: |unaccounted| <= 64 MiB"] = (
+            abs(worst["unaccounted"]) <= 64 * MIB, f"{worst['unaccounted'] / MIB:.1f} MiB ({worst['label']})"
+        )  # fmt: skip
+        found[f"rank {rank}: NCCL's memory is in the reserve"] = (
+            nccl > 0 and over <= one["reserve"],
+            f"overhead {over / MIB:.0f} of {one['reserve'] / MIB:.0f} MiB, {nccl / MIB:.0f} of it since NCCL",
+        )
+        found[f"rank {rank}: process <= limit"] = (most <= 16 * GIB, f"{most / MIB:,.0f} of {16 * GIB / MIB:,.0f} MiB")
+        held = max(r["held"] for r in readings)
+        found[f"rank {rank}: held <= cap, own error"] = (
+            held <= one["cap"] and one["refused"] == "OutOfMemoryError",
+            f"{held / MIB:,.0f} of {one['cap'] / MIB:,.0f} MiB, {one['refused']}",
+        )
+        learned = one["losses"][1] < one["losses"][0] and one["weights_equal"]
+        found[f"rank {rank}: trains, weights equal on both"] = (
+            learned,
+            f"loss {one['losses'][0]:.3f} to {one['losses'][1]:.3f}",
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        emit(worker(arguments.rank))
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    children = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank", str(rank)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)},
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    ranks = []
+    for rank, child in enumerate(children):
+        try:
+            out, err = child.communicate(timeout=180)
+        except subprocess.TimeoutExpired:
+            for other in children:
+                other.kill()
+            out, err = child.communicate()
+        lines = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
+        ranks.append(json.loads(lines[-1]) if lines else {"rank": rank, "stderr": err[-3000:]})
+    result = {"about": header("python benchmarks/ddp.py"), "ranks": ranks, "checks": checks(ranks)}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    for name, (passed, what) in result["checks"].items():
+        print(f"{'pass' if passed else 'FAIL'}  {name}: {what}")
+    if not all(passed for passed, _ in result["checks"].values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
