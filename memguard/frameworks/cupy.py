@@ -74,19 +74,20 @@ class CuPy(Framework):
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
         residual: dict[str, int] = {}
-        if contexts.initialised():
-            try:
+        capped = self._capped(cupy, pool.malloc)
+        try:
+            if contexts.initialised():
                 residual = self._limit_live(cupy)
-            except BaseException:
-                self._restore(cupy, allocator)
-                raise
-        self._allocate = self._capped(cupy, pool.malloc)
-        cupy.cuda.set_allocator(self._allocate)
+            self._set_allocator(cupy, capped)
+        except BaseException:
+            self._restore(cupy, allocator)
+            raise
+        self._allocate = capped
         return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator), residual=residual)
 
     def usage(self, device: Device) -> Usage | None:
         """`total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
-        cupy: Any = sys.modules.get("cupy")
+        cupy = _imported()
         if cupy is None or not contexts.initialised():
             return None
         ordinal = self._by_uuid(cupy).get(device.uuid)
@@ -102,7 +103,7 @@ class CuPy(Framework):
 
     def trim(self, device: Device) -> None:
         """`free_all_blocks()`: every block that is not split, of this device."""
-        cupy: Any = sys.modules.get("cupy")
+        cupy = _imported()
         if cupy is None or not contexts.initialised():
             return
         ordinal = self._by_uuid(cupy).get(device.uuid)
@@ -117,19 +118,24 @@ class CuPy(Framework):
             self._caps = dict(caps)
             for uuid, ordinal in self._by_uuid(cupy).items() if contexts.initialised() else ():
                 if ordinal in self._limited and uuid in caps:
-                    self._on(ordinal, functools.partial(_set_limit, caps[uuid]))
-                    self._limited[ordinal] = (self._limited[ordinal][0], caps[uuid])
+                    before, _ = self._limited[ordinal]
+                    cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of its own stays
+                    self._on(ordinal, functools.partial(_set_limit, cap))
+                    self._limited[ordinal] = (before, cap)
         return None
 
     def footprint(self, size: int) -> int:
         return whole_share(size)
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
-        cupy: Any = sys.modules.get("cupy")
-        return () if cupy is None else (cupy.cuda.memory.OutOfMemoryError,)
+        cupy = _imported()
+        if cupy is None:
+            return ()
+        own = cupy.cuda.memory.OutOfMemoryError
+        return (own,) if self._rmm is None else (own, MemoryError)  # which is what RMM raises (measured)
 
     def drift(self) -> list[str]:
-        cupy: Any = sys.modules.get("cupy")
+        cupy = _imported()
         if cupy is None or self._allocate is None:
             return []
         now = cupy.cuda.get_allocator()
@@ -143,7 +149,7 @@ class CuPy(Framework):
         ]
 
     def capturing(self) -> bool:
-        cupy: Any = sys.modules.get("cupy")
+        cupy = _imported()
         if cupy is None or contexts.current() is None:
             return False
         try:
@@ -152,11 +158,10 @@ class CuPy(Framework):
             return True
 
     def about(self) -> dict[str, str]:
-        cupy: Any = sys.modules.get("cupy")
+        cupy = _imported()
         if cupy is None or not self._live(cupy):
             return {}
-        pool = getattr(cupy.cuda.get_allocator(), "__self__", self._pool)
-        return {"allocator": "rmm" if self._rmm is not None else type(pool).__name__}
+        return {"allocator": "rmm" if self._rmm is not None else type(self._asked(cupy)).__name__}
 
     def forked(self) -> None:
         self._lock, self._caps, self._limited = threading.RLock(), {}, {}
@@ -204,7 +209,7 @@ class CuPy(Framework):
                 if not there:
                     continue
                 before = self._pool.get_limit()
-                if before > self._caps[uuid] and not os.environ.get(_LIMIT):
+                if before > self._caps[uuid]:
                     raise self._looser(f"cupy's MemoryPool.set_limit ({format_size(before)})", self._caps[uuid])
                 self._limit_here(cupy, ordinal)
                 held = self._pool.total_bytes()
@@ -220,10 +225,12 @@ class CuPy(Framework):
             cap = caps.get(device.uuid)
             try:
                 limit = int(float(text[:-1]) / 100 * device.usable) if text.endswith("%") else int(text)
-            except ValueError:
+            except (ValueError, OverflowError):
+                limit = -1
+            if limit < 0:
                 raise ConflictingSetting(
                     self.name, f"{_LIMIT}={text}", "cannot be read", "unset it, or write bytes or a percentage"
-                ) from None
+                )
             if cap is not None and limit > cap:
                 raise self._looser(f"{_LIMIT}={text} ({format_size(limit)})", cap)
 
@@ -237,12 +244,21 @@ class CuPy(Framework):
 
     def _restore(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
         with self._lock:
-            if self._allocate is not None and cupy.cuda.get_allocator() is self._allocate:
-                cupy.cuda.set_allocator(allocator)
-            for ordinal, (before, _) in self._limited.items():
-                self._on(ordinal, functools.partial(_set_limit, before))
+            for ordinal, (before, cap) in self._limited.items():
+                if self._on(ordinal, _get_limit) == cap:
+                    self._on(ordinal, functools.partial(_set_limit, before))
             self._limited.clear()
-            self._caps, self._allocate = {}, None
+            ours, self._caps, self._allocate, self._pool = self._allocate, {}, None, None
+        if ours is not None and cupy.cuda.get_allocator() is ours:
+            self._set_allocator(cupy, allocator)
+
+    def _set_allocator(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
+        try:
+            cupy.cuda.set_allocator(allocator)
+        except ValueError as error:
+            raise CapNotApplied(
+                self.name, f"its allocator cannot be set: {error}", "leave cupy.cuda.using_allocator first"
+            ) from error
 
     def _totals(self, ordinal: int) -> tuple[int, int] | None:
         found: tuple[int, int] | None = self._on(ordinal, lambda pool: (pool.total_bytes(), pool.used_bytes()))
@@ -250,10 +266,14 @@ class CuPy(Framework):
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:
         """Ask the pool about a device that has a context; None where it has none."""
-        cupy: Any = sys.modules["cupy"]
-        pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None) or cupy.get_default_memory_pool()
         with contexts.pushed(ordinal) as there:
-            return ask(pool) if there else None
+            return ask(self._asked(sys.modules["cupy"])) if there else None
+
+    def _asked(self, cupy: Any) -> Any:
+        """The pool that is capped, else CuPy's allocator where that is a pool, else the default one."""
+        pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
+        known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
+        return pool if known else cupy.get_default_memory_pool()
 
     def _by_uuid(self, cupy: Any) -> dict[str, int]:
         """CUDA ordinal by UUID, from CuPy itself (`cudaGetDeviceProperties`). Initialises CUDA: ask when it is."""
@@ -280,8 +300,13 @@ def _device_count(cupy: Any) -> int:
     return int(cupy.cuda.runtime.getDeviceCount())
 
 
+def _imported() -> Any:
+    """CuPy where its import is complete, else None."""
+    cupy = sys.modules.get("cupy")
+    return None if getattr(getattr(cupy, "__spec__", None), "_initializing", False) else cupy
+
+
 def _named(allocator: Any) -> str:
     owner = getattr(allocator, "__self__", None)
-    return (
-        type(owner).__name__ + ".malloc" if owner is not None else getattr(allocator, "__qualname__", repr(allocator))
-    )
+    name = getattr(allocator, "__name__", repr(allocator))
+    return name if owner is None or isinstance(owner, ModuleType) else f"{type(owner).__name__}.{name}"

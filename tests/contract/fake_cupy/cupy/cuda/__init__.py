@@ -1,0 +1,62 @@
+"""`cupy.cuda`: what of it memguard and the tests use."""
+
+import fake_card
+
+from cupy.cuda import memory, runtime
+from cupy.cuda.memory import (
+    MemoryAsyncPool,
+    MemoryPointer,
+    MemoryPool,
+    PythonFunctionAllocator,
+    UnownedMemory,
+    alloc,
+    get_allocator,
+    malloc_managed,
+    set_allocator,
+    using_allocator,
+)
+
+__all__ = [
+    "Device",
+    "MemoryAsyncPool",
+    "MemoryPointer",
+    "MemoryPool",
+    "PythonFunctionAllocator",
+    "UnownedMemory",
+    "alloc",
+    "get_allocator",
+    "get_current_stream",
+    "malloc_managed",
+    "memory",
+    "runtime",
+    "set_allocator",
+    "using_allocator",
+]
+
+
+class Device:
+    """As a context manager: since CUDA 12 it makes a context on the device it names, and on the former one."""
+
+    def __init__(self, ordinal):
+        self.id = ordinal
+
+    def use(self):
+        fake_card.use(self.id)
+
+    def __enter__(self):
+        self._before = fake_card.here()
+        self.use()
+
+    def __exit__(self, *_):
+        fake_card.use(self._before)
+
+
+class _Stream:
+    def is_capturing(self):
+        if fake_card.capturing == "elsewhere":  # the null stream beside a capture
+            raise runtime.CUDARuntimeError(runtime.errorStreamCaptureUnsupported)
+        return bool(fake_card.capturing)
+
+
+def get_current_stream():
+    return _Stream()

@@ -1,0 +1,283 @@
+"""`cupy.cuda.memory`: one pool per device, which caches, splits and merges, and looks once more at its limit."""
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import types
+import weakref
+
+import fake_card
+
+from cupy.cuda import runtime
+
+UNIT = 512
+_thread = threading.local()
+
+
+class OutOfMemoryError(MemoryError):
+    def __init__(self, size, total, limit=0):
+        limited = f", limit set to: {limit:,} bytes" if limit else ""
+        super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes{limited}).")
+
+
+class Memory:
+    """Straight from the driver."""
+
+    def __init__(self, size):
+        self.size, self.device_id = size, fake_card.here()
+        self.ptr = runtime.malloc(size) if size else 0
+
+    def __del__(self):
+        if getattr(self, "ptr", 0):
+            fake_card.gpus[self.device_id].free(self.ptr)
+
+
+class MemoryAsync:
+    """From the driver's own pool of the device, which everybody shares."""
+
+    def __init__(self, size):
+        self._gpu = fake_card.gpu_here()
+        try:
+            self._gpu.malloc_async(size)
+        except fake_card.OutOfMemory:
+            raise runtime.CUDARuntimeError(runtime.errorMemoryAllocation) from None
+        self.size = size
+
+    def __del__(self):
+        if hasattr(self, "size"):
+            self._gpu.free_async(self.size)
+
+
+class UnownedMemory:
+    """Somebody else's memory, kept alive by its owner."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.mem, self.offset = mem, offset
+
+
+def _malloc(module, size):
+    return MemoryPointer(Memory(size), 0)
+
+
+def malloc_managed(module, size):
+    return MemoryPointer(Memory(size), 0)
+
+
+# Built-in functions, as CuPy's are, have their module as `__self__`.
+_malloc = _allocator = types.MethodType(_malloc, sys.modules[__name__])
+malloc_managed = types.MethodType(malloc_managed, sys.modules[__name__])
+
+
+def set_allocator(allocator=None):
+    global _allocator
+    if getattr(_thread, "allocator", None) is not None:
+        raise ValueError("Can't change the global allocator inside `using_allocator` context manager")
+    _allocator = _malloc if allocator is None else allocator
+
+
+def get_allocator():
+    return getattr(_thread, "allocator", None) or _allocator
+
+
+@contextlib.contextmanager
+def using_allocator(allocator=None):
+    before, _thread.allocator = getattr(_thread, "allocator", None), allocator or _malloc
+    try:
+        yield
+    finally:
+        _thread.allocator = before
+
+
+def alloc(size):
+    return get_allocator()(size)
+
+
+class _Chunk:
+    """A part of a block from the driver, between its neighbours."""
+
+    def __init__(self, block, size):
+        self.block, self.size, self.before, self.behind, self.idle = block, size, None, None, False
+
+    def split(self, size):
+        rest = _Chunk(self.block, self.size - size)
+        rest.before, rest.behind, self.behind, self.size = self, self.behind, rest, size
+        if rest.behind is not None:
+            rest.behind.before = rest
+        return rest
+
+    def swallow(self):
+        behind = self.behind
+        self.size, self.behind = self.size + behind.size, behind.behind
+        if self.behind is not None:
+            self.behind.before = self
+
+
+class PooledMemory:
+    def __init__(self, pool, chunk):
+        self._pool, self._chunk, self.size = weakref.ref(pool), chunk, chunk.size
+        self.device_id = chunk.block.mem.device_id
+
+    def __del__(self):
+        pool = self._pool()
+        if pool is not None:
+            pool.free(self._chunk)
+
+
+class _OfOneDevice:
+    def __init__(self, allocator):
+        self._allocate, self._idle, self._used, self._total = allocator, [], 0, 0
+        text = os.environ.get("CUPY_GPU_MEMORY_LIMIT")
+        if text is None:
+            self.set_limit()
+        elif text.endswith("%"):
+            self.set_limit(fraction=float(text[:-1]) / 100)
+        else:
+            self.set_limit(size=int(text))
+
+    def malloc(self, size):
+        size = -(-size // UNIT) * UNIT
+        if not size:
+            return MemoryPointer(Memory(0), 0)
+        fitting = [chunk for chunk in self._idle if chunk.size >= size]
+        if fitting:
+            chunk = min(fitting, key=lambda found: found.size)
+            self._idle.remove(chunk)
+            chunk.idle = False
+            if chunk.size > size:
+                self._keep(chunk.split(size))
+        else:
+            chunk = _Chunk(self._from_driver(size), size)
+        self._used += chunk.size
+        return MemoryPointer(PooledMemory(self, chunk), 0)
+
+    def _from_driver(self, size):
+        for attempt in range(3):
+            if attempt == 2:
+                gc.collect()
+            if attempt:
+                self.free_all_blocks()
+            if self._limit and self._total + size > self._limit:
+                continue
+            try:
+                block = self._allocate(size)
+            except runtime.CUDARuntimeError as error:
+                if error.status != runtime.errorMemoryAllocation:
+                    raise
+                continue
+            self._total += size
+            return block
+        raise OutOfMemoryError(size, self._total, self._limit)
+
+    def free(self, chunk):
+        self._used -= chunk.size
+        if chunk.behind is not None and chunk.behind.idle:
+            self._idle.remove(chunk.behind)
+            chunk.swallow()
+        if chunk.before is not None and chunk.before.idle:
+            chunk = chunk.before
+            self._idle.remove(chunk)
+            chunk.swallow()
+        self._keep(chunk)
+
+    def _keep(self, chunk):
+        chunk.idle = True
+        self._idle.append(chunk)
+
+    def free_all_blocks(self):
+        self._idle, whole = (
+            [chunk for chunk in self._idle if chunk.before or chunk.behind],
+            [chunk for chunk in self._idle if not (chunk.before or chunk.behind)],
+        )
+        self._total -= sum(chunk.size for chunk in whole)
+
+    def used_bytes(self):
+        return self._used
+
+    def free_bytes(self):
+        return sum(chunk.size for chunk in self._idle)
+
+    def total_bytes(self):
+        return self._total
+
+    def get_limit(self):
+        return self._limit
+
+    def set_limit(self, size=None, fraction=None):
+        if size is None:
+            if fraction is not None and not 0 <= fraction <= 1:
+                raise ValueError(f"memory limit fraction out of range: {fraction}")
+            size = 0 if fraction is None else int(fraction * runtime.memGetInfo()[1])
+        if size < 0:
+            raise ValueError(f"memory limit size out of range: {size}")
+        self._limit = size
+
+
+class MemoryPool:
+    def __init__(self, allocator=None):
+        self._allocator, self._pools, self._lock = allocator or _malloc, {}, threading.Lock()
+
+    def _here(self):
+        ordinal = runtime.getDevice()
+        with self._lock:
+            if ordinal not in self._pools:
+                self._pools[ordinal] = _OfOneDevice(self._allocator)
+            return self._pools[ordinal]
+
+    def malloc(self, size):
+        return self._here().malloc(size)
+
+    def free_all_blocks(self, stream=None):
+        self._here().free_all_blocks()
+
+    def used_bytes(self):
+        return self._here().used_bytes()
+
+    def free_bytes(self):
+        return self._here().free_bytes()
+
+    def total_bytes(self):
+        return self._here().total_bytes()
+
+    def get_limit(self):
+        return self._here().get_limit()
+
+    def set_limit(self, size=None, fraction=None):
+        self._here().set_limit(size, fraction)
+
+
+class MemoryAsyncPool:
+    """The limit of this one is the release threshold of the driver's pool."""
+
+    def malloc(self, size):
+        return MemoryPointer(MemoryAsync(-(-size // UNIT) * UNIT), 0)
+
+    def free_all_blocks(self, stream=None):
+        fake_card.gpu_here().trim_pool()
+
+    def used_bytes(self):
+        return fake_card.gpu_here().pool_used
+
+    def total_bytes(self):
+        return fake_card.gpu_here().pool_held
+
+    def get_limit(self):
+        return fake_card.gpu_here().threshold
+
+    def set_limit(self, size=None, fraction=None):
+        fake_card.gpu_here().threshold = size or 0
+
+
+class PythonFunctionAllocator:
+    def __init__(self, malloc_func, free_func):
+        self._malloc, self._free = malloc_func, free_func
+
+    def malloc(self, size):
+        ordinal = runtime.getDevice()
+        return MemoryPointer(UnownedMemory(self._malloc(size, ordinal), size, self, ordinal), 0)

@@ -1,0 +1,38 @@
+"""`cupy.cuda.runtime`."""
+
+import fake_card
+
+errorMemoryAllocation = 2  # noqa: N816 (CuPy's names)
+errorStreamCaptureUnsupported = 900  # noqa: N816
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status):
+        self.status = status
+        super().__init__(f"CUDA error {status}")
+
+
+def getDevice():  # noqa: N802
+    return fake_card.here()
+
+
+def getDeviceCount():  # noqa: N802
+    fake_card.runtime()
+    return len(fake_card.gpus)
+
+
+def getDeviceProperties(ordinal):  # noqa: N802
+    fake_card.runtime()
+    return {"uuid": fake_card.gpus[ordinal].uuid}
+
+
+def memGetInfo():  # noqa: N802
+    gpu = fake_card.gpu_here()
+    return gpu.total - gpu.taken, gpu.total
+
+
+def malloc(size):
+    try:
+        return fake_card.gpu_here().malloc(size)
+    except fake_card.OutOfMemory:
+        raise CUDARuntimeError(errorMemoryAllocation) from None

@@ -1,0 +1,761 @@
+"""CuPy under a cap, on a model of CuPy in plain Python (`fake_cupy`) over a driver that hands out pages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memguard import config
+from memguard.conductor import Guard
+from memguard.devices.simulated import SimulatedHost
+from memguard.errors import CapNotApplied, ConflictingSetting
+from memguard.frameworks import _rmm
+from memguard.frameworks._driver_bytes import TINY
+from memguard.frameworks.cupy import CuPy
+from memguard.frameworks.late import ImportHook
+from memguard.model import Applied, Device, Enforcement, State, Usage
+from memguard.units import GIB, MIB
+
+HERE = Path(__file__).parent
+LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+
+
+class NotSimulated(SimulatedHost):
+    """For the real class; the cards behind it are the model's."""
+
+    simulated = False
+
+
+class Setting:
+    """A framework over the model, which is not imported yet, and the model's cards."""
+
+    def __init__(self, *gpus: str) -> None:
+        self.host = NotSimulated(gpus or ("h200", "h200"))
+        self.framework = CuPy(self.host)
+        self.first, self.second = (self.host.devices() * 2)[:2]
+
+    @property
+    def cp(self) -> Any:
+        return importlib.import_module("cupy")
+
+    @property
+    def card(self) -> Any:
+        return importlib.import_module("fake_card")
+
+    @property
+    def pool(self) -> Any:
+        return self.cp.get_default_memory_pool()
+
+    @property
+    def oom(self) -> type[BaseException]:
+        error: type[BaseException] = self.cp.cuda.memory.OutOfMemoryError
+        return error
+
+    def apply(self, first: int = 64 * MIB, second: int | None = None) -> Applied:
+        importlib.import_module("cupy")
+        caps = {self.first.uuid: first, self.second.uuid: second or first}
+        return self.framework.apply(caps, {})
+
+    def alloc(self, size: int, ordinal: int = 0) -> Any:
+        if ordinal == self.card.here():
+            return self.cp.cuda.alloc(size)
+        with self.cp.cuda.Device(ordinal):
+            return self.cp.cuda.alloc(size)
+
+    def fill(self, size: int = 8 * MIB, ordinal: int = 0) -> list[Any]:
+        """Allocate until CuPy's own error."""
+        live = []
+        with pytest.raises(self.oom):
+            for _ in range(10_000):
+                live.append(self.alloc(size, ordinal))
+        return live
+
+    def limit(self, ordinal: int = 0) -> int:
+        with self.cp.cuda.Device(ordinal):
+            return int(self.pool.get_limit())
+
+    def taken(self, ordinal: int = 0) -> int:
+        """What the driver has really handed out."""
+        return int(self.card.gpus[ordinal].taken)
+
+    def usage(self, gpu: Device | None = None) -> Usage:
+        found = self.framework.usage(gpu or self.first)
+        assert found is not None
+        return found
+
+
+Model = Callable[..., Setting]
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "rmm", "fake_card")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    """Make a setting. The model is imported anew for every test and gone afterwards."""
+    forget()
+    monkeypatch.syspath_prepend(HERE / "fake_cupy")
+    monkeypatch.delenv(LIMIT, raising=False)
+    monkeypatch.setattr(_rmm, "_limits", {})
+    importlib.import_module("fake_card").stand_in(monkeypatch)
+    yield Setting
+    forget()
+
+
+def conflict(call: Callable[[], object]) -> ConflictingSetting:
+    with pytest.raises(ConflictingSetting) as caught:
+        call()
+    assert caught.value.framework == "cupy" and caught.value.setting and caught.value.remedy
+    return caught.value
+
+
+# before anything is allocated
+
+
+def test_looking_asks_nothing_of_cuda(model: Model) -> None:
+    setting = model()
+    framework = setting.framework
+    assert framework.state() is State.IMPORTABLE and framework.oom_types() == ()
+    assert "cupy" not in sys.modules
+    importlib.import_module("cupy")
+    assert framework.state() is State.IMPORTED and framework.oom_types() == (setting.oom,)
+    assert framework.usage(setting.first) is None and framework.about() == {} and not framework.capturing()
+    framework.trim(setting.first)
+    assert setting.card.asked == 0 and not setting.card.initialised
+
+
+def test_capping_asks_nothing_of_cuda(model: Model) -> None:
+    setting = model()
+    applied = setting.apply()
+    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
+    assert applied.notes == () and applied.residual == {}
+    assert setting.framework.drift() == [] and setting.framework.usage(setting.first) is None
+    assert setting.framework.state() is State.IMPORTED
+    assert setting.card.asked == 0 and not any(gpu.context for gpu in setting.card.gpus)
+
+
+def test_live_through_somebody_elses_cuda_it_holds_nothing(model: Model) -> None:
+    """A sibling has initialised CUDA: CuPy can be asked, and has nothing."""
+    setting = model()
+    setting.card.use(0)
+    importlib.import_module("cupy")
+    assert setting.framework.state() is State.IMPORTED and setting.framework.usage(setting.first) is None
+    assert not setting.card.gpus[1].context, "asking made no context"
+
+
+def test_half_imported_it_says_nothing(model: Model) -> None:
+    """Another thread is importing it, and CUDA is initialised: it lacks its attributes."""
+    setting = model()
+    cupy = importlib.import_module("cupy")
+    setting.card.use(0)
+    cupy.__spec__._initializing = True  # type: ignore[union-attr]
+    del cupy.cuda
+    assert setting.framework.usage(setting.first) is None and setting.framework.oom_types() == ()
+    assert setting.framework.capturing() is False and setting.framework.drift() == []
+    setting.framework.trim(setting.first)
+
+
+def test_capped_by_the_import_hook(model: Model) -> None:
+    setting, hook = model(), ImportHook()
+    caps = {setting.first.uuid: 64 * MIB, setting.second.uuid: 64 * MIB}
+    hook.watch(setting.framework.hook, lambda: setting.framework.apply(caps, {}) and None)
+    assert importlib.import_module("cupy").cuda.get_allocator() is setting.framework._allocate
+    assert hook not in sys.meta_path
+    setting.fill()
+    assert setting.taken() == 64 * MIB
+
+
+# the cap
+
+
+def test_each_gpu_has_its_own_cap_to_the_byte(model: Model) -> None:
+    setting = model()
+    setting.apply(64 * MIB, 24 * MIB)
+    live = setting.fill(2 * MIB) + setting.fill(2 * MIB, 1)
+    assert (setting.taken(0), setting.taken(1)) == (64 * MIB, 24 * MIB)
+    assert (setting.limit(0), setting.limit(1)) == (64 * MIB, 24 * MIB)
+    assert setting.usage() == Usage(64 * MIB, 64 * MIB)
+    assert setting.usage(setting.second) == Usage(24 * MIB, 24 * MIB)
+    del live
+
+
+def test_the_gpu_is_known_by_its_uuid_and_not_by_its_number(model: Model) -> None:
+    """CUDA_VISIBLE_DEVICES=1,0."""
+    setting = model()
+    setting.card.gpus.reverse()
+    setting.apply(64 * MIB, 24 * MIB)
+    live = setting.fill(2 * MIB)
+    assert setting.limit(0) == 24 * MIB and setting.usage(setting.second).held == 24 * MIB
+    assert setting.framework.usage(setting.first) is None
+    del live
+
+
+def test_a_gpu_that_is_not_in_the_budget_is_left_alone(model: Model) -> None:
+    setting = model("h200")
+    setting.apply()
+    array = setting.alloc(100 * MIB, 1)
+    assert setting.limit(1) == 0 and setting.taken(1) == 100 * MIB
+    setting.fill()
+    del array
+
+
+def test_a_limit_is_set_at_the_first_allocation_on_its_gpu(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    array = setting.alloc(MIB)
+    assert setting.limit(0) == 64 * MIB
+    assert not setting.card.gpus[1].context and setting.framework.usage(setting.second) is None
+    assert setting.framework.state() is State.LIVE
+    other = setting.alloc(MIB, 1)
+    assert setting.usage(setting.second).held == MIB
+    del array, other
+
+
+def test_first_allocations_of_many_threads(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = model()
+    applied = setting.apply()
+    one = setting.cp.cuda.memory._OfOneDevice
+    get_limit = one.get_limit
+    monkeypatch.setattr(one, "get_limit", lambda pool: (get_limit(pool), time.sleep(0.01))[0])
+    live: list[Any] = []
+    barrier = threading.Barrier(8)
+
+    def work(ordinal: int) -> None:
+        barrier.wait()
+        live.append(setting.alloc(2 * MIB, ordinal))
+
+    threads = [threading.Thread(target=work, args=(number % 2,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(live) == 8 and (setting.limit(0), setting.limit(1)) == (64 * MIB, 64 * MIB)
+    assert applied.undo is not None
+    applied.undo()
+    assert (setting.limit(0), setting.limit(1)) == (0, 0), "none took another's cap for a limit of the pool's own"
+
+
+@pytest.mark.parametrize(
+    "size", [131_073, 200_000, 300_000, 400_000, 600_000, 700_000, MIB, MIB + 1, 3 * MIB, 5 * MIB + 17, 60 * MIB]
+)
+def test_rounding_keeps_the_pages_of_the_driver_within_the_cap(model: Model, size: int) -> None:
+    """Measured without it: 220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB."""
+    setting = model()
+    setting.apply()
+    live = setting.fill(size)
+    usage = setting.usage()
+    assert usage.held is not None and usage.held <= setting.taken() <= 64 * MIB
+    assert len(live) * size > 30 * MIB, "much less would be a waste"
+    assert setting.framework.footprint(size) >= size
+
+
+@pytest.mark.parametrize("size", [512, 5000, 60_000, 100_000, TINY - 512, TINY])
+def test_tiny_arrays_pass_the_cap_by_the_ends_of_the_slabs_only(model: Model, size: int) -> None:
+    setting = model()
+    cap = 4 * MIB if size < 10_000 else 64 * MIB
+    setting.apply(cap)
+    live = setting.fill(size)
+    assert setting.taken() <= cap * 1.06 + 2 * MIB
+    assert setting.usage().in_use == len(live) * -(-size // 512) * 512, "not rounded any further"
+
+
+def test_what_was_cached_serves_a_request_of_another_size(model: Model) -> None:
+    """Measured: at its limit CuPy gives its cache back before it refuses."""
+    setting = model()
+    setting.apply()
+    live = setting.fill(int(1.1 * MIB))
+    assert len(live) == 32
+    live.clear()
+    assert setting.taken() == 64 * MIB and setting.usage() == Usage(64 * MIB, 0)
+    array = setting.alloc(60 * MIB)
+    assert setting.taken() == 60 * MIB
+    del array
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_allocated_and_freed_the_caps_hold(model: Model, seed: int) -> None:
+    rng, setting = random.Random(seed), model()
+    caps = [rng.choice([4, 20, 64]) * MIB, rng.choice([6, 32, 100]) * MIB]
+    setting.apply(*caps)
+    live: list[Any] = []
+    served = 0
+    for _ in range(300):
+        if live and rng.random() < 0.4:
+            live.pop(rng.randrange(len(live)))
+            continue
+        ordinal = rng.randrange(2)
+        try:
+            live.append(setting.alloc(int(2 ** rng.uniform(20, 25)), ordinal))
+            served += 1
+        except setting.oom:
+            pass
+        if rng.random() < 0.02:
+            setting.framework.trim(rng.choice([setting.first, setting.second]))
+        for number, gpu in enumerate((setting.first, setting.second)):
+            usage = setting.framework.usage(gpu)
+            if usage is not None:
+                assert usage.held is not None and usage.in_use is not None
+                assert usage.in_use <= usage.held == setting.taken(number) <= caps[number]
+    assert served > 50
+    live.clear()
+    for number, gpu in enumerate((setting.first, setting.second)):
+        setting.framework.trim(gpu)
+        assert setting.taken(number) == 0 and setting.usage(gpu) == Usage(0, 0)
+
+
+def test_live_before_it_is_capped_at_once_and_says_what_is_above(model: Model) -> None:
+    setting = model()
+    live = [setting.alloc(8 * MIB) for _ in range(12)]
+    assert setting.framework.state() is State.LIVE
+    applied = setting.apply(64 * MIB)
+    assert applied.residual == {setting.first.uuid: 32 * MIB} and setting.limit() == 64 * MIB
+    assert setting.limit(1) == 0, "no context there: its limit waits for its first allocation"
+    with pytest.raises(setting.oom):
+        setting.alloc(8 * MIB)
+    del live[:5]
+    array = setting.alloc(8 * MIB)
+    assert setting.usage() == Usage(96 * MIB, 64 * MIB), "the cache serves"
+    other = setting.alloc(MIB, 1)
+    assert setting.limit(1) == 64 * MIB
+    del array, other
+
+
+# settings of the user's own
+
+
+@pytest.mark.parametrize("text", ["33554432", "0.0224%"])
+def test_a_stricter_limit_in_the_environment_stays(model: Model, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(LIMIT, text)
+    setting = model()
+    setting.card.gpus[0].total = setting.card.gpus[1].total = setting.first.usable
+    setting.apply(64 * MIB)
+    assert setting.card.asked == 0
+    setting.fill(2 * MIB)
+    assert 30 * MIB <= setting.taken() <= 32 * MIB + 2 * MIB and setting.limit() < 33 * MIB
+    (note,) = setting.framework.notes
+    assert "its own limit of 32." in note and "stricter than the cap and stays" in note
+    assert setting.framework.drift() == []
+
+
+@pytest.mark.parametrize("text", ["134217728", "1%", "100%", "250%"])
+def test_a_looser_limit_in_the_environment_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(LIMIT, text)
+    setting = model()
+    before = setting.cp.cuda.get_allocator()
+    error = conflict(setting.apply)
+    assert error.setting.startswith(f"{LIMIT}={text} (") and "looser than the cap of 64.0 MiB" in str(error)
+    assert setting.cp.cuda.get_allocator() is before and setting.card.asked == 0
+
+
+@pytest.mark.parametrize("text", ["1GiB", "half", "%", "nan%", "inf%", "-1", "-5%", "1e9"])
+def test_a_limit_in_the_environment_that_cannot_be_read_is_refused(
+    model: Model, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(LIMIT, text)
+    setting = model()
+    before = setting.cp.cuda.get_allocator()
+    error = conflict(setting.apply)
+    assert error.setting == f"{LIMIT}={text}" and "cannot be read" in str(error)
+    assert setting.cp.cuda.get_allocator() is before
+
+
+def test_no_limit_in_the_environment_is_the_cap(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT, "0")
+    setting = model()
+    setting.apply()
+    setting.fill()
+    assert setting.taken() == 64 * MIB and setting.framework.notes == []
+
+
+def test_the_environment_counts_for_the_gpu_with_the_smallest_cap(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT, str(32 * MIB))
+    setting = model()
+    assert "looser than the cap of 24.0 MiB" in str(conflict(lambda: setting.apply(64 * MIB, 24 * MIB)))
+    setting.apply(64 * MIB, 32 * MIB)
+    setting.fill(2 * MIB)
+    setting.fill(2 * MIB, 1)
+    assert (setting.taken(0), setting.taken(1)) == (32 * MIB, 32 * MIB)
+
+
+def test_a_stricter_set_limit_stays(model: Model) -> None:
+    setting = model()
+    setting.card.use(0)
+    setting.pool.set_limit(size=30 * MIB)
+    applied = setting.apply(64 * MIB)
+    assert "its own limit of 30.0 MiB is stricter" in setting.framework.notes[0]
+    setting.fill(2 * MIB)
+    assert setting.taken() == 30 * MIB and setting.framework.drift() == []
+    assert applied.undo is not None
+    applied.undo()
+    assert setting.limit() == 30 * MIB
+
+
+def test_a_stricter_set_limit_stays_through_a_resize(model: Model) -> None:
+    setting = model()
+    setting.card.use(0)
+    setting.pool.set_limit(size=30 * MIB)
+    setting.apply(64 * MIB)
+    for cap, limit in ((100, 30), (20, 20), (64, 30)):
+        setting.framework.resize({setting.first.uuid: cap * MIB, setting.second.uuid: cap * MIB})
+        assert setting.limit() == limit * MIB and setting.framework.drift() == []
+
+
+@pytest.mark.parametrize("text", [None, str(32 * MIB)])
+def test_a_looser_set_limit_is_refused_and_nothing_stays(
+    model: Model, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    """Whatever the environment says: `set_limit` came after it."""
+    if text is not None:
+        monkeypatch.setenv(LIMIT, text)
+    setting = model()
+    before = setting.cp.cuda.get_allocator()
+    for ordinal, size in ((0, 30 * MIB), (1, GIB)):
+        with setting.cp.cuda.Device(ordinal):
+            setting.pool.set_limit(size=size)
+    error = conflict(setting.apply)
+    assert error.setting == "cupy's MemoryPool.set_limit (1.00 GiB)" and "64.0 MiB" in str(error)
+    assert setting.cp.cuda.get_allocator() is before
+    assert (setting.limit(0), setting.limit(1)) == (30 * MIB, GIB), "the first was limited already"
+    assert setting.framework.drift() == []
+    array = setting.alloc(200 * MIB, 1)
+    del array
+
+
+def test_a_pool_of_the_users_own_is_capped_where_it_is_the_allocator(model: Model) -> None:
+    setting = model()
+    own = setting.cp.cuda.MemoryPool()
+    setting.cp.cuda.set_allocator(own.malloc)
+    setting.apply()
+    setting.fill()
+    assert setting.taken() == 64 * MIB == own.get_limit() and setting.pool.get_limit() == 0
+    assert setting.framework.about() == {"allocator": "MemoryPool"}
+
+
+def test_the_async_pool_is_watched_and_said(model: Model) -> None:
+    setting = model()
+    pool = setting.cp.cuda.MemoryAsyncPool()
+    setting.cp.cuda.set_allocator(pool.malloc)
+    before = setting.cp.cuda.get_allocator()
+    applied = setting.apply()
+    assert applied.enforcement is Enforcement.WATCHED and applied.undo is not None
+    (note,) = applied.notes
+    assert "watched, not capped" in note and "async pool" in note
+    assert setting.cp.cuda.get_allocator() is before and setting.card.asked == 0
+    array = setting.alloc(100 * MIB)
+    assert setting.framework.state() is State.LIVE and setting.framework.about() == {"allocator": "MemoryAsyncPool"}
+    assert setting.usage().in_use == 100 * MIB and setting.framework.drift() == []
+    assert pool.get_limit() == 0, "the threshold is everybody's"
+    del array
+    setting.framework.trim(setting.first)
+    assert setting.taken() == 0
+    applied.undo()
+
+
+def test_an_allocator_that_nobody_knows_is_refused(model: Model) -> None:
+    setting = model()
+    cuda = setting.cp.cuda
+
+    def own(size: int) -> Any:
+        return cuda.MemoryPointer(cuda.memory.Memory(size), 0)
+
+    class Hand:
+        def give(self, size: int) -> Any:
+            return own(size)
+
+    names = {
+        own: "own", None: "_malloc", cuda.malloc_managed: "malloc_managed", Hand().give: "Hand.give",
+        cuda.PythonFunctionAllocator(lambda size, device: 1, print).malloc: "PythonFunctionAllocator.malloc",
+    }  # fmt: skip
+    cuda.alloc(MIB)  # live: it is asked what it holds
+    for allocator, name in names.items():
+        cuda.set_allocator(allocator)
+        before = cuda.get_allocator()
+        assert setting.framework.state() in (State.IMPORTED, State.LIVE)
+        setting.framework.usage(setting.first)
+        setting.framework.trim(setting.first)
+        assert isinstance(setting.framework.about(), dict)
+        error = conflict(setting.apply)
+        assert name in error.setting and "module." not in error.setting
+        assert cuda.get_allocator() is before and setting.limit() == 0
+
+
+def test_within_using_allocator_it_cannot_be_capped_and_nothing_stays(model: Model) -> None:
+    """CuPy refuses `set_allocator` there."""
+    setting = model()
+    setting.alloc(MIB)
+    before, own = setting.cp.cuda.get_allocator(), setting.cp.cuda.MemoryPool()
+    with setting.cp.cuda.using_allocator(own.malloc):
+        with pytest.raises(CapNotApplied, match="using_allocator") as caught:
+            setting.apply()
+        assert caught.value.remedy and own.get_limit() == 0 and setting.framework.drift() == []
+    assert setting.cp.cuda.get_allocator() is before and setting.limit() == 0
+    setting.apply()
+    setting.fill()
+
+
+# what changes later
+
+
+def test_another_allocator_later_is_seen(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    array = setting.alloc(MIB)
+    assert setting.framework.drift() == []
+    setting.cp.cuda.set_allocator(setting.cp.cuda.MemoryPool().malloc)
+    (said,) = setting.framework.drift()
+    assert "its allocator was replaced after memguard.init (MemoryPool.malloc)" in said
+    setting.cp.cuda.set_allocator(setting.framework._allocate)
+    assert setting.framework.drift() == []
+    setting.cp.cuda.set_allocator(None)
+    assert "_malloc" in setting.framework.drift()[0]
+    del array
+
+
+@pytest.mark.parametrize(("size", "seen"), [(65 * MIB, True), (0, True), (64 * MIB, False), (10 * MIB, False)])
+def test_a_limit_raised_later_is_seen(model: Model, size: int, seen: bool) -> None:
+    setting = model()
+    setting.apply()
+    array = setting.alloc(MIB, 1)
+    with setting.cp.cuda.Device(1):
+        setting.pool.set_limit(size=size)
+    said = setting.framework.drift()
+    assert bool(said) is seen and all("raised after memguard.init on cuda:1" in sentence for sentence in said)
+    del array
+
+
+def test_a_limit_set_before_the_first_allocation_does_not_lift_the_cap(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    setting.card.use(0)
+    setting.pool.set_limit(size=GIB)
+    setting.fill()
+    assert setting.taken() == 64 * MIB
+
+
+def test_a_resize_changes_what_is_live_and_what_is_not(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    live = setting.fill(2 * MIB)
+    asked = setting.card.asked
+    setting.framework.resize({setting.first.uuid: 100 * MIB, setting.second.uuid: 20 * MIB})
+    assert setting.card.asked > asked and not setting.card.gpus[1].context
+    live += setting.fill(2 * MIB) + setting.fill(2 * MIB, 1)
+    assert (setting.taken(0), setting.taken(1)) == (100 * MIB, 20 * MIB) and setting.framework.drift() == []
+    setting.framework.resize({setting.first.uuid: 50 * MIB, setting.second.uuid: 20 * MIB})
+    assert setting.usage().held == 100 * MIB and setting.framework.drift() == []
+    del live[:30]
+    with pytest.raises(setting.oom):
+        setting.alloc(70 * MIB)
+    setting.framework.trim(setting.first)
+    assert setting.taken() == 0 or setting.taken() < 100 * MIB
+
+
+def test_a_resize_before_anything_is_live_asks_nothing(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    setting.framework.resize({setting.first.uuid: 20 * MIB, setting.second.uuid: 20 * MIB})
+    assert setting.card.asked == 0
+    setting.fill(2 * MIB)
+    assert setting.taken() == 20 * MIB
+
+
+def test_a_trim_frees_whole_blocks_of_its_gpu_only(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    kept, gone, other = setting.alloc(8 * MIB), setting.alloc(16 * MIB), setting.alloc(16 * MIB, 1)
+    del gone, other
+    part = setting.alloc(4 * MIB)  # out of the 16: the rest cannot go back
+    setting.card.use(0)
+    setting.framework.trim(setting.second)
+    assert (setting.taken(0), setting.taken(1)) == (24 * MIB, 0)
+    setting.framework.trim(setting.first)
+    assert setting.usage() == Usage(24 * MIB, 12 * MIB)
+    del part
+    setting.framework.trim(setting.first)
+    assert setting.taken() == 8 * MIB and setting.card.here() == 0
+    del kept
+
+
+def test_looking_leaves_the_threads_gpu_as_it_is(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    arrays = [setting.alloc(MIB), setting.alloc(MIB, 1)]
+    setting.card.use(1)
+    setting.usage(setting.first)
+    setting.framework.trim(setting.first)
+    assert setting.framework.drift() == [] and setting.card.here() == 1
+    seen: list[int | None] = []
+
+    def look() -> None:  # a thread without any context
+        setting.usage(setting.first)
+        seen.append(setting.card.current())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    del arrays
+
+
+# the undo
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_an_undo_restores_allocator_and_limits(model: Model, live: bool) -> None:
+    setting = model()
+    before = setting.cp.cuda.get_allocator()
+    applied = setting.apply()
+    arrays = [setting.alloc(MIB), setting.alloc(MIB, 1)] if live else []
+    assert applied.undo is not None
+    applied.undo()
+    assert setting.cp.cuda.get_allocator() is before and setting.framework.drift() == []
+    assert live or setting.card.asked == 0
+    assert (setting.limit(0), setting.limit(1)) == (0, 0)
+    arrays.append(setting.alloc(200 * MIB))
+    assert setting.usage().in_use == (201 if live else 200) * MIB
+
+
+def test_an_undo_leaves_what_the_user_set_since(model: Model) -> None:
+    setting = model()
+    applied = setting.apply()
+    arrays = [setting.alloc(MIB), setting.alloc(MIB, 1)]
+    own = setting.cp.cuda.MemoryPool()
+    setting.cp.cuda.set_allocator(own.malloc)
+    setting.card.use(0)
+    setting.pool.set_limit(size=10 * MIB)
+    assert applied.undo is not None
+    applied.undo()
+    assert setting.cp.cuda.get_allocator().__self__ is own
+    assert (setting.limit(0), setting.limit(1)) == (10 * MIB, 0)
+    del arrays
+
+
+def test_what_wraps_the_capped_allocator_goes_on_without_a_cap(model: Model) -> None:
+    setting = model()
+    applied = setting.apply()
+    inner = setting.cp.cuda.get_allocator()
+    setting.cp.cuda.set_allocator(lambda size: inner(size))
+    array = setting.alloc(MIB)
+    assert applied.undo is not None
+    applied.undo()
+    array = setting.alloc(200 * MIB)
+    other = setting.alloc(200 * MIB, 1)
+    del array, other
+
+
+def test_a_second_budget_after_an_undo(model: Model) -> None:
+    setting = model()
+    first = setting.apply(32 * MIB)
+    setting.fill()
+    assert first.undo is not None
+    first.undo()
+    again = CuPy(setting.host)
+    second = again.apply({setting.first.uuid: 64 * MIB}, {})
+    setting.fill()
+    assert setting.taken() == 64 * MIB and second.undo is not None
+    second.undo()
+    assert setting.limit() == 0
+
+
+def test_a_forked_child_is_not_capped(model: Model) -> None:
+    """CUDA not initialised in the parent: the child may use it."""
+    setting = model()
+    setting.apply()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        found = b"raised"
+        try:
+            setting.framework.forked()
+            array = setting.alloc(200 * MIB)
+            found = str(setting.limit()).encode()
+            del array
+        finally:
+            os.write(writing, found)
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"0"
+    os.waitpid(pid, 0)
+    setting.fill()
+    assert setting.taken() == 64 * MIB, "the parent's holds on"
+
+
+def test_a_fork_while_a_thread_holds_the_lock(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with setting.framework._lock:
+            held.set()
+            go.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    setting.framework.forked()  # as the child does
+    array = setting.alloc(200 * MIB)
+    go.set()
+    thread.join()
+    del array
+
+
+# captures, the error, the guard
+
+
+@pytest.mark.parametrize(("capturing", "said"), [(False, False), (True, True), ("elsewhere", True)])
+def test_capturing(model: Model, capturing: bool | str, said: bool) -> None:
+    setting = model()
+    setting.apply()
+    assert setting.framework.capturing() is False and setting.card.asked == 0, "no context, no capture"
+    array = setting.alloc(MIB)
+    setting.card.capturing = capturing
+    assert setting.framework.capturing() is said
+    del array
+
+
+def test_the_error_is_cupys_own_and_names_the_limit(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    with pytest.raises(setting.oom, match=r"allocating 104,857,600 bytes .*limit set to: 67,108,864 bytes"):
+        setting.alloc(100 * MIB)
+    assert setting.framework.oom_types() == (setting.oom,) and issubclass(setting.oom, MemoryError)
+
+
+def test_under_the_guard_from_init_to_shutdown(model: Model) -> None:
+    setting = model("h200")
+    budget = config.from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "64MiB"}}})
+    guard = Guard(budget, setting.host)
+    guard.start()
+    before = guard.ledger().devices[0].row("cupy")
+    assert before is not None and before.enforcement == "pending" and setting.card.asked == 0
+    own = importlib.import_module("cupy").get_default_memory_pool()
+    live = setting.fill()
+    row = guard.ledger().devices[0].row("cupy")
+    assert row is not None and (row.enforcement, row.bytes) == ("enforced", 64 * MIB)
+    live.clear()
+    setting.card.capturing = True
+    guard.trim("cupy")
+    assert setting.taken() == 64 * MIB, "not while a graph is captured"
+    setting.card.capturing = False
+    guard.trim("cupy")
+    assert setting.taken() == 0
+    setting.cp.cuda.set_allocator(None)
+    drifted = guard.ledger()
+    row = drifted.devices[0].row("cupy")
+    assert row is not None and row.enforcement == "watched" and any("replaced" in note for note in drifted.notes)
+    assert guard.stop() == [] and own.get_limit() == 0
