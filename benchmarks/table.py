@@ -154,8 +154,9 @@ def all_frameworks() -> list[str]:
         "",
         f"- The process, by NVML every 50 ms: at most {most['six']:.2f} GiB in {six['nvml']['samples']} samples, and "
         f"{most['loop']:.2f} GiB in {loop['nvml']['samples']} of the five minutes.",
-        f"- {len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted {worst['unaccounted'] / MIB:+.0f} "
-        f"MiB at worst. In five minutes ({loop['allocated']:,} allocations, {loop['readings']} ledgers) it drifts by "
+        f"- {len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted "
+        f"{worst['unaccounted'] / MIB:+.0f} MiB at worst. In five minutes ({loop['allocated']:,} allocations, "
+        f"{loop['readings']} ledgers) it drifts by "
         f"{loop['unaccounted_drift'] / MIB:.0f} MiB; in a simulated hour by {hour['drift'] / MIB:.0f} MiB.",
         f"- Import orders of two, alive and capped: {pairs}.",
         f"- PyTorch DDP on two GPUs (NCCL): {took[0]:,.0f} and {took[1]:,.0f} MiB outside torch's cap at most, in a "
@@ -173,7 +174,7 @@ def ledger() -> list[str]:
     lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
     return [
         "The ledger after [examples/mixed_workload.py](examples/mixed_workload.py) (TensorFlow prepares images,",
-        "PyTorch trains, CuPy, JAX and Numba work on the scores, a PyCUDA kernel smooths them), in the run of the main job:",
+        "PyTorch trains, CuPy, JAX and Numba work on the scores, a PyCUDA kernel smooths them):",
         "",
         "```",
         *lines,

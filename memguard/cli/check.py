@@ -31,6 +31,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
     for name, framework in budget.frameworks.items():
         yield name, _framework(framework)
     yield "unallocated", _rest(budget)
+    if budget.on_busy == "raise":
+        yield "on_busy", "raise: init fails where others hold so much of a GPU that the limit cannot be had"
 
 
 def _device(device: DeviceBudget | DeviceOverride) -> str:
@@ -53,6 +55,8 @@ def _framework(framework: FrameworkBudget) -> str:
     size = (
         f"{text(framework.share)} of (limit − reserve)" if framework.share is not None else f"{text(framework.limit)}"
     )
+    if framework.nccl:
+        size += f", room for {framework.nccl} NCCL communicator{'s' if framework.nccl > 1 else ''} in reserve: auto"
     if framework.growth is None:
         return size
     return f"{size}, {'grows as needed' if framework.growth else 'taken whole at the first operation'}"

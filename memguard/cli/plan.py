@@ -44,7 +44,8 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
     console = Console(width=None if Console().is_terminal else 80, highlight=False, markup=False)
-    for table in _tables(resolved):
+    torch = loaded.frameworks.get("torch")
+    for table in _tables(resolved, (torch.nccl or 0) if torch is not None else 0):
         console.print(table)
     for note in resolved.notes:
         console.print(f"note: {note}")
@@ -53,11 +54,14 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
 _HOLDS = {
     "torch": "its allocator's fraction, to the byte",
     "tensorflow": "memory_limit, set before its first operation",
+    "cupy": "the limit of its memory pool",
+    "jax": "memory_fraction, set before its backend starts",
     "pycuda": "a counted pool behind mem_alloc and gpuarray",
+    "numba": "a memory manager that counts its allocations",
 }
 
 
-def _tables(resolved: Plan) -> list[object]:
+def _tables(resolved: Plan, communicators: int) -> list[object]:
     from rich import box
     from rich.table import Table
 
@@ -80,11 +84,16 @@ def _tables(resolved: Plan) -> list[object]:
             how = _HOLDS.get(name, "")
             table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
         table.add_section()
-        table.add_row("reserve", format_size(part.reserve), f"{part.reserve_source}: context and library workspaces")
+        table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, communicators))
         table.add_row("unallocated", format_size(part.unallocated), "no framework may take it")
         table.add_row("limit", format_size(part.limit), f"of {format_size(part.device.usable)} that CUDA can give")
         tables.append(table)
     return tables
+
+
+def _reserve(source: str, communicators: int) -> str:
+    nccl = f", {communicators} NCCL communicator{'s' if communicators > 1 else ''}" if communicators else ""
+    return f"{source}: context and library workspaces{nccl}"
 
 
 def _as_dict(resolved: Plan) -> dict[str, object]:
