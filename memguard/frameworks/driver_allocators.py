@@ -16,7 +16,7 @@ from memguard.frameworks.allocators import Allocator
 from memguard.units import GRANULE, round_up
 
 UNIT = 512
-"""CuPy rounds to this, and so does the driver what it packs into a slab (the latter assumed)."""
+"""CuPy rounds to this, and so does the driver what it packs into a slab."""
 
 
 class Piece(NamedTuple):
@@ -26,11 +26,11 @@ class Piece(NamedTuple):
     part: Chunk | None
 
 
-class DriverPages:
+class SimulatedPages:
     """What the driver makes of single allocations. `take` (False: refused) and `give` are of whole 2 MiB pages.
 
-    Measured fact: above 1 MiB each is rounded up to 2 MiB, smaller ones are packed into slabs of 2 MiB. Assumed: the
-    best fit within the slabs; a slab goes back with its last part.
+    Measured facts: above 1 MiB each is rounded up to 2 MiB, smaller ones lie in slabs of 2 MiB, each wholly in one.
+    Assumed: the best fit within the slabs; a slab goes back with its last part.
     """
 
     def __init__(self, take: Callable[[int], bool], give: Callable[[int], None]) -> None:
@@ -84,7 +84,7 @@ class CuPyPool(Allocator):
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
-        self._pages = DriverPages(self._draw, self._give)
+        self._pages = SimulatedPages(self._draw, self._give)
         self._arena = Arena()
         self._pieces: dict[int, Piece] = {}  # by the address at which the arena's region begins
         self._blocks: dict[int, Chunk] = {}
@@ -134,6 +134,7 @@ class NumbaMemory(Allocator):
     """Numba's memory manager under memguard's cap: no pool, each array an allocation of the driver's.
 
     What is freed stays held until more than ten frees are pending, or more than a fifth of `total`, the device's bytes.
+    `managed` says whether a cap was there when it began: another memory manager cannot be set afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -142,9 +143,10 @@ class NumbaMemory(Allocator):
         self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None, *, total: int
     ) -> None:
         super().__init__(take, give, cap)
-        self._pages = DriverPages(self._grow, self._shrink)
+        self._pages = SimulatedPages(self._grow, self._shrink)
+        self.managed = cap is not None
         self._most = total // self.PENDING_SHARE
-        self._blocks: dict[int, tuple[Piece, int, int]] = {}  # with the bytes asked for, and what counts as in use
+        self._blocks: dict[int, tuple[Piece, int]] = {}  # with the bytes asked for
         self._pending: list[Piece] = []
         self._pending_bytes = 0
 
@@ -167,14 +169,13 @@ class NumbaMemory(Allocator):
             piece = self._pages.allocate(nbytes)
         if piece is None:
             raise self._refused(nbytes)
-        counted = nbytes if exact or piece.part is not None else piece.size
-        self._blocks[block] = piece, nbytes, counted
-        return counted
+        self._blocks[block] = piece, nbytes
+        return nbytes
 
     def _free(self, block: int) -> int:
-        piece, nbytes, counted = self._blocks.pop(block)
+        piece, nbytes = self._blocks.pop(block)
         self._pending.append(piece)
         self._pending_bytes += nbytes
         if len(self._pending) > self.MOST_PENDING or self._pending_bytes > self._most:
             self.trim()
-        return counted
+        return nbytes

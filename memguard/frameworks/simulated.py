@@ -168,13 +168,9 @@ class SimulatedFramework(Framework):
         """`options`: `growth` (TensorFlow; True by default, as in the budget) takes memory step by step."""
         with self._lock:
             self._check(caps)
-            if self.style in (*_FIXED, "emm") and self._pools:
-                why = "its context keeps its memory manager" if self.style == "emm" else "its limit is fixed then"
-                raise CapNotApplied(
-                    self.name,
-                    f"too late: it is live, and {why}",
-                    "activate the budget before the first GPU operation",
-                )
+            if why := self._too_late():
+                remedy = "activate the budget before the first GPU operation"
+                raise CapNotApplied(self.name, f"too late: it is live, and {why}", remedy)
             before = dict(self._caps), self._growth
             self._caps = dict(caps)
             self._growth = bool(options.get("growth", True))
@@ -312,6 +308,14 @@ class SimulatedFramework(Framework):
         if self.style == "cupy":
             return CuPyPool(take, give, cap)
         return (TorchCachingAllocator if self.style == "torch" else PyCUDAPool)(take, give, cap)
+
+    def _too_late(self) -> str | None:
+        """Why a live framework takes no cap any more; None where it does."""
+        if self.style in _FIXED and self._pools:
+            return "its limit is fixed when it initialises"
+        if any(isinstance(pool, NumbaMemory) and not pool.managed for pool in self._pools.values()):
+            return "its context keeps the memory manager that it has"
+        return None
 
     def _set(self) -> None:
         for uuid, pool in self._pools.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memguard
 from memguard.cli.simulate import simulate as command
 from memguard.devices.simulated import CATALOGUE, SimulatedHost
 from memguard.errors import TraceError
 from memguard.frameworks.simulated import STYLES, SimulatedFramework
 from memguard.model import TraceEvent
 from memguard.simulate import Outcome, host_of, replay
-from memguard.trace import Trace, TraceDevice, TraceHeader, write
+from memguard.trace import Trace, TraceDevice, TraceHeader, read, write
 from memguard.units import GIB, MIB
 
 H200 = TraceDevice("NVIDIA H200", CATALOGUE["h200"].total, CATALOGUE["h200"].reserved, "hopper")
@@ -178,6 +180,34 @@ def test_a_recorded_simulation_replays_to_the_byte() -> None:
         (row,) = replay(trace(*stop(), mark(real.held, real.in_use, name))).frameworks
         assert (row.peak_held, row.peak_in_use) == (real.peak_held, real.peak_in_use)
         assert row.held_deviation == row.in_use_deviation == 0.0
+
+
+@pytest.mark.parametrize("name", ["cupy", "jax", "numba"])
+def test_a_sampled_level_replays_under_the_caps_of_its_recording(name: str, tmp_path: Path) -> None:
+    """Each says its level only; two arrays gone between two samples are one fall, which frees and cuts."""
+    path = tmp_path / "run.jsonl"
+    budget = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {name: {"limit": "1GiB"}}}
+    guard = memguard.init(budget, simulate="h200")
+    try:
+        framework = guard.frameworks[name]
+        assert isinstance(framework, SimulatedFramework)
+        framework.start_importing()
+        with memguard.record_trace(path, interval=0.0005):
+            arrays = []
+            for size in (1000, 300 * MIB, 5 * MIB + 1, 700_000, 200 * MIB, 3 * MIB):
+                arrays.append(framework.allocate(size))
+                time.sleep(0.003)
+            framework.free(arrays[1])
+            framework.free(arrays[3])
+        real = framework.stats(guard.plan.devices[0].device)
+        recorded = read(path)
+        (row,) = replay(recorded, caps={name: guard.plan.caps(name)}).frameworks
+    finally:
+        memguard.shutdown()
+    assert {event.op for event in recorded.events} == {"in_use", "mark"}
+    assert row.refused == 0 and row.marks == 1
+    assert row.in_use_deviation is not None and row.in_use_deviation < 0.0001
+    assert real.in_use <= row.peak_in_use <= real.peak_in_use * 1.0001
 
 
 def test_several_devices() -> None:

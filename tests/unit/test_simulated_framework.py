@@ -264,25 +264,34 @@ def test_numba_holds_what_is_pending() -> None:
     framework.apply({gpu.uuid: GIB}, {})
     arrays = [framework.allocate(3 * MIB) for _ in range(3)]
     framework.free(arrays[0])
-    assert framework.usage(gpu) == Usage(12 * MIB, 8 * MIB, 4 * MIB, peak=12 * MIB)
+    assert framework.usage(gpu) == Usage(12 * MIB, 6 * MIB, 4 * MIB, peak=9 * MIB)
     framework.trim(gpu)
-    assert framework.usage(gpu) == Usage(8 * MIB, 8 * MIB, 0, peak=12 * MIB)
+    assert framework.usage(gpu) == Usage(8 * MIB, 6 * MIB, 0, peak=9 * MIB)
     framework.resize({gpu.uuid: 100 * GIB})
     framework.free(framework.allocate(gpu.usable // 5 + MIB))  # more than a fifth of the card: freed at once
-    assert framework.usage(gpu) == Usage(8 * MIB, 8 * MIB, 0, peak=framework.stats(gpu).peak_in_use)
+    assert framework.usage(gpu) == Usage(8 * MIB, 6 * MIB, 0, peak=gpu.usable // 5 + 7 * MIB)
 
 
-def test_numba_is_capped_before_it_is_live_or_not_at_all() -> None:
+def test_numba_live_before_the_first_cap_keeps_its_memory_manager() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "numba")
-    applied = framework.apply({uuid(host): GIB}, {})
     framework.allocate(1)
-    assert applied.undo is not None
-    applied.undo()
-    framework.allocate(2 * GIB)
-    with pytest.raises(CapNotApplied, match="too late: it is live, and its context keeps its memory manager"):
-        framework.apply({uuid(host): 4 * GIB}, {})
+    with pytest.raises(CapNotApplied, match="too late: it is live, and its context keeps the memory manager"):
+        framework.apply({uuid(host): GIB}, {})
     assert framework.stats(host.devices()[0]).cap is None
+
+
+def test_numba_live_under_a_cap_takes_another() -> None:
+    host = SimulatedHost()
+    framework = SimulatedFramework(host, "numba")
+    undo = framework.apply({uuid(host): GIB}, {}).undo
+    framework.allocate(1)
+    assert undo is not None
+    undo()
+    framework.allocate(2 * GIB)
+    assert framework.apply({uuid(host): GIB}, {}).residual == {uuid(host): GIB + 2 * MIB}
+    with pytest.raises(FrameworkOutOfMemory):
+        framework.allocate(4 * MIB)
 
 
 @pytest.mark.parametrize(
