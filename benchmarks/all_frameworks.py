@@ -317,17 +317,20 @@ def loop() -> dict[str, Any]:
     allocated = 0
     while (elapsed := time.monotonic() - started) < LOOP_SECONDS:
         for name, one in driven.items():
-            if name in slow_after and elapsed < slow_after[name]:
-                one.swap()
-                allocated += 1
+            slow = name in slow_after
+            if slow and elapsed < slow_after[name]:
+                for _ in range(20):
+                    one.swap()
+                allocated += 20
                 continue
-            one.free(one.rng.randint(1, 4))
-            before = len(one.live)
-            one.until_refused(1 * MIB, 200 * MIB)
-            allocated += len(one.live) - before
-            refused[name] += 1
-            if name in slow_after:
-                slow_after[name] = elapsed + 45.0
+            for _ in range(1 if slow else 10):
+                one.free(one.rng.randint(1, 8))
+                before = len(one.live)
+                one.until_refused(1 * MIB, 200 * MIB)
+                allocated += len(one.live) - before
+                refused[name] += 1
+            if slow:
+                slow_after[name] = elapsed + 60.0
         if elapsed >= following:
             series.append(reading(f"{elapsed:.0f} s"))
             following = elapsed + 1.0

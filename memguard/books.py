@@ -5,10 +5,12 @@ What is charged, and what the rows are, `accounts` decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 from memguard import accounts
 from memguard.devices.host import Host
+from memguard.frameworks import registry
 from memguard.frameworks.base import Framework
 from memguard.model import DevicePlan, Enforcement
 from memguard.units import MIB, format_size
@@ -17,10 +19,11 @@ _ATTEMPTS = 3
 
 
 class Books:
-    """One process's readings. `strangers` are frameworks that the budget does not name; `warn` takes a sentence."""
+    """One process's readings. `unnamed` are frameworks that the budget does not name; `warn` takes a sentence."""
 
-    def __init__(self, host: Host, strangers: Mapping[str, Framework], warn: Callable[[str], None]) -> None:
-        self._host, self._strangers, self._warn = host, strangers, warn
+    def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
+        self._host, self._unnamed, self._warn = host, unnamed, warn
+        self._strangers: dict[str, Framework] = {}
         self._overhead: dict[str, accounts.Overhead] = {}
         self._warned: set[str] = set()
 
@@ -42,6 +45,7 @@ class Books:
             moved = (memory, processes.get(self._host.pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
+        self._strangers.update({n: registry.create(n, self._host) for n in self._unnamed if self._appeared(n)})
         usages.update({n: u for n, f in self._strangers.items() if (u := f.usage(device)) is not None})
         live = frozenset(name for name, usage in usages.items() if usage is not None)
         active = self._host.context_active(device)
@@ -64,6 +68,10 @@ class Books:
             )
         stated = {**dict.fromkeys(self._strangers, Enforcement.WATCHED.value), **enforcements}
         return accounts.device_ledger(device, memory, own, usages, stated, state, part, moved)
+
+    def _appeared(self, name: str) -> bool:
+        """Whether a framework was imported since: until then its file here need not be loaded."""
+        return name in sys.modules and name not in self._strangers
 
     @staticmethod
     def _remedy(state: accounts.Overhead, part: DevicePlan) -> str:

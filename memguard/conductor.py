@@ -56,8 +56,8 @@ class Guard:
         self._drifted: set[str] = set()
         self._started = False
         # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
-        unnamed = () if host.simulated else (n for n in registry.NAMES if n not in budget.frameworks)
-        self._books = Books(host, {name: registry.create(name, host) for name in unnamed}, self._warn)
+        unnamed = () if host.simulated else tuple(n for n in registry.NAMES if n not in budget.frameworks)
+        self._books = Books(host, unnamed, self._warn)
         self._pid = os.getpid()
 
     @property

@@ -360,8 +360,7 @@ except memguard.PlanError as error:
 """
         )
     finally:
-        holder.stdin.close()
-        holder.wait(60)
+        holder.communicate(timeout=60)
     assert found["raised"] is (on_busy == "raise") and "other processes hold" in found["text"]
 
 
