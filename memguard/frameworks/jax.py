@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import struct
 import sys
@@ -53,9 +54,11 @@ class JAX(Framework):
         missing = super().why_absent()
         if missing:
             return missing
-        platforms = [name.strip() for name in os.environ.get("JAX_PLATFORMS", "").lower().split(",") if name.strip()]
-        if platforms and not {"cuda", "gpu"} & set(platforms):
-            return f"JAX_PLATFORMS={','.join(platforms)} keeps jax off the GPU"
+        asked = getattr(getattr(sys.modules.get("jax"), "config", None), "jax_platforms", None)
+        platforms = (os.environ.get("JAX_PLATFORMS", "") if asked is None else asked).lower().split(",")
+        named = [name.strip() for name in platforms if name.strip()]
+        if named and not {"cuda", "gpu"} & set(named):
+            return f"JAX_PLATFORMS={','.join(named)} keeps jax off the GPU"
         if not _has_plugin():
             return "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'"
         return None
@@ -97,6 +100,7 @@ class JAX(Framework):
                 raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
             if getattr(jax.config, _OPTIONS) == wanted:
                 jax.config.update(_OPTIONS, before)
+            self._caps = {}
 
         return Applied(Enforcement.ENFORCED, undo)
 
@@ -124,18 +128,19 @@ class JAX(Framework):
         return round_up(size, 256)
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
-        jax: Any = sys.modules.get("jax")
-        return () if jax is None else (jax.errors.JaxRuntimeError,)
+        errors: Any = getattr(sys.modules.get("jax"), "errors", None)  # none while another thread imports it
+        return () if errors is None else (errors.JaxRuntimeError,)
 
     def drift(self) -> list[str]:
         if not self._caps:
             return []
         if _client() is None:
-            now = getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None)
-            lost = _as_mapping(now).get("memory_fraction") != self._options["memory_fraction"]
+            now = _as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
+            lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
         return [
-            f"jax: it started with a limit of {format_size(limit)} on cuda:{ordinal}, its cap is {format_size(cap)}"
+            f"jax: it started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} on "
+            f"cuda:{ordinal}, its cap is {format_size(cap)}"
             for ordinal, (limit, cap) in self._limits().items()
             if not 0 < limit <= cap
         ]
@@ -174,7 +179,9 @@ class JAX(Framework):
                 continue
             try:
                 theirs = float(value)
-            except ValueError:
+                if not 0 < theirs < math.inf:
+                    raise ValueError(value)
+            except (TypeError, ValueError):
                 raise ConflictingSetting(
                     self.name, f"{setting}={value}", "cannot be read", "unset it, or write a number such as 0.25"
                 ) from None
@@ -214,6 +221,7 @@ class JAX(Framework):
                     f"{format_size(caps.get(uuid))}",
                     f"write jax: {{limit: {cap // MIB}MiB}}, or restart the process",
                 )
+        self._caps = dict(caps)
         return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
     def _local(self, device: Device) -> Any:

@@ -1,4 +1,4 @@
-"""The real torch and TensorFlow without a GPU. Each is imported once; every test runs in a fork of that process."""
+"""The real frameworks without a GPU. Each is imported once; every test runs in a fork of that process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ for line in sys.stdin:
 
 
 def environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TF_", "PYTORCH_", "CUDA_"))}
+    theirs = ("TF_", "PYTORCH_", "CUDA_", "CUPY_", "JAX_", "XLA_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
     path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -81,6 +82,18 @@ def with_torch() -> Iterator[Run]:
 def with_tensorflow() -> Iterator[Run]:
     """Run code beside the imported TensorFlow; findings go into `result`."""
     yield from serve("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def with_cupy() -> Iterator[Run]:
+    """Run code beside the imported CuPy; findings go into `result`."""
+    yield from serve("cupy")
+
+
+@pytest.fixture(scope="session")
+def with_jax() -> Iterator[Run]:
+    """Run code beside the imported JAX; findings go into `result`."""
+    yield from serve("jax")
 
 
 @pytest.fixture

@@ -7,17 +7,20 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied
 from memguard.model import Device
 
-__all__ = ["GIB", "MIB", "TOTAL", "Host", "card", "gpus", "json", "os", "raised", "sys"]
+__all__ = ["GIB", "MIB", "PLUGIN", "TOTAL", "Host", "backend", "card", "gpus", "json", "os", "raised", "sys"]
 
 GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 143_156 * MIB
 """What CUDA reports as the total of an H200 (measured)."""
+PLUGIN = str(Path(__file__).parents[1] / "contract" / "fake_jax" / "plugin")
+"""A folder for the path, with what looks like a CUDA plugin of JAX."""
 
 
 class Host(SimulatedHost):
@@ -95,3 +98,20 @@ def gpus(count: int = 1) -> list[Any]:
         held._visible_device_list.append(gpu)
         held._memory_growth_map[gpu] = None
     return added
+
+
+def backend(*limits: int | None, held: int = 0) -> list[Any]:
+    """A CUDA backend of JAX that has started with these limits, one GPU for each (None: an allocator that has none)."""
+    bridge = sys.modules["jax._src.xla_bridge"]
+
+    def stats(limit: int | None) -> dict[str, int] | None:
+        if limit is None:
+            return None
+        return {"bytes_limit": limit, "pool_bytes": held, "bytes_in_use": held // 2, "peak_bytes_in_use": held}
+
+    local = [
+        types.SimpleNamespace(id=7 + number, local_hardware_id=number, memory_stats=lambda limit=limit: stats(limit))
+        for number, limit in enumerate(limits)
+    ]
+    bridge._backends["cuda"] = types.SimpleNamespace(local_devices=lambda: local)  # type: ignore[attr-defined]
+    return local

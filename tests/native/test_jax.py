@@ -1,0 +1,554 @@
+"""The real JAX on a CPU: its own options and errors, with a stand-in only for a CUDA backend that has started."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memguard.frameworks.jax import _fraction
+from memguard.units import GIB, GRANULE, MIB
+
+Run = Callable[..., dict[str, Any]]
+
+SETUP = """
+import jax
+sys.path.append(PLUGIN)
+from memguard.errors import ConflictingSetting
+from memguard.frameworks.jax import JAX
+OPTIONS = "jax_pjrt_client_create_options"
+host = Host()
+framework, uuid, gpu = JAX(host), host.uuids[0], host.gpus[0]
+def options(): return getattr(jax.config, OPTIONS)
+def exact(total=TOTAL): return int(options()["memory_fraction"] * total)
+def started(): return sorted(sys.modules["jax._src.xla_bridge"]._backends)
+def conflict(*caps):
+    try:
+        framework.apply(dict(zip(host.uuids, caps)), {})
+    except ConflictingSetting as error:
+        return [error.framework, error.setting, str(error)]
+"""
+TWO = SETUP.replace("Host()", 'Host("h200", "h200")')
+
+
+# where it is
+
+
+def test_a_build_without_a_cuda_plugin_is_absent_and_nothing_is_imported_to_see_it(alone: Run) -> None:
+    found = alone(
+        """
+        from memguard.frameworks.jax import JAX
+        framework = JAX(Host())
+        result["state"], result["why"] = framework.state().value, framework.why_absent()
+        sys.path.append(PLUGIN)
+        result["with"] = [framework.state().value, framework.why_absent()]
+        result["asked"] = []
+        for platforms in ("cpu", " CPU ,tpu", "cuda", "cuda,cpu", "gpu", ""):
+            os.environ["JAX_PLATFORMS"] = platforms
+            result["asked"].append(framework.state().value)
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        result["cpu"] = framework.why_absent()
+        result["imported"] = sorted({"jax", "jaxlib", "jax_plugins"} & set(sys.modules))
+        """
+    )
+    assert found == {
+        "state": "absent",
+        "why": "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'",
+        "with": ["importable", None],
+        "asked": ["absent", "absent", "importable", "importable", "importable", "importable"],
+        "cpu": "JAX_PLATFORMS=cpu keeps jax off the GPU",
+        "imported": [],
+    }
+
+
+def test_imported_without_a_plugin_it_is_absent_and_looking_starts_nothing(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP.replace("sys.path.append(PLUGIN)", "")
+        + """
+result["state"] = framework.state().value
+result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.record(), framework.about()]
+result["drift"], result["oom"] = framework.drift(), [t is jax.errors.JaxRuntimeError for t in framework.oom_types()]
+result["started"] = started()
+"""
+    )
+    assert found == {
+        "state": "absent", "nothing": [None, None, None, {}], "drift": [], "oom": [True], "started": [],
+    }  # fmt: skip
+
+
+def test_capping_starts_no_backend_and_the_cpu_is_not_live(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+result["states"] = [framework.state().value]
+framework.apply({uuid: GIB}, {})
+result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.about(), framework.drift()]
+result["started"] = [started()]
+os.environ["JAX_PLATFORMS"] = "cpu"
+jax.config.update("jax_platforms", "cpu")
+result["sum"] = float(jax.numpy.ones(3).sum())
+result["started"].append(started())
+result["nothing"] += [framework.usage(gpu), framework._live(jax)]
+"""
+    )
+    assert found["states"] == ["imported"] and found["started"] == [[], ["cpu"]] and found["sum"] == 3.0
+    assert found["nothing"] == [None, None, {}, [], None, False]
+
+
+def test_what_the_program_asks_for_counts_before_the_environment(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+jax.config.update("jax_platforms", "cpu")
+result["cpu"] = [framework.state().value, framework.why_absent()]
+os.environ["JAX_PLATFORMS"] = "cpu"
+jax.config.update("jax_platforms", "cuda,cpu")
+result["cuda"] = framework.state().value
+"""
+    )
+    assert found == {"cpu": ["absent", "JAX_PLATFORMS=cpu keeps jax off the GPU"], "cuda": "imported"}
+
+
+def test_capped_under_the_hook(alone: Run) -> None:
+    found = alone(
+        """
+        import importlib.machinery
+        sys.path.append(PLUGIN)
+        from memguard.frameworks.jax import JAX
+        from memguard.frameworks.late import ImportHook
+        host = Host()
+        framework, hook = JAX(host), ImportHook()
+        hook.watch(framework.hook, lambda: framework.apply({host.uuids[0]: 4 * GIB}, {}) and None)
+        import jax
+        options = jax.config.jax_pjrt_client_create_options
+        result["exact"], result["preallocate"] = int(options["memory_fraction"] * TOTAL), options["preallocate"]
+        result["gone"] = hook not in sys.meta_path
+        result["loader"] = type(jax.__spec__.loader) is importlib.machinery.SourceFileLoader
+        result["started"] = list(sys.modules["jax._src.xla_bridge"]._backends)
+        """
+    )
+    assert 0 <= 4 * GIB - found.pop("exact") < MIB
+    assert found == {"preallocate": False, "gone": True, "loader": True, "started": []}
+
+
+# the fraction
+
+
+@given(
+    total=st.integers(512, 512 * 1024).map(lambda mib: mib * MIB),
+    share=st.floats(0, 1),
+)
+def test_the_fraction_never_passes_the_cap_and_is_the_largest_that_does_not(total: int, share: float) -> None:
+    """As the client takes it, in single precision."""
+    cap = max(int(total * share) // GRANULE * GRANULE, GRANULE)
+    fraction = _fraction(cap, total)
+    bits = struct.unpack("I", struct.pack("f", fraction))[0]
+    above = struct.unpack("f", struct.pack("I", bits + 1))[0]
+    assert struct.unpack("f", struct.pack("f", fraction))[0] == fraction
+    assert 0 < int(fraction * total) <= cap < int(above * total) + 1
+
+
+@pytest.mark.parametrize("before", ["None", "{}", "''", "{'collective_memory_size': 7}", "'collective_memory_size:7'"])
+def test_the_options_are_merged_read_back_and_undone(with_jax: Run, before: str) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+jax.config.update(OPTIONS, {before})
+before = options()
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+result["kind"] = [applied.enforcement.value, applied.permanent, applied.residual, applied.notes]
+result["exact"], result["options"] = exact(), {{k: v for k, v in options().items() if k != "memory_fraction"}}
+result["drift"], result["notes"] = framework.drift(), framework.notes
+applied.undo()
+result["undone"], result["drift after"] = options() == before and type(options()) is type(before), framework.drift()
+framework.apply({{uuid: 2 * GIB}}, {{}})
+result["again"] = exact()
+"""
+    )
+    assert found["kind"] == ["enforced", None, {}, []] and found["drift"] == found["notes"] == []
+    size = {"collective_memory_size": "7" if "'c" in before[:2] else 7} if "size" in before else {}
+    assert found["options"] == {"preallocate": False, **size}
+    assert 0 <= 4 * GIB - found["exact"] < 32 * 1024 and 0 <= 2 * GIB - found["again"] < 32 * 1024
+    assert found["undone"] and found["drift after"] == []
+
+
+def test_options_of_the_environment_are_merged(alone: Run) -> None:
+    found = alone(
+        "os.environ['JAX_PJRT_CLIENT_CREATE_OPTIONS'] = 'memory_fraction:0.001;allocator:bfc'\n"
+        + SETUP
+        + """
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["options"], result["notes"] = options(), framework.notes
+applied.undo()
+result["undone"] = options()
+"""
+    )
+    assert found["options"] == {"memory_fraction": 0.001, "preallocate": False, "allocator": "bfc"}
+    assert "memory_fraction=0.001 is stricter than the cap and stays" in found["notes"][0]
+    assert found["undone"] == "memory_fraction:0.001;allocator:bfc"
+
+
+def test_an_undo_leaves_options_that_were_changed_since(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+applied = framework.apply({uuid: GIB}, {})
+jax.config.update(OPTIONS, {"memory_fraction": 0.5})
+applied.undo()
+result["options"] = options()
+"""
+    )
+    assert found["options"] == {"memory_fraction": 0.5}
+
+
+def test_several_gpus_get_the_smallest_fraction(with_jax: Run) -> None:
+    found = with_jax(
+        TWO
+        + """
+applied = framework.apply({host.uuids[0]: 4 * GIB, host.uuids[1]: 2 * GIB}, {})
+result["first"] = [exact(), framework.notes]
+applied.undo()
+framework = JAX(host)
+framework.apply(dict.fromkeys(host.uuids, GIB), {})
+result["same"] = framework.notes
+"""
+    )
+    exact, notes = found["first"]
+    assert 0 <= 2 * GIB - exact < MIB and "one fraction for all GPUs" in notes[0] and found["same"] == []
+
+
+def test_a_version_without_the_option_is_refused(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+import types
+jax.config, jax.__version__ = types.SimpleNamespace(), "0.4.1"
+result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+"""
+    )
+    assert "jax 0.4.1 has no option jax_pjrt_client_create_options" in found["text"] and "fix:" in found["text"]
+
+
+def test_no_gpu_of_the_budget_is_refused(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP + "result['text'], result['options'] = raised(lambda: framework.apply({'GPU-x': GIB}, {})), options()"
+    )
+    assert "no GPU of the budget is visible" in found["text"] and found["options"] is None
+
+
+def test_options_that_read_back_differently_are_refused(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+update = jax.config.update
+type(jax.config).update = lambda self, name, value: None
+result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+"""
+    )
+    assert "the options read back as None" in found["text"]
+
+
+# settings of the user's own
+
+
+def test_both_variables_are_refused(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+os.environ.update(XLA_CLIENT_MEM_FRACTION="0.001", XLA_PYTHON_CLIENT_MEM_FRACTION="0.001")
+result["conflict"], result["options"] = conflict(GIB), options()
+from jaxlib import xla_client
+try:
+    xla_client.generate_pjrt_gpu_plugin_options()
+except ValueError as error:
+    result["jax"] = str(error)
+"""
+    )
+    framework, setting, text = found["conflict"]
+    assert framework == "jax" and setting == "XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION"
+    assert "goes on with the CPU" in text and "unset XLA_PYTHON_CLIENT_MEM_FRACTION" in text
+    assert found["options"] is None and "specified together" in found["jax"], "JAX itself refuses them"
+
+
+@pytest.mark.parametrize("where", ["environment", "option"])
+@pytest.mark.parametrize(
+    ("allocator", "refused"),
+    [("platform", True), ("cuda_async", True), ("vmm", True), ("CUDA_Async", True), ("bfc", False),
+     ("default", False), ("BFC", False), ("", False)],
+)  # fmt: skip
+def test_allocators_without_a_limit_are_refused(with_jax: Run, where: str, allocator: str, refused: bool) -> None:
+    """Measured: 6 GiB served by `cuda_async` under a cap of 2.8."""
+    setting = (
+        f"os.environ['XLA_PYTHON_CLIENT_ALLOCATOR'] = {allocator!r}"
+        if where == "environment"
+        else f"jax.config.update(OPTIONS, {{'allocator': {allocator!r}}})"
+    )
+    found = with_jax(
+        SETUP
+        + f"""
+{setting}
+before = options()
+result["conflict"], result["same"] = conflict(GIB), options() == before
+"""
+    )
+    assert (found["conflict"] is not None) is refused is found["same"]
+    if refused:
+        name = "XLA_PYTHON_CLIENT_ALLOCATOR" if where == "environment" else "jax_pjrt_client_create_options allocator"
+        assert found["conflict"][1] == f"{name}={allocator}" and "knows no limit" in found["conflict"][2]
+
+
+OWN = {
+    "XLA_CLIENT_MEM_FRACTION": "os.environ['XLA_CLIENT_MEM_FRACTION'] = '{0}'",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = '{0}'",
+    "jax_pjrt_client_create_options memory_fraction": "jax.config.update(OPTIONS, 'memory_fraction:{0}')",
+}
+"""Each way to ask for a fraction, by the name that memguard gives it."""
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_stricter_fraction_stays(with_jax: Run, name: str) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+{OWN[name].format("0.01")}
+framework.apply({{uuid: 4 * GIB}}, {{}})
+result["fraction"], result["notes"], result["drift"] = options()["memory_fraction"], framework.notes, framework.drift()
+"""
+    )
+    assert found["fraction"] == 0.01 and found["drift"] == []
+    assert found["notes"] == [f"jax: its own {name}=0.01 is stricter than the cap and stays"]
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("value", ["0.03", "1", "2.5"])
+def test_a_looser_fraction_is_refused(with_jax: Run, name: str, value: str) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+{OWN[name].format(value)}
+before = options()
+result["conflict"], result["same"] = conflict(4 * GIB), options() == before
+"""
+    )
+    _, setting, text = found["conflict"]
+    assert setting == f"{name}={value}" and "is looser than the cap of 4.00 GiB" in text and found["same"]
+
+
+def test_a_fraction_that_is_looser_on_one_gpu_only_is_refused(with_jax: Run) -> None:
+    found = with_jax(
+        TWO
+        + """
+os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.02"
+result["conflict"] = conflict(4 * GIB, 2 * GIB)
+"""
+    )
+    assert "is looser than the cap of 2.00 GiB" in found["conflict"][2]
+
+
+def test_the_fraction_of_the_cap_itself_is_no_conflict(with_jax: Run) -> None:
+    """Written with few digits it may pass the cap by a little: then the cap's is set."""
+    found = with_jax(
+        SETUP
+        + """
+os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.0286123"
+framework.apply({uuid: 4 * GIB}, {})
+result["exact"], result["notes"] = exact(), framework.notes
+"""
+    )
+    assert 0 <= 4 * GIB - found["exact"] < 32 * 1024 and found["notes"] == []
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("value", ["half", "50%", "nan", "inf", "0", "-0.5"])
+def test_a_fraction_that_cannot_be_read_is_refused(with_jax: Run, name: str, value: str) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+{OWN[name].format(value)}
+before = options()
+result["conflict"], result["same"] = conflict(4 * GIB), options() == before
+"""
+    )
+    _, setting, text = found["conflict"]
+    assert setting == f"{name}={value}" and "cannot be read" in text and found["same"]
+
+
+def test_a_fraction_that_is_no_number_is_refused(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP + "jax.config.update(OPTIONS, {'memory_fraction': [0.1]})\nresult['conflict'] = conflict(4 * GIB)"
+    )
+    assert "cannot be read" in found["conflict"][2]
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "kept"),
+    [(None, None, False), ("true", None, True), ("1", None, True), ("false", None, False), ("False", None, False),
+     ("0", None, False), ("", None, False), (None, True, True), (None, "true", True), (None, "false", False),
+     ("true", False, False)],
+)  # fmt: skip
+def test_preallocation_that_was_asked_for_is_kept_and_said(
+    with_jax: Run, variable: str | None, option: bool | str | None, kept: bool
+) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+if {variable!r} is not None: os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = {variable!r}
+if {option!r} is not None: jax.config.update(OPTIONS, {{"preallocate": {option!r}}})
+framework.apply({{uuid: 4 * GIB}}, {{}})
+result["preallocate"], result["notes"] = options()["preallocate"], framework.notes
+"""
+    )
+    assert found["preallocate"] is kept
+    note = "jax: XLA_PYTHON_CLIENT_PREALLOCATE stays: it takes its whole cap when its backend starts"
+    assert found["notes"] == [note] * kept
+
+
+# what changes later, and what is live
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [("{'memory_fraction': 0.5}", True), ("None", True), ("'memory_fraction:0.5'", True), ("{}", True),
+     ("{**options(), 'allocator': 'cuda_async'}", True), ("{**options(), 'preallocate': True}", False)],
+)  # fmt: skip
+def test_options_that_were_changed_later_are_seen(with_jax: Run, change: str, seen: bool) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+framework.apply({{uuid: 4 * GIB}}, {{}})
+jax.config.update(OPTIONS, {change})
+result["drift"] = framework.drift()
+"""
+    )
+    said = ["jax: its jax_pjrt_client_create_options were changed after memguard.init: the cap will not hold"]
+    assert found["drift"] == said * seen
+
+
+def test_a_backend_that_started_otherwise_is_seen(with_jax: Run) -> None:
+    found = with_jax(
+        TWO
+        + """
+framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+for name, limits in {"right": (4 * GIB, 4 * GIB - 100), "wrong": (4 * GIB, 100 * GIB), "none": (None, GIB)}.items():
+    backend(*limits)
+    result[name] = framework.drift()
+"""
+    )
+    assert found["right"] == []
+    assert found["wrong"] == ["jax: it started with a limit of 100.00 GiB on cuda:1, its cap is 4.00 GiB"]
+    assert found["none"] == ["jax: it started without a limit on cuda:0, its cap is 4.00 GiB"]
+
+
+def test_live_before_it_is_too_late(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+backend(100 * GIB)
+result["state"], result["text"] = framework.state().value, raised(lambda: framework.apply({uuid: GIB}, {}))
+result["options"], result["drift"] = options(), framework.drift()
+"""
+    )
+    assert found["state"] == "live" and found["options"] is None and found["drift"] == []
+    assert "it was live before memguard.init()" in found["text"] and "before JAX's first operation" in found["text"]
+
+
+def test_usage_by_gpu_and_nothing_where_it_is_not(with_jax: Run) -> None:
+    found = with_jax(
+        TWO
+        + """
+result["early"] = framework.usage(gpu)
+backend(4 * GIB, held=GIB)
+result["first"], result["second"] = vars(framework.usage(gpu)), framework.usage(host.gpus[1])
+framework = JAX(host)
+backend(None, None)
+result["without"] = vars(framework.usage(gpu))
+result["about"] = framework.about()
+framework.trim(gpu)
+"""
+    )
+    known = {"held": GIB, "in_use": GIB // 2, "reclaimable": 0, "peak": GIB}
+    nothing = {"held_at_least": None, "held_at_most": None}
+    assert found["early"] is None and found["first"] == {**known, **nothing} and found["second"] is None
+    assert found["without"] == {**dict.fromkeys(known), **nothing} and found["about"] == {"allocator": "bfc"}
+
+
+def test_its_gpus_are_those_of_cudas_numbers(with_jax: Run) -> None:
+    """CUDA_VISIBLE_DEVICES=1,0: the numbers of the client are not those of NVML."""
+    found = with_jax(
+        TWO
+        + """
+import dataclasses
+turned = [dataclasses.replace(gpu, ordinal=1 - number) for number, gpu in enumerate(host.gpus)]
+host.devices = lambda ordinals=False: tuple(turned)
+first, second = backend(4 * GIB, 2 * GIB)
+first.memory_stats = lambda: {"pool_bytes": 1, "bytes_in_use": 1, "peak_bytes_in_use": 1}
+result["held"] = [framework.usage(gpu).held for gpu in turned]
+"""
+    )
+    assert found["held"] == [0, 1]
+
+
+def test_its_limit_cannot_be_changed(with_jax: Run) -> None:
+    found = with_jax(SETUP + "result['text'] = raised(lambda: framework.resize({uuid: GIB}))")
+    assert "memory_fraction is fixed" in found["text"]
+
+
+STANDING = (
+    SETUP
+    + """
+applied = framework.apply({uuid: 4 * GIB}, {})
+backend(4 * GIB, held=GIB)
+result["stays"] = raised(applied.undo)
+framework = JAX(host)
+"""
+)
+
+
+def test_once_live_its_limit_stays_and_the_same_budget_is_accepted(with_jax: Run) -> None:
+    found = with_jax(
+        STANDING
+        + """
+again = framework.apply({uuid: 4 * GIB}, {})
+result["again"] = [again.enforcement.value, again.undo, again.permanent, framework.usage(gpu).held]
+result["drift"] = framework.drift()
+backend(100 * GIB)
+result["later"] = framework.drift()
+"""
+    )
+    assert "its backend has started; its limit stays" in found["stays"]
+    assert found["again"] == ["enforced", None, "its limit stays from the budget before", GIB]
+    assert found["drift"] == []
+    assert found["later"] == ["jax: it started with a limit of 100.00 GiB on cuda:0, its cap is 4.00 GiB"]
+
+
+@pytest.mark.parametrize("caps", ["{uuid: 2 * GIB}", "{uuid: 8 * GIB}", "{}"])
+def test_once_live_another_budget_is_refused(with_jax: Run, caps: str) -> None:
+    found = with_jax(STANDING + f"result['text'] = raised(lambda: framework.apply({caps}, {{}}))")
+    assert "it went live with a limit of 4.00 GiB, which stays" in found["text"]
+    assert "write jax: {limit: 4096MiB}" in found["text"]
+
+
+def test_under_the_guard_from_init_to_shutdown(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+from memguard.conductor import Guard
+from memguard.config import from_mapping
+guard = Guard(from_mapping({"version": 1, "frameworks": {"jax": {"limit": "3GiB"}}}), host)
+guard.start()
+row = guard.ledger().devices[0].row("jax")
+result["row"], result["exact"] = [row.enforcement, row.bytes], exact()
+jax.config.update(OPTIONS, None)
+ledger = guard.ledger()
+result["drifted"] = [ledger.devices[0].row("jax").enforcement, list(ledger.notes)]
+result["stays"], result["started"] = guard.stop(), started()
+"""
+    )
+    assert found["row"] == ["enforced", 0] and 0 <= 3 * GIB - found["exact"] < 32 * 1024
+    enforcement, notes = found["drifted"]
+    assert enforcement == "watched" and any("were changed after memguard.init" in note for note in notes)
+    assert found["stays"] == [] and found["started"] == []
