@@ -96,10 +96,7 @@ class CuPy(Framework):
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals(ordinal)
-        if total is None:
-            return None
-        held, in_use = total
-        return Usage(held, in_use, None) if held or ordinal in self._limited else None
+        return None if total is None else Usage(*total)
 
     def trim(self, device: Device) -> None:
         """`free_all_blocks()`: every block that is not split, of this device."""

@@ -257,7 +257,7 @@ def test_rounding_keeps_the_pages_of_the_driver_within_the_cap(model: Model, siz
     usage = setting.usage()
     assert usage.held is not None and usage.held <= setting.taken() <= 64 * MIB
     assert len(live) * size > 30 * MIB, "much less would be a waste"
-    assert setting.framework.footprint(size) >= size
+    assert setting.framework.footprint(size) * len(live) == usage.held
 
 
 @pytest.mark.parametrize("size", [512, 5000, 60_000, 100_000, TINY - 512, TINY])

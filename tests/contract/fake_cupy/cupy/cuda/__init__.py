@@ -53,6 +53,7 @@ class Device:
 
 class _Stream:
     def is_capturing(self):
+        fake_card.runtime()
         if fake_card.capturing == "elsewhere":  # the null stream beside a capture
             raise runtime.CUDARuntimeError(runtime.errorStreamCaptureUnsupported)
         return bool(fake_card.capturing)
