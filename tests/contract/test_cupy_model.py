@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import random
 import sys
@@ -226,8 +227,9 @@ def test_first_allocations_of_many_threads(model: Model, monkeypatch: pytest.Mon
     setting = model()
     applied = setting.apply()
     one = setting.cp.cuda.memory._OfOneDevice
-    get_limit = one.get_limit
-    monkeypatch.setattr(one, "get_limit", lambda pool: (get_limit(pool), time.sleep(0.01))[0])
+    get_limit, number = one.get_limit, itertools.count()
+    # A later one would read what an earlier one has just set.
+    monkeypatch.setattr(one, "get_limit", lambda pool: (time.sleep(0.004 * next(number)), get_limit(pool))[1])
     live: list[Any] = []
     barrier = threading.Barrier(8)
 
