@@ -1,8 +1,8 @@
 """Numba: a memory manager (EMM plugin) with a cap, and its pending frees flushed before it refuses.
 
 Facts: the plugin must be set before Numba makes its context; Numba has no pool: each array is an allocation of the
-driver's, freed later, when more than ten or a fifth of the card are pending. What is counted is what the driver makes
-of them, pending ones included. `Device.reset()` destroys everybody's memory, not only Numba's.
+driver's, freed later, when more than ten or a fifth of the card are pending. What is counted is the pages that the
+driver takes for them, pending ones included. `Device.reset()` destroys everybody's memory, not only Numba's.
 
 Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`).
 """
@@ -10,11 +10,10 @@ Outside the cap: context and modules, managed memory, arrays that others own (`a
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import threading
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar
@@ -22,23 +21,57 @@ from typing import Any, ClassVar
 from memguard.devices import contexts
 from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks import _rmm
-from memguard.frameworks._driver_bytes import DriverBytes
+from memguard.frameworks._driver_bytes import DriverPages
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, Usage
 from memguard.units import format_size, round_up
 
-_log = logging.getLogger("memguard")
 _DRIVER = "numba.cuda.cudadrv.driver"
 
 
 class _Count:
-    """What Numba holds on one GPU: live arrays and those whose free is pending."""
+    """What Numba holds in one context: live arrays and those whose free is pending.
+
+    Finalizers run at any time and on any thread, also inside `taken`: they append to the log, and that is all.
+    """
 
     def __init__(self) -> None:
-        self.driver = DriverBytes()
-        self.sizes: dict[int, int] = {}  # by address, until the driver has it back
-        self.pending = 0
+        self.lock = threading.RLock()
         self.peak = 0
+        self._pages = DriverPages()
+        self._sizes: dict[int, int] = {}  # by address, of the live ones
+        self._log: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+
+    def pages(self) -> DriverPages:
+        """The figures, what finalizers left behind worked in. With the lock."""
+        while self._log:
+            step, address, size = self._log.popleft()
+            step(address, size)
+        return self._pages
+
+    def taken(self, address: int, size: int) -> None:
+        pages = self.pages()
+        self._sizes[address] = size
+        pages.add(address, size)
+        self.peak = max(self.peak, pages.in_use)
+
+    def freeing(self, free: Callable[..., None], handle: Any) -> Callable[..., None]:
+        """`free`, which now says when it is done; as it is where it is of a module, an event or managed memory."""
+        try:
+            address = int(getattr(handle, "value", handle))
+        except (TypeError, ValueError):
+            return free
+        size = self._sizes.pop(address, None)
+        if size is None:
+            return free
+        self._log.append((self._pages.going, address, size))
+
+        @functools.wraps(free)
+        def freed(*args: Any) -> None:
+            free(*args)
+            self._log.append((self._pages.remove, address, size))
+
+        return freed
 
 
 class Numba(Framework):
@@ -51,10 +84,8 @@ class Numba(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock = threading.RLock()
         self._caps: dict[str, int] = {}
-        self._counts: defaultdict[str, _Count] = defaultdict(_Count)
-        self._manager: type | None = None
+        self._manager: Any = None
         self._rmm: _rmm.Limit | None = None
 
     def why_absent(self) -> str | None:
@@ -72,7 +103,7 @@ class Numba(Framework):
         return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def _live(self, module: ModuleType) -> bool:
-        return any(True for _ in _contexts())
+        return bool(_contexts())
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         driver: Any = sys.modules.get(_DRIVER)
@@ -85,53 +116,55 @@ class Numba(Framework):
         before = driver._memory_manager
         chosen = str(getattr(getattr(driver, "config", None), "CUDA_MEMORY_MANAGER", "default"))
         if chosen.startswith("rmm") or str(getattr(before, "__module__", "")).startswith("rmm."):
-            self._rmm, applied = _rmm.apply(self.name, caps, self._ordinals())
-            return applied
-        if self._live(driver):
-            raise CapNotApplied(
-                self.name,
-                "it was live before memguard.init(): its context keeps the memory manager that it has",
-                "call memguard.init() before Numba's first array or kernel",
-            )
+            return self._apply_rmm(caps)
         if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
             setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
             raise ConflictingSetting(
                 self.name, setting, "allocates for Numba, past any cap", "remove it, or leave numba out of the budget"
             )
-        self._caps = dict(caps)
-        self._manager = self._capped(driver)
-        driver.set_memory_manager(self._manager)
-        if driver._memory_manager is not self._manager:
+        live = [context.memory_manager for context in _contexts()]
+        if not all(hasattr(manager, "memguard") for manager in live):
+            raise CapNotApplied(
+                self.name,
+                "it was live before memguard.init(): its context keeps the memory manager that it has",
+                "call memguard.init() before Numba's first array or kernel",
+            )
+        manager: Any = type(live[0]) if live else _capped(driver)  # a budget before this one has left its own
+        driver.set_memory_manager(manager)
+        if driver._memory_manager is not manager:
             raise CapNotApplied(self.name, "its memory manager reads back as another", "report this with its version")
+        self._caps, self._manager, manager.memguard = dict(caps), manager, self
 
         def undo() -> None:
-            if driver._memory_manager is self._manager:
+            if driver._memory_manager is manager:
                 driver._memory_manager = before
-            with self._lock:  # contexts made meanwhile keep our manager: it refuses nothing any more
-                self._caps, self._manager = {}, None
+            manager.memguard = self._manager = None  # contexts made meanwhile keep it: it refuses nothing any more
 
-        return Applied(Enforcement.ENFORCED, undo)
+        over = {uuid: self._held(uuid) - cap for uuid, cap in caps.items()}
+        return Applied(Enforcement.ENFORCED, undo, residual={uuid: size for uuid, size in over.items() if size > 0})
 
     def usage(self, device: Device) -> Usage | None:
         """From memguard's own count of Numba's allocations; None where Numba has no context on the device."""
-        if _DRIVER not in sys.modules or (self._manager is None and self._rmm is None):
+        managers = _managers(device.uuid)
+        if not managers:
             return None
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
-        if not any(_uuid(context) == device.uuid for context in _contexts()):
+        if self._manager is None or not isinstance(managers[0], self._manager):
             return None
-        with self._lock:
-            count = self._counts[device.uuid]
-            held, in_use = count.driver.held(), count.driver.in_use() - count.pending
-            return Usage(held, in_use, min(count.pending, held), peak=count.peak)
+        count: _Count = managers[0].deallocations.count
+        with count.lock:
+            pages = count.pages()
+            return Usage(pages.held(), pages.in_use, pages.reclaimable(), peak=count.peak)
 
     def trim(self, device: Device) -> None:
         """Flush the frees that are pending on the device."""
-        for context in list(_contexts()):
-            if _uuid(context) == device.uuid:
+        for context in _contexts():
+            pending = getattr(context.memory_manager, "deallocations", None)
+            if pending is not None and _uuid(context) == device.uuid:
                 with contexts.pushed(int(context.device.id)) as there:
                     if there:
-                        context.memory_manager.deallocations.clear()
+                        pending.clear()
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self._rmm is not None:
@@ -157,83 +190,82 @@ class Numba(Framework):
         return [f"numba: its memory manager was replaced after memguard.init ({name}): the cap does not hold"]
 
     def forked(self) -> None:
-        self._lock, self._caps = threading.RLock(), {}
+        self._caps = {}
+        for context in _contexts():
+            count = getattr(getattr(context.memory_manager, "deallocations", None), "count", None)
+            if count is not None:
+                count.lock = threading.RLock()  # another thread of the parent may have held the old one
 
-    def _capped(self, driver: Any) -> type:
-        framework = self
+    def allocate(self, driver: Any, manager: Any, size: int, ask: Callable[[int], Any]) -> Any:
+        """`ask` the driver; Numba's own error where that passes the cap, even without the frees that are pending."""
+        count, cap = manager.deallocations.count, self._caps.get(manager.uuid)
+        for _ in range(2):
+            if cap is None or count.pages().held() + count.pages().growth(size) <= cap:
+                memory = ask(size)
+                count.taken(int(memory.device_pointer_value or 0), size)
+                if cap is None or count.pages().held() <= cap:
+                    return memory
+                del memory  # no hole in a slab was large enough for it, and the driver opened another
+            manager.deallocations.clear()
+        raise driver.CudaAPIError(
+            driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2,
+            f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
+            f"{format_size(count.pages().held())} of the {format_size(cap)} that the memguard budget gives numba",
+        )
 
-        class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-            """Numba's pending frees; it is told when one of ours is pending, and when the driver has it back."""
+    def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
+        devices = self.host.devices(ordinals=True)
+        ordinals = {d.uuid: d.ordinal if d.ordinal is not None else d.index for d in devices}
+        try:
+            self._rmm, applied = _rmm.apply(self.name, caps, ordinals)
+        except ImportError as error:
+            raise CapNotApplied(
+                self.name, f"it is told to allocate through RMM, and {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
+            ) from error
+        return applied
 
-            uuid = ""
+    def _held(self, uuid: str) -> int:
+        found = 0
+        for manager in _managers(uuid):
+            with manager.deallocations.count.lock:
+                found += manager.deallocations.count.pages().held()
+        return found
 
-            def add_item(self, dtor: Callable[..., None], handle: Any, size: int = 0) -> None:
-                super().add_item(framework._freeing(self.uuid, dtor, handle), handle, size)
 
-        class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
-            """Numba's own memory manager, capped by memguard."""
+def _capped(driver: Any) -> type:
+    """The class of memory managers that ask the framework in `memguard` before they take memory."""
 
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                self.deallocations = Pending()
-                if self.context is not None:
-                    self.deallocations.uuid = _uuid(self.context)
+    class Pending(driver._PendingDeallocs):  # type: ignore[misc]
+        """Numba's pending frees; the count hears when one is pending, and when the driver has it back."""
 
-            def memalloc(self, size: int) -> Any:
-                with framework._lock:
-                    framework._make_room(driver, self.deallocations, size)
-                    memory = super().memalloc(size)
-                    framework._taken(self.deallocations.uuid, int(memory.device_pointer_value or 0), size)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.count = _Count()
+
+        def add_item(self, dtor: Callable[..., None], handle: Any, size: int = 0) -> None:
+            super().add_item(self.count.freeing(dtor, handle), handle, size)
+
+    class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
+        """Numba's own memory manager, capped by memguard."""
+
+        memguard: ClassVar[Numba | None] = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.deallocations = Pending()
+            self.uuid = "" if self.context is None else _uuid(self.context)
+
+        def memalloc(self, size: int) -> Any:
+            count: _Count = self.deallocations.count
+            with count.lock:
+                framework = self.memguard
+                if framework is not None:
+                    return framework.allocate(driver, self, size, super().memalloc)
+                memory = super().memalloc(size)
+                count.taken(int(memory.device_pointer_value or 0), size)
                 return memory
 
-        return MemguardMemoryManager
-
-    def _make_room(self, driver: Any, pending: Any, size: int) -> None:
-        """Raise Numba's own out-of-memory error where `size` more passes the cap, even without the pending frees."""
-        cap = self._caps.get(pending.uuid)
-        count = self._counts[pending.uuid]
-        if cap is None or count.driver.held() + count.driver.growth(size) <= cap:
-            return
-        pending.clear()
-        held, wanted = count.driver.held(), count.driver.growth(size)
-        if held + wanted > cap:
-            raise driver.CudaAPIError(
-                driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
-                f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
-                f"{format_size(held)} of the {format_size(cap)} that the memguard budget gives numba",
-            )
-
-    def _taken(self, uuid: str, address: int, size: int) -> None:
-        count = self._counts[uuid]
-        count.sizes[address] = size
-        count.driver.add(size)
-        count.peak = max(count.peak, count.driver.in_use() - count.pending)
-
-    def _freeing(self, uuid: str, free: Callable[..., None], handle: Any) -> Callable[..., None]:
-        """`free`, counted where it is of an array of ours. Finalizers call this: on any thread, at any time."""
-        try:
-            address = int(handle)
-        except (TypeError, ValueError):  # a module or an event
-            return free
-        with self._lock:
-            count = self._counts[uuid]
-            size = count.sizes.pop(address, None)
-            if size is None:
-                return free
-            count.pending += size
-
-        @functools.wraps(free)
-        def freed(*args: Any) -> None:
-            free(*args)
-            with self._lock:
-                count.pending -= size
-                count.driver.remove(size)
-
-        return freed
-
-    def _ordinals(self) -> dict[str, int]:
-        devices = self.host.devices(ordinals=True)
-        return {d.uuid: d.ordinal if d.ordinal is not None else d.index for d in devices}
+    return MemguardMemoryManager
 
 
 def _contexts() -> list[Any]:
@@ -241,6 +273,10 @@ def _contexts() -> list[Any]:
     module = sys.modules.get(_DRIVER)
     devices = getattr(getattr(module, "driver", None), "devices", None) or {}
     return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
+
+
+def _managers(uuid: str) -> list[Any]:
+    return [context.memory_manager for context in _contexts() if _uuid(context) == uuid]
 
 
 def _uuid(context: Any) -> str:
