@@ -25,12 +25,12 @@ BUDGET = {
 }
 
 
-def reading(label: str, rank: int) -> dict[str, Any]:
+def reading(label: str, uuid: str) -> dict[str, Any]:
     """This rank's GPU as the ledger sees it; the sum is checked on every GPU."""
     import memguard
 
     parts = memguard.ledger().devices
-    mine = next(part for part in parts if part.device.ordinal == rank)
+    mine = next(part for part in parts if part.device.uuid == uuid)
     sums = [sum(row.bytes for row in p.rows if row.bytes is not None) - p.device.total for p in parts]
     return {
         "label": label,
@@ -54,16 +54,17 @@ def worker(rank: int) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.cuda.set_device(rank)
-    readings = [reading("init", rank)]
+    uuid = f"GPU-{torch.cuda.get_device_properties(rank).uuid}"
+    readings = [reading("init", uuid)]
     torch.zeros(1, device="cuda")
-    readings.append(reading("first tensor", rank))
+    readings.append(reading("first tensor", uuid))
     dist.init_process_group("nccl", rank=rank, world_size=WORLD)
-    readings.append(reading("init_process_group", rank))
+    readings.append(reading("init_process_group", uuid))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1)).cuda()
     ddp = DistributedDataParallel(net, device_ids=[rank])
     torch.cuda.synchronize()
-    readings.append(reading("first collective", rank))
+    readings.append(reading("first collective", uuid))
     optimiser = torch.optim.Adam(ddp.parameters(), lr=1e-3)
     generator = torch.Generator(device="cuda").manual_seed(rank)
     losses = []
@@ -74,14 +75,13 @@ def worker(rank: int) -> dict[str, Any]:
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    readings.append(reading("trained", rank))
+    readings.append(reading("trained", uuid))
     group = dist.new_group(list(range(WORLD)))
     total = torch.ones(1 << 20, device="cuda")
     dist.all_reduce(total, group=group)
     torch.cuda.synchronize()
-    readings.append(reading("second communicator", rank))
-    device = next(p.device for p in guard.plan.devices if p.device.ordinal == rank)
-    cap = guard.plan.caps("torch")[device.uuid]
+    readings.append(reading("second communicator", uuid))
+    cap = guard.plan.caps("torch")[uuid]
     live: list[Any] = []
     refused = None
     try:
@@ -89,7 +89,7 @@ def worker(rank: int) -> dict[str, Any]:
             live.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
     except torch.OutOfMemoryError as error:
         refused = type(error).__name__
-    readings.append(reading("full", rank))
+    readings.append(reading("full", uuid))
     dist.all_reduce(total)  # works on while torch is at its cap
     torch.cuda.synchronize()
     weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
@@ -97,9 +97,9 @@ def worker(rank: int) -> dict[str, Any]:
     dist.all_gather(same, weights[:1000].contiguous())
     live.clear()
     memguard.trim()
-    readings.append(reading("freed and trimmed", rank))
+    readings.append(reading("freed and trimmed", uuid))
     dist.destroy_process_group()
-    readings.append(reading("communicators destroyed", rank))
+    readings.append(reading("communicators destroyed", uuid))
     return {
         "rank": rank,
         "cap": cap,

@@ -24,7 +24,11 @@ def why_simulated() -> str | None:
             return "NVML shows no GPU"
     except Exception as error:
         return f"no NVIDIA GPU here ({error})"
-    missing = [name for name in ("tensorflow", "torch", "cupy", "jax", "numba", "pycuda") if importlib.util.find_spec(name) is None]
+    missing = [
+        name
+        for name in ("tensorflow", "torch", "cupy", "jax", "numba", "pycuda")
+        if importlib.util.find_spec(name) is None
+    ]
     return f"there is a GPU, but {', '.join(missing)} cannot be imported" if missing else None
 
 

@@ -242,15 +242,16 @@ def admit(
     fail is refused. Where held is unknown (TensorFlow with growth) live arrays count instead.
     """
     own = usages.get(framework) or Usage(held=0, in_use=0)
+    idle = _cached(own)
     if own.held is None:
         taken, stuck = own.in_use or 0, max((own.held_at_least or 0) - (own.in_use or 0), 0)
     else:
-        taken = own.held - (own.reclaimable or 0)
+        taken = own.held - idle
         stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
     room = max(cap - taken, 0)
     if footprint > room and needed > stuck:
         return Admission(max(room, stuck), refusal=_over_cap(framework, needed, footprint, max(room, stuck), cap, own))
-    short = 0 if needed <= stuck else footprint - (own.reclaimable or 0) - memory.free
+    short = 0 if needed <= stuck else footprint - idle - memory.free
     if short <= 0:
         return Admission(max(room, stuck))
     trim, found = [], 0
@@ -263,7 +264,7 @@ def admit(
     if found >= short:
         return Admission(room, tuple(trim))
     return Admission(
-        max(stuck, min(room, memory.free + found + (own.reclaimable or 0))),
+        max(stuck, min(room, memory.free + found + idle)),
         refusal=(
             f"{framework} needs {format_size(needed)} and its cap allows it, but the card has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
