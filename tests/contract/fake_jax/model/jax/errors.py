@@ -1,0 +1,5 @@
+"""`jax.errors`."""
+
+
+class JaxRuntimeError(RuntimeError):
+    pass
