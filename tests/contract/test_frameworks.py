@@ -1,7 +1,7 @@
 """The contract of `frameworks/base.py`, over every framework of the registry: a new one is tested by its registry line.
 
 `TestEvery` holds for the real classes without a GPU, `TestWorking` for those that can work here: the simulated
-stand-ins, and PyCUDA on its model.
+stand-ins, and PyCUDA and Numba on their models.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from memguard import config, policy
+from memguard.devices import contexts
 from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied
 from memguard.frameworks import registry, simulated
@@ -70,10 +71,11 @@ print("RESULT", json.dumps(result))
 
 def test_the_registry_knows_what_a_budget_may_name() -> None:
     assert set(registry.NAMES) == set(config.FRAMEWORKS)
-    assert set(registry.NAMES) == set(policy.WORKSPACE), "a reserve for each"
+    assert set(registry.NAMES) == {n for n in policy.WORKSPACE if not n.startswith("nccl")}, "a reserve for each"
+    assert set(policy.MODULES) == {*policy.WORKSPACE, "context"}, "what is expected of each was measured"
     assert set(registry.NAMES) == set(simulated.STYLES), "a simulated stand-in for each"
     with pytest.raises(KeyError):
-        registry.create("cupy", NotSimulated(["h200"]))
+        registry.create("theano", NotSimulated(["h200"]))
 
 
 @pytest.mark.parametrize("name", registry.NAMES)
@@ -220,19 +222,44 @@ class PyCUDAOnItsModel(Subject):
         return driver.mem_alloc(nbytes)
 
 
+class NumbaOnItsModel(Subject):
+    def __init__(self) -> None:
+        self.host = NotSimulated(["h200"])
+        self.framework = registry.create("numba", self.host)
+
+    def bring(self) -> None:
+        importlib.import_module("numba.cuda")
+        sys.modules["numba.cuda.cudadrv.driver"].Device.uuids = (self.gpu.uuid,)
+
+    def allocate(self, nbytes: int) -> Any:
+        return sys.modules["numba.cuda"].device_array(nbytes)
+
+
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     **{f"simulated {name}": lambda name=name: Simulated(name) for name in registry.NAMES},  # type: ignore[misc]
     "pycuda on its model": PyCUDAOnItsModel,
+    "numba on its model": NumbaOnItsModel,
 }
+
+
+MODELS = ("pycuda", "numba")
+
+
+def modelled() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] in MODELS]
 
 
 @pytest.fixture(params=SUBJECTS)
 def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pycuda"]:
+    for name in modelled():
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(HERE / "fake_pycuda")
+    for name in MODELS:
+        monkeypatch.syspath_prepend(HERE / f"fake_{name}")
+    others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # numba-cuda's .pth
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.setattr(contexts, "pushed", lambda n: sys.modules["numba.cuda.cudadrv.driver"].pushed(n))
     yield SUBJECTS[request.param]()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pycuda"]:
+    for name in modelled():
         del sys.modules[name]
 
 
@@ -375,8 +402,8 @@ class TestWorking:
         assert first.undo is not None
         first.undo()
         second = subject.apply(GIB)
-        fill(subject)
-        assert 64 * MIB < held(subject) <= GIB
+        live = fill(subject)
+        assert live and 64 * MIB < held(subject) <= GIB
         assert second.enforcement is Enforcement.ENFORCED
 
     def test_live_before_it_is_capped_at_once_or_refuses(self, subject: Subject) -> None:
