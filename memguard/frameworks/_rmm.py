@@ -1,8 +1,9 @@
 """RMM, where it is the allocator of a framework: a limit around its resource, or nothing more than watching.
 
 `LimitingResourceAdaptor` counts live allocations. Over a resource that keeps nothing back (`CudaMemoryResource`)
-that is what is held, and the cap holds; over a pool it is not, so such a framework is `watched`. RMM has one
-resource per device for everybody: the first framework limits it, a second one on it shares that limit.
+that is what is held, and the cap holds; over a pool it is not, so such a framework is `watched`. What it counts is
+what was asked for: the driver's pages may be more (`_driver_bytes`). RMM has one resource per device for everybody:
+the first framework limits it, a second one on it shares that limit.
 """
 
 from __future__ import annotations
@@ -59,14 +60,15 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
             continue
         note = f"{framework}: watched, not capped by its own cap: {why}"
         return Limit({}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
-    before: dict[int, Any] = {}
-    adaptors = {}
-    for uuid, ordinal in ordinals.items():
-        if uuid in caps:
-            before[ordinal] = rmm.mr.get_per_device_resource(ordinal)
-            adaptors[uuid] = rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
-            rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
-            _limits[ordinal] = (framework, adaptors[uuid])
+    capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
+    before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
+    adaptors = {
+        uuid: rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
+        for ordinal, uuid in capped.items()
+    }
+    for ordinal, uuid in capped.items():
+        rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
+        _limits[ordinal] = (framework, adaptors[uuid])
 
     def undo() -> None:
         stays = []

@@ -328,6 +328,11 @@ def test_live_before_it_is_capped_at_once_and_says_what_is_above(model: Model) -
     del live[:5]
     array = setting.alloc(8 * MIB)
     assert setting.usage() == Usage(96 * MIB, 64 * MIB), "the cache serves"
+    assert applied.undo is not None
+    applied.undo()
+    applied = setting.apply(100 * MIB)
+    assert applied.residual == {} and setting.limit() == 100 * MIB
+    setting.framework.resize({setting.first.uuid: 64 * MIB, setting.second.uuid: 64 * MIB})
     other = setting.alloc(MIB, 1)
     assert setting.limit(1) == 64 * MIB
     del array, other
@@ -699,12 +704,12 @@ def test_a_forked_child_is_not_capped(model: Model) -> None:
 def test_a_fork_while_a_thread_holds_the_lock(model: Model) -> None:
     setting = model()
     setting.apply()
-    held, go = threading.Event(), threading.Event()
+    held, go, waited = threading.Event(), threading.Event(), []
 
     def hold() -> None:
         with setting.framework._lock:
             held.set()
-            go.wait(10)
+            waited.append(go.wait(5))
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -713,6 +718,7 @@ def test_a_fork_while_a_thread_holds_the_lock(model: Model) -> None:
     array = setting.alloc(200 * MIB)
     go.set()
     thread.join()
+    assert waited == [True], "nobody waited for it"
     del array
 
 

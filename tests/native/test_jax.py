@@ -47,7 +47,7 @@ def test_a_build_without_a_cuda_plugin_is_absent_and_nothing_is_imported_to_see_
         sys.path.append(PLUGIN)
         result["with"] = [framework.state().value, framework.why_absent()]
         result["asked"] = []
-        for platforms in ("cpu", " CPU ,tpu", "cuda", "cuda,cpu", "gpu", ""):
+        for platforms in ("cpu", " CPU ,tpu", "CUDA", "cuda,cpu", "gpu", ""):
             os.environ["JAX_PLATFORMS"] = platforms
             result["asked"].append(framework.state().value)
         os.environ["JAX_PLATFORMS"] = "cpu"
