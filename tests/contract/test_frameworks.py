@@ -1,7 +1,7 @@
 """The contract of `frameworks/base.py`, over every framework of the registry: a new one is tested by its registry line.
 
 `TestEvery` holds for the real classes without a GPU, `TestWorking` for those that can work here: the simulated
-stand-ins, and PyCUDA and Numba on their models.
+stand-ins, and the real classes on models of their libraries.
 """
 
 from __future__ import annotations
@@ -165,6 +165,9 @@ class Subject(ABC):
     framework: Framework
     host: SimulatedHost
 
+    def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: B027 (most stand on nothing)
+        """Put in place what its model stands on."""
+
     @abstractmethod
     def bring(self) -> None:
         """Import it, as a program would."""
@@ -227,6 +230,11 @@ class NumbaOnItsModel(Subject):
         self.host = NotSimulated(["h200"])
         self.framework = registry.create("numba", self.host)
 
+    def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # its .pth
+        monkeypatch.setattr(sys, "meta_path", others)
+        monkeypatch.setattr(contexts, "pushed", lambda n: sys.modules["numba.cuda.cudadrv.driver"].pushed(n))
+
     def bring(self) -> None:
         importlib.import_module("numba.cuda")
         sys.modules["numba.cuda.cudadrv.driver"].Device.uuids = (self.gpu.uuid,)
@@ -235,30 +243,70 @@ class NumbaOnItsModel(Subject):
         return sys.modules["numba.cuda"].device_array(nbytes)
 
 
+class CuPyOnItsModel(Subject):
+    def __init__(self) -> None:
+        self.host = NotSimulated(["h200"])
+        self.framework = registry.create("cupy", self.host)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        importlib.import_module("fake_card").stand_in(monkeypatch)
+        monkeypatch.delenv("CUPY_GPU_MEMORY_LIMIT", raising=False)
+
+    def bring(self) -> None:
+        importlib.import_module("cupy")
+
+    def allocate(self, nbytes: int) -> Any:
+        return sys.modules["cupy"].cuda.alloc(nbytes)
+
+
+class JAXOnItsModel(Subject):
+    def __init__(self) -> None:
+        self.host = NotSimulated(["h200"])
+        self.framework = registry.create("jax", self.host)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.modules[type(self.framework).__module__], "_standing", {})
+        for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_"))]:
+            monkeypatch.delenv(name)
+
+    def bring(self) -> None:
+        importlib.import_module("jax")
+
+    def allocate(self, nbytes: int) -> Any:
+        return sys.modules["jax"].numpy.empty(nbytes)
+
+
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     **{f"simulated {name}": lambda name=name: Simulated(name) for name in registry.NAMES},  # type: ignore[misc]
     "pycuda on its model": PyCUDAOnItsModel,
     "numba on its model": NumbaOnItsModel,
+    "cupy on its model": CuPyOnItsModel,
+    "jax on its model": JAXOnItsModel,
 }
-
-
-MODELS = ("pycuda", "numba")
+MODELS = {
+    "fake_pycuda": ("pycuda",),
+    "fake_numba": ("numba",),
+    "fake_cupy": ("cupy", "fake_card", "rmm"),
+    "fake_jax/model": ("jax",),
+    "fake_jax/plugin": ("jax_plugins",),
+}
+"""Folders of models, and the modules in them."""
 
 
 def modelled() -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] in MODELS]
+    names = {name for known in MODELS.values() for name in known}
+    return [name for name in sys.modules if name.partition(".")[0] in names]
 
 
 @pytest.fixture(params=SUBJECTS)
 def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
     for name in modelled():
         monkeypatch.delitem(sys.modules, name)
-    for name in MODELS:
-        monkeypatch.syspath_prepend(HERE / f"fake_{name}")
-    others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # numba-cuda's .pth
-    monkeypatch.setattr(sys, "meta_path", others)
-    monkeypatch.setattr(contexts, "pushed", lambda n: sys.modules["numba.cuda.cudadrv.driver"].pushed(n))
-    yield SUBJECTS[request.param]()
+    for folder in MODELS:
+        monkeypatch.syspath_prepend(HERE / folder)
+    subject = SUBJECTS[request.param]()
+    subject.prepare(monkeypatch)
+    yield subject
     for name in modelled():
         del sys.modules[name]
 
