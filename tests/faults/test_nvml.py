@@ -204,6 +204,7 @@ def test_a_gpu_that_is_lost_from_the_start(run: Run) -> None:
     )
     assert all("fell off the bus" in (text or "") for text in found["lost"]), found["lost"]
     assert found["then"] == [2, 0]
+    assert [entry[0] for entry in found["log"]] == ["init", "shutdown"] * 3 + ["init"], "NVML counts its users"
 
 
 def test_a_gpu_that_is_not_there_any_more(run: Run) -> None:

@@ -487,34 +487,32 @@ def test_threads_that_begin_the_same_budget_have_one_guard(monkeypatch: pytest.M
         memguard.shutdown()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_of_blocks_that_begin_at_once_the_one_that_began_the_budget_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other leaves it as it found it: active."""
-    load = active._load
-    late = threading.Event()
+    load, begin = active._load, Guard.start
+    both, inside, left = threading.Barrier(2), threading.Barrier(2), threading.Event()
+    began, seen = [], []
 
-    def slowly(budget: Any) -> Any:
-        if threading.current_thread().name == "second":
-            late.wait(5)
+    def loading(budget: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # they meet here only where neither waits for the other
         return load(budget)
 
-    monkeypatch.setattr(active, "_load", slowly)
-    entered, leave, seen = threading.Event(), threading.Event(), []
+    def starting(guard: Guard) -> None:
+        began.append(threading.current_thread())
+        begin(guard)
 
-    def first() -> None:
+    def work() -> None:
         with memguard.guard(BUDGET, simulate="h200"):
-            late.set()
-            entered.set()
-            leave.wait(20)
-            seen.append(active._active is not None and active._active.active)
+            inside.wait(20)
+            if [threading.current_thread()] == began:
+                left.wait(20)
+                seen.append(active._active is not None and active._active.active)
+        left.set()
 
-    def second() -> None:
-        threading.current_thread().name = "second"
-        with memguard.guard(BUDGET, simulate="h200"):
-            entered.wait(20)
-        leave.set()
-
-    assert together(second, first) == []
+    monkeypatch.setattr(active, "_load", loading)
+    monkeypatch.setattr(Guard, "start", starting)
+    assert together(work, work) == []
     assert seen == [True] and active._active is None
 
 
@@ -730,6 +728,7 @@ for name in ("register_at_fork", "fork", "RTLD_NOLOAD", "RTLD_GLOBAL"):
 for name in ("SIGPIPE", "SIGXFSZ"):
     if sys.platform == "win32":
         delattr(signal, name)
+        os.execvpe = lambda *given: os._exit(0)  # the shell goes on while the program still runs
 for name in ("resource", "fcntl"):
     sys.modules[name] = None
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -103,7 +103,7 @@ def f(x):
 LOOK = (
     "(__import__('os').getpid(), __import__('multiprocessing').current_process().name, "
     "'memguard.active' in __import__('sys').modules "
-    "and getattr(__import__('sys').modules['memguard.active']._active, 'active', False), "
+    "and __import__('sys').modules['memguard.active']._active is not None, "
     "[n for n in __import__('os').environ if n.startswith('MEMGUARD')], "
     "[p for p in __import__('sys').path if '_activate' in p], "
     "[type(f).__name__ for f in __import__('sys').meta_path if type(f).__name__ == 'ImportHook'])"
