@@ -9,7 +9,6 @@ Outside the cap: context and modules, managed memory, arrays that others own (`a
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -66,7 +65,6 @@ class _Count:
             return free
         self._log.append((self._pages.going, address, size))
 
-        @functools.wraps(free)
         def freed(*args: Any) -> None:
             free(*args)
             self._log.append((self._pages.remove, address, size))

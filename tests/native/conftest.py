@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 def environment() -> dict[str, str]:
-    theirs = ("TF_", "PYTORCH_", "CUDA_", "CUPY_", "JAX_", "XLA_")
+    theirs = ("TF_", "PYTORCH_", "CUDA_", "CUPY_", "JAX_", "XLA_", "NUMBA_", "TORCH_", "NCCL_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
     path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
@@ -94,6 +94,12 @@ def with_cupy() -> Iterator[Run]:
 def with_jax() -> Iterator[Run]:
     """Run code beside the imported JAX; findings go into `result`."""
     yield from serve("jax")
+
+
+@pytest.fixture(scope="session")
+def with_numba() -> Iterator[Run]:
+    """Run code beside the imported `numba.cuda`; findings go into `result`."""
+    yield from serve("numba.cuda")
 
 
 @pytest.fixture

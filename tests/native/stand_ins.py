@@ -14,7 +14,7 @@ from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied
 from memguard.model import Device
 
-__all__ = ["GIB", "MIB", "PLUGIN", "TOTAL", "Host", "backend", "card", "gpus", "json", "os", "raised", "sys"]
+__all__ = ["GIB", "MIB", "PLUGIN", "TOTAL", "Host", "backend", "card", "gpus", "json", "numbas", "os", "raised", "sys"]
 
 GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 143_156 * MIB
@@ -115,3 +115,61 @@ def backend(*limits: int | None, held: int = 0) -> list[Any]:
     ]
     bridge._backends["cuda"] = types.SimpleNamespace(local_devices=lambda: local)  # type: ignore[attr-defined]
     return local
+
+
+def numbas(host: Host) -> Any:
+    """A driver for a Numba that finds none: the calls of its driver object. `start` makes a GPU's context current."""
+    import weakref
+
+    from cuda.bindings import driver as binding
+    from numba.cuda.cudadrv import driver as module
+
+    driver = module.driver
+    found = types.SimpleNamespace(live={}, freed=[], current=0, contexts={}, total=TOTAL, driver=module)
+    module._logger = module.make_logger()
+    driver.is_initialized, driver.initialization_error = True, None
+
+    def take(size: int) -> Any:
+        """Pages, each address used once."""
+        if sum(found.live.values()) + size > found.total:
+            raise module.CudaAPIError(binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY, "Call to cuMemAlloc: out of memory")
+        address = (1 << 40) + sum(-(-size // (2 * MIB)) for _, size in found.freed) * 2 * MIB
+        address += sum(-(-size // (2 * MIB)) for size in found.live.values()) * 2 * MIB
+        found.live[address] = size
+        return binding.CUdeviceptr(address)
+
+    def give(address: Any) -> None:
+        found.freed.append((int(address), found.live.pop(int(address))))
+
+    def device(number: int) -> Any:
+        made = object.__new__(module.Device)
+        made.id, made.uuid, made.name, made.compute_capability = number, host.uuids[number], "H200", (9, 0)
+        made.primary_context = None
+        return made
+
+    def start(number: int = 0) -> Any:
+        gpu = driver.devices[number]
+        if gpu.primary_context is None:
+            gpu.primary_context = module.Context(weakref.proxy(gpu), number + 1)
+        found.current = number + 1
+        gpu.primary_context.prepare_for_use()
+        return gpu.primary_context
+
+    calls = {
+        "cuMemAlloc": take,
+        "cuMemAllocManaged": lambda size, flags: take(size),
+        "cuMemFree": give,
+        "cuMemGetInfo": lambda: (found.total - sum(found.live.values()), found.total),
+        "cuCtxGetCurrent": lambda: found.current,
+        "cuCtxGetDevice": lambda: found.current - 1,
+        "cuDeviceGetCount": lambda: len(host.gpus),
+        "cuEventCreate": lambda flags: binding.CUevent(0x7F00 + flags),
+        "cuEventDestroy": lambda handle: None,
+    }
+    for name, call in calls.items():
+        call.__name__ = name
+        setattr(driver, name, call)
+    for number in range(len(host.gpus)):
+        driver.devices[number] = device(number)
+    found.start = start
+    return found
