@@ -222,6 +222,15 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             0 < most <= 40 * GIB,
             f"{most / GIB:.3f} GiB, {loop['nvml']['samples']} samples",
         )
+    hour = s.get("simulated_hour", {})
+    if "unaccounted_drift" in hour:
+        from simulated_hour import wrong
+
+        failed = wrong(hour)
+        drift, refused = hour["unaccounted_drift"] / MIB, sum(hour["refused"].values())
+        check("simulated hour", not failed, f"drift {drift:.1f} MiB, {refused} refusals {failed or ''}".strip())
+    elif "simulated_hour" in s:
+        check("simulated hour", False, f"rc {hour.get('returncode')}")
     return found
 
 

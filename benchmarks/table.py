@@ -157,7 +157,7 @@ def all_frameworks() -> list[str]:
         f"- {len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted "
         f"{worst['unaccounted'] / MIB:+.0f} MiB at worst. In five minutes ({loop['allocated']:,} allocations, "
         f"{loop['readings']} ledgers) it drifts by "
-        f"{loop['unaccounted_drift'] / MIB:.0f} MiB; in a simulated hour by {hour['drift'] / MIB:.0f} MiB.",
+        f"{loop['unaccounted_drift'] / MIB:.0f} MiB; in a simulated hour by {hour['unaccounted_drift'] / MIB:.0f} MiB.",
         f"- Import orders of two, alive and capped: {pairs}.",
         f"- PyTorch DDP on two GPUs (NCCL): {took[0]:,.0f} and {took[1]:,.0f} MiB outside torch's cap at most, in a "
         f"reserve of {kept:,.0f} MiB ([h200-x2-ddp.json](benchmarks/results/h200-x2-ddp.json)).",
