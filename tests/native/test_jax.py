@@ -464,8 +464,10 @@ result["early"] = framework.usage(gpu)
 backend(4 * GIB, held=GIB)
 result["first"], result["second"] = vars(framework.usage(gpu)), framework.usage(host.gpus[1])
 framework = JAX(host)
-backend(None, None)
+first, _ = backend(None, None)
 result["without"] = vars(framework.usage(gpu))
+first.memory_stats = lambda: {"bytes_in_use": 5}
+result["only use"] = vars(framework.usage(gpu))
 result["about"] = framework.about()
 framework.trim(gpu)
 """
@@ -473,6 +475,7 @@ framework.trim(gpu)
     known = {"held": GIB, "in_use": GIB // 2, "reclaimable": 0, "peak": GIB}
     nothing = {"held_at_least": None, "held_at_most": None}
     assert found["early"] is None and found["first"] == {**known, **nothing} and found["second"] is None
+    assert found["only use"] == {**dict.fromkeys(known), **nothing, "in_use": 5}
     assert found["without"] == {**dict.fromkeys(known), **nothing} and found["about"] == {"allocator": "bfc"}
 
 

@@ -1,5 +1,7 @@
 """`cupy.cuda`: what of it memguard and the tests use."""
 
+import contextlib
+
 import fake_card
 
 from cupy.cuda import memory, runtime
@@ -13,7 +15,6 @@ from cupy.cuda.memory import (
     get_allocator,
     malloc_managed,
     set_allocator,
-    using_allocator,
 )
 
 __all__ = [
@@ -32,6 +33,17 @@ __all__ = [
     "set_allocator",
     "using_allocator",
 ]
+
+
+@contextlib.contextmanager
+def using_allocator(allocator=None):
+    """For this thread only."""
+    thread = memory._thread
+    before, thread.allocator = getattr(thread, "allocator", None), allocator or memory._malloc
+    try:
+        yield
+    finally:
+        thread.allocator = before
 
 
 class Device:
@@ -55,7 +67,7 @@ class _Stream:
     def is_capturing(self):
         fake_card.runtime()
         if fake_card.capturing == "elsewhere":  # the null stream beside a capture
-            raise runtime.CUDARuntimeError(runtime.errorStreamCaptureUnsupported)
+            raise runtime.CUDARuntimeError(runtime._CAPTURE_UNSUPPORTED)
         return bool(fake_card.capturing)
 
 

@@ -1,6 +1,5 @@
 """`cupy.cuda.memory`: one pool per device, which caches, splits and merges, and looks once more at its limit."""
 
-import contextlib
 import gc
 import os
 import sys
@@ -12,7 +11,7 @@ import fake_card
 
 from cupy.cuda import runtime
 
-UNIT = 512
+_UNIT = 512
 _thread = threading.local()
 
 
@@ -42,7 +41,7 @@ class MemoryAsync:
         try:
             self._gpu.malloc_async(size)
         except fake_card.OutOfMemory:
-            raise runtime.CUDARuntimeError(runtime.errorMemoryAllocation) from None
+            raise runtime.CUDARuntimeError(runtime._OUT_OF_MEMORY) from None
         self.size = size
 
     def __del__(self):
@@ -59,7 +58,7 @@ class UnownedMemory:
 
 class MemoryPointer:
     def __init__(self, mem, offset):
-        self.mem, self.offset = mem, offset
+        self.mem, self._offset = mem, offset
 
 
 def _malloc(module, size):
@@ -84,15 +83,6 @@ def set_allocator(allocator=None):
 
 def get_allocator():
     return getattr(_thread, "allocator", None) or _allocator
-
-
-@contextlib.contextmanager
-def using_allocator(allocator=None):
-    before, _thread.allocator = getattr(_thread, "allocator", None), allocator or _malloc
-    try:
-        yield
-    finally:
-        _thread.allocator = before
 
 
 def alloc(size):
@@ -142,7 +132,7 @@ class _OfOneDevice:
             self.set_limit(size=int(text))
 
     def malloc(self, size):
-        size = -(-size // UNIT) * UNIT
+        size = -(-size // _UNIT) * _UNIT
         if not size:
             return MemoryPointer(Memory(0), 0)
         fitting = [chunk for chunk in self._idle if chunk.size >= size]
@@ -168,7 +158,7 @@ class _OfOneDevice:
             try:
                 block = self._allocate(size)
             except runtime.CUDARuntimeError as error:
-                if error.status != runtime.errorMemoryAllocation:
+                if error.status != runtime._OUT_OF_MEMORY:
                     raise
                 continue
             self._total += size
@@ -256,7 +246,7 @@ class MemoryAsyncPool:
     """The limit of this one is the release threshold of the driver's pool."""
 
     def malloc(self, size):
-        return MemoryPointer(MemoryAsync(-(-size // UNIT) * UNIT), 0)
+        return MemoryPointer(MemoryAsync(-(-size // _UNIT) * _UNIT), 0)
 
     def free_all_blocks(self, stream=None):
         fake_card.gpu_here().trim_pool()

@@ -2,8 +2,7 @@
 
 import fake_card
 
-errorMemoryAllocation = 2  # noqa: N816 (CuPy's names)
-errorStreamCaptureUnsupported = 900  # noqa: N816
+_OUT_OF_MEMORY, _CAPTURE_UNSUPPORTED = 2, 900
 
 
 class CUDARuntimeError(RuntimeError):
@@ -35,4 +34,4 @@ def malloc(size):
     try:
         return fake_card.gpu_here().malloc(size)
     except fake_card.OutOfMemory:
-        raise CUDARuntimeError(errorMemoryAllocation) from None
+        raise CUDARuntimeError(_OUT_OF_MEMORY) from None
