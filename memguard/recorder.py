@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -165,6 +166,10 @@ def _header(
 
 
 def _version(module: str) -> str | None:
+    """As the module says it: CuPy's distributions have other names."""
+    said = getattr(sys.modules.get(module), "__version__", None)
+    if said is not None:
+        return str(said)
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
