@@ -43,7 +43,12 @@ def test_a_build_without_a_cuda_plugin_is_absent_and_nothing_is_imported_to_see_
         """
         from memguard.frameworks.jax import JAX
         framework = JAX(Host())
-        result["state"], result["why"] = framework.state().value, framework.why_absent()
+        import pathlib, tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "jax_plugins", "xla_rocm7").mkdir(parents=True)
+            sys.path.append(folder)
+            result["state"], result["why"] = framework.state().value, framework.why_absent()
+            sys.path.remove(folder)
         sys.path.append(PLUGIN)
         result["with"] = [framework.state().value, framework.why_absent()]
         result["asked"] = []
@@ -436,9 +441,14 @@ framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
 for name, limits in {"right": (4 * GIB, 4 * GIB - 100), "wrong": (4 * GIB, 100 * GIB), "none": (None, GIB)}.items():
     backend(*limits)
     result[name] = framework.drift()
+framework = JAX(host)
+sys.modules["jax._src.xla_bridge"]._backends.clear()
+framework.apply({host.uuids[0]: 4 * GIB}, {})
+backend(4 * GIB, 100 * GIB)
+result["not in the budget"] = framework.drift()
 """
     )
-    assert found["right"] == []
+    assert found["right"] == found["not in the budget"] == []
     assert found["wrong"] == ["jax: it started with a limit of 100.00 GiB on cuda:1, its cap is 4.00 GiB"]
     assert found["none"] == ["jax: it started without a limit on cuda:0, its cap is 4.00 GiB"]
 
