@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -23,11 +24,12 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
             "unset it, or leave torch out of the budget",
         )
     name, text = configured()
-    match = re.search(r"per_process_memory_fraction\s*:\s*(\d*\.?\d+)", text)
-    if match is None:
-        return
-    for device in devices:
-        allowed = int(float(match[1]) * device.usable)
+    match = re.search(r"per_process_memory_fraction\s*:\s*([^\s,]+)", text)
+    fraction = 0.0
+    with contextlib.suppress(ValueError):  # torch says so itself
+        fraction = float(match[1]) if match is not None else 0.0
+    for device in devices if 0 < fraction <= 1 else ():
+        allowed = int(fraction * device.usable)
         if device.uuid in caps and allowed > caps[device.uuid]:
             raise looser(f"{name}={text}", allowed, caps[device.uuid])
 

@@ -46,6 +46,7 @@ class Torch(Framework):
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}
         self._rmm: _rmm.Limit | None = None
+        self._lost: list[str] = []
 
     def why_absent(self) -> str | None:
         """Not installed, or a build without CUDA (read from `torch/version.py`: nothing is imported)."""
@@ -73,7 +74,7 @@ class Torch(Framework):
             raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
         _torch_settings.refuse(self.host.devices(), caps)
         if torch.cuda.get_allocator_backend() == "pluggable":
-            return self._apply_pluggable(torch, caps)
+            return self._apply_pluggable(caps)
         self._caps = dict(caps)
         if self._live(torch):
             try:
@@ -164,7 +165,7 @@ class Torch(Framework):
     def drift(self) -> list[str]:
         torch = sys.modules.get("torch")
         if torch is None or not self._set or not self._live(torch):
-            return []
+            return self._lost
         if torch.cuda.get_allocator_backend() == "pluggable":
             return ["torch: its allocator was replaced after memguard.init: the cap does not hold any more"]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
@@ -221,20 +222,25 @@ class Torch(Framework):
     def _queue(self, torch: Any) -> Callable[[], None]:
         """Set the fractions inside torch's own CUDA initialisation, which runs what `_lazy_call` queued."""
         if not hasattr(torch.cuda, "_lazy_call"):
-            raise CapNotApplied(
-                self.name,
-                f"torch {torch.__version__} has no torch.cuda._lazy_call",
-                "call torch.cuda.init() before memguard.init()",
-            )
+            why = f"torch {torch.__version__} has no torch.cuda._lazy_call"
+            raise CapNotApplied(self.name, why, "call torch.cuda.init() before memguard.init()")
         armed = True
+        swapped: list[Callable[[], None]] = []
 
         def set_caps() -> None:
-            if armed:
-                try:
+            if not armed or not self._caps:
+                return
+            try:
+                if torch.cuda.get_allocator_backend() == "pluggable":  # since memguard.init
+                    applied = self._apply_pluggable(self._caps)
+                    self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
+                    self.notes += [] if self._lost else applied.notes
+                    swapped.extend([applied.undo] if applied.undo is not None else [])
+                else:
                     self._set_now(torch)
-                except BaseException:
-                    self._restore()
-                    raise
+            except BaseException:
+                self._restore()
+                raise
 
         torch.cuda._lazy_call(set_caps)
 
@@ -244,6 +250,8 @@ class Torch(Framework):
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
+            for step in swapped:
+                step()
             if self._live(torch):
                 self._restore()
 
@@ -296,7 +304,7 @@ class Torch(Framework):
             )
         self._set[ordinal] = fraction
 
-    def _apply_pluggable(self, torch: Any, caps: Mapping[str, int]) -> Applied:
+    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
         """An allocator from elsewhere (`change_current_allocator`): RMM's is limited there, another cannot be."""
         if not _rmm.is_loaded_for("torch"):
             raise ConflictingSetting(
@@ -305,7 +313,9 @@ class Torch(Framework):
                 "replaced the caching allocator by one that memguard does not know",
                 "remove that call, or leave torch out of the budget",
             )
-        self._rmm, applied = _rmm.apply(self.name, caps, self._ordinals(torch))
+        devices = self.host.devices(ordinals=True)  # torch's own numbering would initialise it
+        ordinals = {d.uuid: d.ordinal if d.ordinal is not None else d.index for d in devices}
+        self._rmm, applied = _rmm.apply(self.name, caps, ordinals)
         return applied
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:

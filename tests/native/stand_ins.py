@@ -11,10 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from memguard.devices.simulated import SimulatedHost
-from memguard.errors import CapNotApplied
+from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.model import Device
 
-__all__ = ["GIB", "MIB", "PLUGIN", "TOTAL", "Host", "backend", "card", "gpus", "json", "numbas", "os", "raised", "sys"]
+__all__ = [
+    "GIB",
+    "MIB",
+    "PLUGIN",
+    "TOTAL",
+    "Host",
+    "backend",
+    "card",
+    "gpus",
+    "json",
+    "numbas",
+    "os",
+    "raised",
+    "setting",
+    "sys",
+]
 
 GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 143_156 * MIB
@@ -40,6 +55,15 @@ def raised(call: Callable[[], object]) -> str | None:
         call()
     except CapNotApplied as error:
         return str(error)
+    return None
+
+
+def setting(call: Callable[[], object]) -> str | None:
+    """The setting that a ConflictingSetting names; any other error comes out."""
+    try:
+        call()
+    except ConflictingSetting as error:
+        return error.setting
     return None
 
 

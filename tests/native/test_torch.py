@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memguard.frameworks import torch as module
+from memguard.frameworks import _torch_history, _torch_settings
 from memguard.model import TraceEvent
 
 Run = Callable[..., dict[str, Any]]
@@ -141,7 +141,6 @@ def test_a_live_torch_is_capped_at_once_and_what_it_holds_above_is_told(with_tor
         + """
 found = card(host)
 torch.cuda.init()
-found.fractions[0] = 0.5
 found.stats = {"reserved_bytes": {"all": {"current": 5 * GIB}}, "allocated_bytes": {"all": {"current": GIB}}}
 applied = framework.apply({uuid: 4 * GIB}, {})
 result["exact"], result["residual"] = exact(found), applied.residual[uuid]
@@ -151,7 +150,7 @@ applied.undo()
 result["restored"] = found.fractions[0]
 """
     )
-    assert found == {"exact": 4 << 30, "residual": 1 << 30, "resized": 6 << 30, "restored": 0.5}
+    assert found == {"exact": 4 << 30, "residual": 1 << 30, "resized": 6 << 30, "restored": 1.0}
 
 
 def test_expandable_segments_are_capped_one_piece_lower(with_torch: Run) -> None:
@@ -178,12 +177,12 @@ def test_a_fraction_that_reads_back_differently_is_refused_and_taken_back(with_t
         + """
 found = card(host)
 torch.cuda.init()
-torch._C._cuda_getMemoryFraction = lambda ordinal: 0.25
+torch._C._cuda_getMemoryFraction = lambda ordinal: 1.0
 result["text"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {}))
-result["restored"] = found.fractions[0]
+result["restored"], result["drift"] = found.fractions[0], framework.drift()
 """
     )
-    assert "set 4294967296 bytes, read back" in found["text"] and found["restored"] == 0.25
+    assert "set 4294967296 bytes, read back" in found["text"] and found["restored"] == 1.0 and found["drift"] == []
 
 
 def test_a_refusal_in_the_queue_comes_out_of_torchs_own_initialisation(with_torch: Run) -> None:
@@ -337,7 +336,8 @@ def test_the_async_backend_cannot_be_capped_without_cudas_bindings(with_torch: R
     found = with_torch(
         SETUP
         + """
-sys.modules["cuda"] = None
+for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"] + ["cuda"]:
+    sys.modules[name] = None
 found = card(host, backend="cudaMallocAsync")
 torch.cuda.init()
 result["text"], result["fractions"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {})), found.fractions
@@ -368,8 +368,8 @@ def test_under_the_guard_from_init_to_shutdown(with_torch: Run) -> None:
 import torch
 from memguard.conductor import Guard
 from memguard.config import from_mapping
-import memguard.frameworks.torch as module
-module.cuda_version = lambda: "13.0"
+from memguard.frameworks import _torch_settings
+_torch_settings.cuda_version = lambda: "13.0"
 host = Host()
 found = card(host)
 guard = Guard(from_mapping({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}), host)
@@ -401,6 +401,407 @@ result["history"] = [callable(torch.cuda.memory._snapshot), callable(torch.cuda.
     assert found["entries"] and all(found["entries"]) and all(found["history"])
 
 
+# what the user has set
+
+
+def test_without_its_caching_allocator_there_is_no_cap(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+found = card(host)
+text = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["text"], result["queued"] = text, any("memguard" in str(entry[0]) for entry in torch.cuda._queued_calls)
+result["setting"] = setting(lambda: framework.apply({uuid: GIB}, {}))
+"""
+    )
+    assert "switches off the caching allocator" in found["text"] and "unset it" in found["text"]
+    assert found["setting"] == "PYTORCH_NO_CUDA_MEMORY_CACHING" and not found["queued"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("per_process_memory_fraction:0.5", True),
+        ("expandable_segments:False,per_process_memory_fraction: .5 ,max_split_size_mb:64", True),
+        ("per_process_memory_fraction:5e-1", True),
+        ("per_process_memory_fraction:1.0", True),
+        ("per_process_memory_fraction:0.01", False),
+        ("per_process_memory_fraction:1e-2", False),
+        ("per_process_memory_fraction:nan", False),
+        ("per_process_memory_fraction:half", False),
+        ("max_split_size_mb:64", False),
+        ("", False),
+    ],
+)
+def test_a_looser_fraction_in_the_environment_is_a_conflict_before_torch_is_live(
+    with_torch: Run, name: str, text: str, refused: bool
+) -> None:
+    found = with_torch(
+        SETUP
+        + f"""
+os.environ[{name!r}] = {text!r}
+found = card(host)
+result["setting"] = setting(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["live"] = torch.cuda.is_initialized()
+"""
+    )
+    assert found == {"setting": f"{name}={text}" if refused else None, "live": False}
+
+
+def test_of_the_two_variables_torch_reads_the_first(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "per_process_memory_fraction:0.9"
+os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.01"
+result["first"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.8"
+result["looser"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+os.environ["PYTORCH_ALLOC_CONF"] = ""
+result["empty"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+"""
+    )
+    assert found["first"] is None and found["looser"] == "PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.8"
+    assert found["empty"] == "PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.9"
+
+
+def test_a_fraction_of_the_environment_is_held_against_the_caps_of_its_gpus_only(with_torch: Run) -> None:
+    found = with_torch(
+        """
+import torch
+from memguard.frameworks.torch import Torch
+os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.1"
+host = Host("h200", "h200")
+found = card(host)
+result["one"] = setting(lambda: Torch(host).apply({host.uuids[1]: 100 * GIB}, {}))
+result["both"] = setting(lambda: Torch(host).apply({host.uuids[0]: 100 * GIB, host.uuids[1]: GIB}, {}))
+"""
+    )
+    assert found["one"] is None and found["both"] is not None
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_stricter_fraction_of_the_users_own_stays(with_torch: Run, live: bool) -> None:
+    found = with_torch(
+        SETUP
+        + f"""
+found = card(host)
+found.fractions[0] = 0.01  # set_per_process_memory_fraction, or what the environment came to
+if {live}: torch.cuda.init()
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+torch.cuda.init()
+result["fraction"], result["notes"], result["drift"] = found.fractions[0], framework.notes, framework.drift()
+framework.resize({{uuid: GIB}})
+result["lower"] = exact(found)
+framework.resize({{uuid: 4 * GIB}})
+result["again"], result["notes again"] = round(found.fractions[0], 6), len(framework.notes)
+applied.undo()
+result["undone"] = found.fractions[0]
+"""
+    )
+    assert round(found["fraction"], 6) == 0.01 and found["drift"] == [] and found["lower"] == 1 << 30
+    assert found["notes"] == ["torch: its own fraction of 0.01 is stricter than the cap and stays"]
+    assert found["again"] == 0.01 and found["notes again"] == 1 and found["undone"] == 0.01
+
+
+def test_a_looser_fraction_of_the_users_own_is_a_conflict_and_nothing_stays(with_torch: Run) -> None:
+    found = with_torch(
+        """
+import torch
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200")
+found = card(host)
+framework = Torch(host)
+torch.cuda.init()
+found.fractions[1] = 0.5
+caps = dict.fromkeys(host.uuids, 4 * GIB)
+result["text"] = raised(lambda: framework.apply(caps, {}))
+result["setting"] = setting(lambda: framework.apply(caps, {}))
+result["left"], result["drift"] = [found.fractions.get(n, 1.0) for n in (0, 1)], framework.drift()
+found.fractions[1] = 1.0
+result["applied"] = framework.apply(caps, {}).enforcement.value
+"""
+    )
+    assert found["setting"] == "torch.cuda.set_per_process_memory_fraction(0.5)"
+    assert "allows 69.90 GiB, more than the cap of 4.00 GiB" in found["text"]
+    assert found["left"] == [1.0, 0.5] and found["drift"] == [] and found["applied"] == "enforced"
+
+
+def test_a_looser_fraction_set_before_torch_is_live_comes_out_of_its_initialisation(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+framework.apply({uuid: 4 * GIB}, {})
+found.fractions[0] = 0.5
+try:
+    torch.cuda.init()
+except torch.cuda.DeferredCudaCallError as error:
+    result["cause"], result["text"] = type(error.__cause__).__name__, str(error)
+result["left"], result["live"] = found.fractions[0], torch.cuda.is_initialized()
+"""
+    )
+    assert found["cause"] == "ConflictingSetting" and "set_per_process_memory_fraction(0.5)" in found["text"]
+    assert found["left"] == 0.5 and not found["live"]
+
+
+def test_a_resize_is_no_conflict_with_a_fraction_that_was_there_before(with_torch: Run) -> None:
+    """Stricter than the first cap it stayed; lower caps are the budget's own."""
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+torch.cuda.init()
+found.fractions[0] = 0.5
+framework.apply({uuid: 100 * GIB}, {})
+result["own"] = round(found.fractions[0], 6)
+result["resized"] = raised(lambda: framework.resize({uuid: 4 * GIB}))
+result["exact"] = exact(found)
+"""
+    )
+    assert found == {"own": 0.5, "resized": None, "exact": 4 << 30}
+
+
+def test_a_fraction_raised_later_is_told_and_a_lowered_one_is_not(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["not live"] = framework.drift()
+torch.cuda.init()
+result["set"] = framework.drift()
+before = found.fractions[0]
+found.fractions[0] = 0.9
+result["looser"] = framework.drift()
+found.fractions[0] = 0.001
+result["lowered"] = framework.drift()
+found.fractions[0] = 0.9
+del torch._C._cuda_getMemoryFraction
+result["older"] = framework.drift()
+applied.undo()
+result["undone"] = framework.drift()
+"""
+    )
+    assert found["not live"] == found["set"] == found["lowered"] == found["undone"] == found["older"] == []
+    (said,) = found["looser"]
+    assert "fraction on cuda:0 was raised from 0.03" in said and "to 0.9 after memguard.init" in said
+
+
+RMM = """
+import types
+class Resource:
+    def __init__(self, upstream=None, allocation_limit=0): self.limit = allocation_limit
+    def get_allocated_bytes(self): return 7
+class CudaMemoryResource(Resource): pass
+class LimitingResourceAdaptor(Resource): pass
+resources = {0: CudaMemoryResource(), 1: CudaMemoryResource()}
+def rmm():
+    sys.modules["rmm"] = types.ModuleType("rmm")
+    sys.modules["rmm.allocators.torch"] = types.ModuleType("rmm.allocators.torch")
+    sys.modules["rmm"].mr = types.SimpleNamespace(
+        CudaMemoryResource=CudaMemoryResource, LimitingResourceAdaptor=LimitingResourceAdaptor,
+        get_per_device_resource=resources.__getitem__, set_per_device_resource=resources.__setitem__)
+"""
+
+
+def test_an_allocator_of_the_users_own_is_a_conflict(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host, backend="pluggable")
+result["setting"] = setting(lambda: framework.apply({uuid: GIB}, {}))
+result["live"], result["fractions"] = torch.cuda.is_initialized(), found.fractions
+"""
+    )
+    assert found == {"setting": "torch.cuda.memory.change_current_allocator", "live": False, "fractions": {}}
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_rmms_allocator_is_limited_in_rmm(with_torch: Run, live: bool) -> None:
+    found = with_torch(
+        SETUP
+        + RMM
+        + f"""
+found = card(host, backend="pluggable")
+rmm()
+if {live}: torch.cuda.init()
+applied = framework.apply({{uuid: GIB}}, {{}})
+result["applied"] = [applied.enforcement.value, "RMM" in applied.notes[0], resources[0].limit]
+result["live"] = torch.cuda.is_initialized()
+torch.cuda.init()
+result["usage"], result["drift"] = framework.usage(gpu).held, framework.drift()
+result["resize"] = raised(lambda: framework.resize({{uuid: 2 * GIB}})) is not None
+applied.undo()
+result["undone"], result["fractions"] = type(resources[0]).__name__, found.fractions
+"""
+    )
+    assert found["applied"] == ["enforced", True, 1 << 30] and found["live"] is live, "asking makes nothing live"
+    assert found["usage"] == 7 and found["drift"] == [] and found["resize"]
+    assert found["undone"] == "CudaMemoryResource" and found["fractions"] == {}
+
+
+def test_an_allocator_swapped_before_torch_is_live_comes_out_of_its_initialisation(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+framework.apply({uuid: GIB}, {})
+torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
+try:
+    torch.cuda.init()
+except torch.cuda.DeferredCudaCallError as error:
+    result["cause"], result["text"] = type(error.__cause__).__name__, str(error)
+result["fractions"] = found.fractions
+framework.forked()
+torch.cuda.init()
+result["child"] = torch.cuda.is_initialized()
+"""
+    )
+    assert found["cause"] == "ConflictingSetting" and "change_current_allocator" in found["text"]
+    assert found["fractions"] == {} and found["child"], "a budget of the parent stops no child"
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_rmms_allocator_swapped_in_before_torch_is_live_is_limited_or_told(with_torch: Run, pool: bool) -> None:
+    found = with_torch(
+        SETUP
+        + RMM
+        + f"""
+found = card(host)
+applied = framework.apply({{uuid: GIB}}, {{}})
+rmm()
+if {pool}: resources[0] = Resource()
+torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
+torch.cuda.init()
+result["limit"], result["drift"], result["notes"] = resources[0].limit, framework.drift(), framework.notes
+applied.undo()
+result["undone"], result["fractions"] = type(resources[0]).__name__, found.fractions
+"""
+    )
+    assert found["fractions"] == {}
+    if pool:
+        assert found["limit"] == 0 and "may hold more than is in use" in found["drift"][0] and found["notes"] == []
+    else:
+        assert found["limit"] == 1 << 30 and found["drift"] == [] and "capped through RMM" in found["notes"][0]
+        assert found["undone"] == "CudaMemoryResource"
+
+
+def test_an_allocator_swapped_later_is_told(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+framework.apply({uuid: GIB}, {})
+torch.cuda.init()
+torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
+result["drift"] = framework.drift()
+def stats(ordinal): raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+torch._C._cuda_memoryStats = stats
+result["usage"] = vars(framework.usage(gpu))
+"""
+    )
+    assert "its allocator was replaced after memguard.init" in found["drift"][0]
+    assert set(found["usage"].values()) == {None}
+
+
+# what lives beside the cap
+
+
+GROUPS = """
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+class NCCL:
+    def __init__(self, initialised): self.initialised = initialised
+    def _is_initialized(self): return self.initialised
+class Group:
+    def __init__(self, backend): self.backend = backend
+    def _get_backend(self, device):
+        assert device == torch.device("cuda")
+        if isinstance(self.backend, Exception): raise self.backend
+        return self.backend
+def add(*backends):
+    groups = [Group(backend) for backend in backends]
+    distributed_c10d._world.pg_map.update({group: ("nccl", None) for group in groups})
+    return groups
+"""
+
+
+def test_each_communicator_that_has_communicated_is_a_library(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + GROUPS
+        + """
+named = lambda: sorted(framework.libraries())
+result["none"] = named()
+lazy, first, second = NCCL(False), NCCL(True), NCCL(True)
+add(lazy)
+result["before its first collective"] = named()
+groups = add(first, second, object(), RuntimeError("No backend type associated with device type cuda"))
+result["two"] = named()
+lazy.initialised = True
+result["three"] = named()
+del distributed_c10d._world.pg_map[groups[0]]
+result["one destroyed"] = named()
+"""
+    )
+    assert found["none"] == found["before its first collective"] == []
+    assert found["two"] == found["one destroyed"] == ["nccl 1", "nccl 2"]
+    assert found["three"] == ["nccl 1", "nccl 2", "nccl 3"]
+
+
+def test_a_real_group_of_gloo_counts_nothing(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + GROUPS
+        + """
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+further = dist.new_group([0])
+result["groups"], result["gloo"] = len(distributed_c10d._world.pg_map), sorted(framework.libraries())
+add(NCCL(True))
+result["beside"] = sorted(framework.libraries())
+distributed_c10d._world.pg_map.popitem()
+dist.destroy_process_group()
+result["destroyed"] = [len(distributed_c10d._world.pg_map), sorted(framework.libraries())]
+"""
+    )
+    assert found == {"groups": 2, "gloo": [], "beside": ["nccl 1"], "destroyed": [0, []]}
+
+
+def test_a_torch_that_never_communicated_is_not_asked(alone: Run) -> None:
+    found = alone(
+        """
+        from memguard.frameworks.torch import Torch
+        framework = Torch(Host())
+        result["before"] = [sorted(framework.libraries()), "torch" in sys.modules]
+        import torch
+        sys.modules.pop("torch.distributed.distributed_c10d", None)
+        result["without"] = sorted(framework.libraries())
+        """
+    )
+    assert found == {"before": [[], False], "without": []}
+
+
+def test_a_capture_is_seen_and_looking_makes_nothing_live(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+found = card(host)
+found.capturing = True
+result["not live"] = [framework.capturing(), torch.cuda.is_initialized()]
+torch.cuda.init()
+result["live"] = framework.capturing()
+found.capturing = False
+result["over"] = framework.capturing()
+"""
+    )
+    assert found == {"not live": [False, False], "live": True, "over": False}
+
+
 # as text, without torch
 
 
@@ -424,7 +825,7 @@ def test_the_cuda_version_is_read_as_text(
         (tmp_path / "torch" / "version.py").write_text(text)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert module.cuda_version() == version
+    assert _torch_settings.cuda_version() == version
 
 
 def test_torchs_history_as_a_trace() -> None:
@@ -440,7 +841,7 @@ def test_torchs_history_as_a_trace() -> None:
         entry("alloc", 1, 1024, 4_000_000),  # the same address again
     ]
     second = [entry("alloc", 1, 7, 2_500_000), entry("free_requested", 1, 7, 2_600_000)]
-    assert module._history_events([first, second]) == [
+    assert _torch_history.events([first, second]) == [
         TraceEvent(2.0, "torch", "alloc", 1, 512),
         TraceEvent(3.0, "torch", "free", 1),
         TraceEvent(4.0, "torch", "alloc", 2, 1024),
