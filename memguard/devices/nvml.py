@@ -141,30 +141,30 @@ class Nvml:
             self._handles.clear()
 
     def _call(self, what: str, work: Callable[[Any], T]) -> T:
+        try:
+            import pynvml  # not timed: it may come from a slow disk
+        except ImportError as error:
+            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from error
         started = time.monotonic()
         try:
             with self._lock:
                 started = time.monotonic()  # what others waited for is theirs to say
-                return self._ask(what, work)
+                return self._ask(pynvml, what, work)
         finally:
             self._say_slow(what, time.monotonic() - started)  # without the lock: a log handler may call us
 
-    def _ask(self, what: str, work: Callable[[Any], T]) -> T:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from error
+    def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
         try:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
-                self._start(pynvml)
+                self._start(n)
             self._doing = what
             try:
-                return work(pynvml)
-            except pynvml.NVMLError_Uninitialized:  # somebody in this process shut it down once too often
-                self._start(pynvml)
+                return work(n)
+            except n.NVMLError_Uninitialized:  # somebody in this process shut it down once too often
+                self._start(n)
                 self._doing = what
-                return work(pynvml)
-        except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
+                return work(n)
+        except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
             raise DeviceError(self._text(error)) from error
 
     def _text(self, error: Exception) -> str:
