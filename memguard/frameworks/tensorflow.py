@@ -144,10 +144,13 @@ class TensorFlow(Framework):
         return () if tf is None else (tf.errors.ResourceExhaustedError,)
 
     def drift(self) -> list[str]:
+        """Limits that were taken away or raised: before TensorFlow went live, as later they cannot change."""
         tf: Any = sys.modules.get("tensorflow")
-        if tf is None or not self._logical or self._live(tf):
-            return []  # once it is live its limits cannot change
-        lost = [g.name for g in tf.config.list_physical_devices("GPU") if not _limited(tf, g)]
+        if tf is None or not self._logical:
+            return []
+        caps = {position: self._caps[uuid] for uuid, position in self._logical.items()}
+        gpus = enumerate(tf.config.list_physical_devices("GPU"))
+        lost = [gpu.name for position, gpu in gpus if position in caps and not _limited(tf, gpu, caps[position])]
         return [f"tensorflow: the limit of {name} was taken away after memguard.init" for name in lost]
 
     def _refuse_unlimited(self) -> None:
@@ -207,9 +210,9 @@ class TensorFlow(Framework):
         return undo
 
 
-def _limited(tf: Any, gpu: Any) -> bool:
-    configured = tf.config.get_logical_device_configuration(gpu)
-    return bool(configured) and all(entry.memory_limit is not None for entry in configured)
+def _limited(tf: Any, gpu: Any, cap: int) -> bool:
+    limits = [entry.memory_limit for entry in tf.config.get_logical_device_configuration(gpu) or []]
+    return bool(limits) and None not in limits and sum(limits) * MIB <= cap
 
 
 def _context() -> Any:

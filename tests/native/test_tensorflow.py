@@ -23,6 +23,7 @@ def own(gpu, *mib): tf.config.set_logical_device_configuration(
     gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in mib])
 """
 ONE = SETUP + "(gpu,) = gpus()\n"
+TWO = SETUP.replace("Host()", 'Host("h200", "h200")') + "first, second = gpus(2)\n"
 
 
 def test_looking_does_not_make_it_live_and_an_operation_does(with_tensorflow: Run) -> None:
@@ -125,29 +126,113 @@ def test_a_stricter_limit_of_the_users_own_stays_and_a_looser_one_is_refused(
         ONE
         + f"""
 own(gpu, *{mib!r})
+result["setting"] = setting(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["drift"] = framework.drift()
 result["text"] = raised(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
 result["limits"], result["growth"] = limits(gpu), os.environ.get(GROWTH)
 """
     )
-    assert found["limits"] == mib
+    assert found["limits"] == mib and found["drift"] == []
     assert (found["text"] is not None) is refused
     if refused:
-        assert "GPU:0 is configured already" in found["text"] and found["growth"] is None
-        assert "remove that set_logical_device_configuration call" in found["text"]
+        named = f"set_logical_device_configuration of /physical_device:GPU:0 ({', '.join(map(str, mib))} MiB)"
+        assert f"{named} is looser than the cap of 4.00 GiB" in found["text"] and found["growth"] is None
+        assert found["setting"] == named and "fix: remove that call" in found["text"]
 
 
-@pytest.mark.parametrize("value", ["cuda_malloc_async", " CUDA_Malloc_Async "])
-def test_the_allocator_that_ignores_the_limit_is_refused(with_tensorflow: Run, value: str) -> None:
-    """Measured: 11,274 MiB allocated under a limit of 4,096."""
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("cuda_malloc_async", "ignores memory_limit"),
+        (" CUDA_Malloc_Async ", "ignores memory_limit"),
+        ("cuda_malloc", "passes every request on to the driver and knows no limit"),
+    ],
+)
+def test_allocators_that_know_no_limit_are_refused(with_tensorflow: Run, value: str, why: str) -> None:
+    """Measured for cuda_malloc_async: 11,274 MiB allocated under a limit of 4,096."""
     found = with_tensorflow(
         ONE
         + f"""
 os.environ["TF_GPU_ALLOCATOR"] = {value!r}
 result["text"], result["limits"] = raised(lambda: framework.apply({{uuid: GIB}}, {{}})), limits(gpu)
+result["setting"], result["growth"] = setting(lambda: framework.apply({{uuid: GIB}}, {{}})), os.environ.get(GROWTH)
+os.environ["TF_GPU_ALLOCATOR"] = "bfc"
+result["bfc"] = framework.apply({{uuid: GIB}}, {{}}).enforcement.value
 """
     )
-    assert "ignores memory_limit" in found["text"] and "fix: unset TF_GPU_ALLOCATOR" in found["text"]
-    assert found["limits"] == []
+    assert why in found["text"] and "fix: unset TF_GPU_ALLOCATOR" in found["text"]
+    assert found["setting"] == f"TF_GPU_ALLOCATOR={value.strip().lower()}"
+    assert found["limits"] == [] and found["growth"] is None and found["bfc"] == "enforced"
+
+
+@pytest.mark.parametrize("own", ["true", "false", "False", ""])
+@pytest.mark.parametrize("growth", [True, False])
+def test_of_two_wishes_for_growth_the_budgets_holds_and_it_says_so(
+    with_tensorflow: Run, own: str, growth: bool
+) -> None:
+    found = with_tensorflow(
+        ONE
+        + f"""
+os.environ[GROWTH] = {own!r}
+applied = framework.apply({{uuid: GIB}}, {{"growth": {growth}}})
+result["notes"], result["set"] = framework.notes, os.environ[GROWTH]
+applied.undo()
+result["restored"] = os.environ[GROWTH]
+"""
+    )
+    wanted = str(growth).lower()
+    assert found["set"] == wanted and found["restored"] == own
+    if own.lower() in ("", wanted):
+        assert found["notes"] == []
+    else:
+        text = f"tensorflow: TF_FORCE_GPU_ALLOW_GROWTH={own.lower()} was set; growth: {wanted} of the budget holds"
+        assert found["notes"] == [text]
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ("", False),
+        ("own(gpu, 1024)", False),
+        ("own(gpu, 512, 512)", False),
+        ("own(gpu, 1025)", True),
+        ("own(gpu, 1024, 1)", True),
+        ("tf.config.get_logical_device_configuration = lambda gpu: [tf.config.LogicalDeviceConfiguration()]", True),
+        ("tf.config.set_logical_device_configuration(gpu, [])", True),
+    ],
+)
+def test_a_limit_that_is_taken_away_before_it_is_live_is_told_then_and_later(
+    with_tensorflow: Run, change: str, lost: bool
+) -> None:
+    found = with_tensorflow(
+        ONE
+        + f"""
+applied = framework.apply({{uuid: GIB}}, {{}})
+{change}
+result["drift"] = framework.drift()
+framework._live = lambda module: True  # as after the first operation, which would need the GPU
+result["live"] = framework.drift()
+framework._live = lambda module: False
+applied.undo()
+result["undone"] = framework.drift()
+"""
+    )
+    said = ["tensorflow: the limit of /physical_device:GPU:0 was taken away after memguard.init"] if lost else []
+    assert found == {"drift": said, "live": said, "undone": []}
+
+
+def test_a_limit_that_is_taken_away_is_told_of_its_gpu(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        TWO
+        + """
+framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
+result["before"] = framework.drift()
+own(second, 2049)
+own(first, 1024)
+result["second"] = framework.drift()
+"""
+    )
+    assert found["before"] == [] and len(found["second"]) == 1 and "GPU:1" in found["second"][0]
 
 
 def test_live_it_is_too_late(with_tensorflow: Run) -> None:
@@ -183,9 +268,6 @@ def test_its_limit_cannot_be_changed(with_tensorflow: Run) -> None:
     assert "memory_limit is fixed" in found["text"]
 
 
-TWO = SETUP.replace("Host()", 'Host("h200", "h200")') + "first, second = gpus(2)\n"
-
-
 def test_every_gpu_is_limited(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         TWO
@@ -208,7 +290,11 @@ result["text"] = raised(lambda: framework.apply({host.uuids[0]: GIB, host.uuids[
 result["left"] = [limits(first), limits(second), os.environ.get(GROWTH)]
 """
     )
-    assert "GPU:1 is configured already" in found["text"] and found["left"] == [[], [8192], None]
+    assert "GPU:1 (8192 MiB) is looser than the cap of 2.00 GiB" in found["text"] and found["left"] == [
+        [],
+        [8192],
+        None,
+    ]
 
 
 @pytest.mark.parametrize("setup", ["host.uuids[:1]", "[]"])
