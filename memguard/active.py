@@ -44,9 +44,9 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
 
     Other processes: a forked child is inert. In a worker of multiprocessing (`spawn`, `forkserver`) an `init` at the
     top of the script applies nothing while the script is imported again there, and returns a guard that is not
-    active. Workers that are to have a budget call `init` in the function that they run, each with its own part; or
-    MEMGUARD_CHILDREN=1 is set, and the script's own applies in each that imports it. A program that is started by
-    itself (torchrun, subprocess) is like any other.
+    active. Workers that are to have a budget call `init` in the function that they run, each with its own part; or,
+    with `spawn`, MEMGUARD_CHILDREN=1 is set, and the script's own applies in each. A program that is started by itself
+    (torchrun, subprocess) is like any other.
     """
     global _active, _why_none
     if not passive.wanted(passive.reimporting(sys.modules), os.environ):
@@ -207,8 +207,12 @@ def _inert() -> None:
     _lock = threading.RLock()
     before, _active = _active, None
     if before is not None:
-        _why_none = _FORKED
         before.forked()
+        if passive.from_fork_server(sys.modules, sys.orig_argv):  # somebody asked for a budget in the workers
+            _why_none = passive.SERVED
+            _log.warning("%s", _why_none)
+            return
+        _why_none = _FORKED
         _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
 
 

@@ -6,7 +6,7 @@ stands at its top would give every worker the whole budget once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memguard.conductor import Guard
@@ -17,8 +17,13 @@ ASKED = "MEMGUARD_CHILDREN"
 WHY = (
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
     "imports the script again in it\n"
-    f"    fix: call memguard.init in the function that the worker runs, or set {ASKED}=1, with which the script's own "
-    "applies in every worker"
+    f"    fix: call memguard.init in the function that the worker runs; or set {ASKED}=1 and start workers with spawn: "
+    "the script's own then applies in each"
+)
+SERVED = (
+    "no budget is active in this process: it is a worker of multiprocessing's fork server, which imported the script "
+    f"once for all of them, so that {ASKED}=1 does not reach them\n"
+    "    fix: call memguard.init in the function that the worker runs, or start workers with spawn"
 )
 # multiprocessing (torch's and joblib's pools too), its copy that pickles with dill, and Celery's.
 _POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
@@ -35,6 +40,12 @@ def reimporting(modules: Mapping[str, object]) -> bool:
         if callable(current) and getattr(current(), "_inheriting", False):
             return True
     return False
+
+
+def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> bool:
+    """In a forked child: whether it was multiprocessing's server that forked it, and not one of the workers."""
+    parent = getattr(modules.get("multiprocessing.process"), "parent_process", None)
+    return any("multiprocessing.forkserver" in word for word in command) and callable(parent) and parent() is None
 
 
 def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:

@@ -266,7 +266,7 @@ def test_what_a_passive_init_returns(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(NotActive) as caught:
             call()
         assert "it is a worker, and memguard.init does nothing while" in str(caught.value)
-        assert "fix: call memguard.init in the function that the worker runs, or set MEMGUARD_CHILDREN=1" in str(
+        assert "fix: call memguard.init in the function that the worker runs; or set MEMGUARD_CHILDREN=1" in str(
             caught.value
         )
     assert memguard.shutdown() == []
@@ -317,7 +317,7 @@ import json, logging, multiprocessing, os, pathlib, sys
 import memguard
 logging.basicConfig(filename=f"log.{os.getpid()}", level=logging.DEBUG, format="%(levelname)s %(message)s")
 guard = memguard.init(BUDGET, simulate="h200")
-at_import = guard.active
+at_import, importer = guard.active, os.getpid()
 
 def why():
     try:
@@ -333,11 +333,11 @@ def work(_):
     after = why()
     memguard.shutdown()
     log = pathlib.Path(f"log.{os.getpid()}")
-    return {"pid": os.getpid(), "name": __name__, "at_import": at_import, "before": before, "after": after,
-            "loaded": loaded, "log": log.read_text() if log.exists() else ""}
+    return {"pid": os.getpid(), "importer": importer, "name": __name__, "at_import": at_import,
+            "before": before, "after": after, "loaded": loaded, "log": log.read_text() if log.exists() else ""}
 
 if __name__ == "__main__":
-    with multiprocessing.get_context(sys.argv[1] if sys.argv[1:] else os.environ["METHOD"]).Pool(1) as pool:
+    with multiprocessing.get_context(os.environ["METHOD"]).Pool(1) as pool:
         print(json.dumps([os.getpid(), at_import, why(), pool.map(work, [0])[0]]))
 """
 
@@ -352,14 +352,61 @@ def test_a_worker_has_a_budget_where_it_asks_for_one(tmp_path: Path, method: str
     assert worker["pid"] != pid and at_import and parent == "simulated"
     assert worker["name"] == "__mp_main__", "the script was imported again"
     assert worker["after"] == "simulated", "init in the function that the worker runs"
-    preloaded = method == "forkserver" and not worker["log"]  # the server imported the script, the worker is its fork
+    preloaded = worker["importer"] != worker["pid"]  # by the fork server, from Python 3.12.8 on
+    assert not preloaded or method == "forkserver"
     if not preloaded:
         assert worker["at_import"] is asked
         assert (worker["before"] == "simulated") is asked
         assert ("imports the script again in a worker" in worker["log"]) is not asked
+    elif asked:
+        assert "MEMGUARD_CHILDREN=1 does not reach them" in worker["before"]
     if not asked:
         assert worker["loaded"] == []
         assert "it is a worker" in worker["before"] and "MEMGUARD_CHILDREN=1" in worker["before"]
+
+
+SERVED = """
+import logging, multiprocessing, os, sys
+def work(_):
+    import memguard
+    try:
+        said = memguard.ledger().simulated
+    except memguard.NotActive as error:
+        said = str(error).splitlines()[0]
+    return said, memguard.init({budget!r}, simulate="h200").active
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with context.Pool(1) as pool:
+        print(*pool.map(work, [0])[0], sep="|")
+"""
+
+
+def test_a_budget_that_only_the_fork_server_got_is_missed_aloud(tmp_path: Path) -> None:
+    """From Python 3.12.8 on the server imports the script itself, and the workers do not: as here a module."""
+    (tmp_path / "preloaded.py").write_text(
+        "import logging\nlogging.basicConfig(format='%(levelname)s %(message)s')\n"
+        f"import memguard\nmemguard.init({BUDGET!r}, simulate='h200')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(HOME)] if HOME.name != "site-packages" else [str(tmp_path)])
+    done = program(tmp_path, SERVED.format(budget=BUDGET), env={"PYTHONPATH": path})
+    said = "no budget is active in this process: it is a worker of multiprocessing's fork server"
+    assert done.stdout.startswith(said) and done.stdout.endswith("|True\n"), done.stderr
+    assert f"WARNING {said}" in done.stderr and "fix: call memguard.init in the function" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "parent", "expected"),
+    [
+        (["-c", "from multiprocessing.forkserver import main; main(3)"], None, True),
+        (["-c", "from multiprocessing.forkserver import main; main(3)"], object(), False),
+        (["script.py"], None, False),
+    ],
+)
+def test_whose_fork_it_is(command: list[str], parent: object, expected: bool) -> None:
+    modules = {"multiprocessing.process": types.SimpleNamespace(parent_process=lambda: parent)}
+    assert passive.from_fork_server(modules, command) is expected
+    assert passive.from_fork_server({}, command) is False
 
 
 def test_a_program_that_a_program_starts_is_like_any_other(tmp_path: Path) -> None:
