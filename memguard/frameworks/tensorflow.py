@@ -148,9 +148,8 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
             return []
-        caps = {position: self._caps[uuid] for uuid, position in self._logical.items()}
-        gpus = enumerate(tf.config.list_physical_devices("GPU"))
-        lost = [gpu.name for position, gpu in gpus if position in caps and not _limited(tf, gpu, caps[position])]
+        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
+        lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
         return [f"tensorflow: the limit of {name} was taken away after memguard.init" for name in lost]
 
     def _refuse_unlimited(self) -> None:
