@@ -17,6 +17,8 @@ import pytest
 
 from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied
+from memguard.frameworks import _driver_bytes
+from memguard.frameworks._driver_bytes import DriverBytes
 from memguard.frameworks.late import ImportHook
 from memguard.frameworks.pycuda import PyCUDA
 from memguard.model import Applied, Device, Enforcement, State, Usage
@@ -366,6 +368,38 @@ def test_small_pitched_memory_lies_in_slabs_too(model: Model) -> None:
     assert setting.usage().held == 0
 
 
+def test_pitched_memory_that_leaves_gaps_in_slabs_counts_with_them(model: Model) -> None:
+    """Measured on an H200: of 0.7 MiB only two fit a slab, 60 pieces take 60 MiB."""
+    setting = model()
+    setting.apply(8 * MIB)
+    live = fill(lambda n: setting.drv.mem_alloc_pitch(1024, n // 1024, 4), 700 * 1024, setting.drv.MemoryError)
+    assert len(live) == 8 and setting.usage().held == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "other"), [(5 * MIB, 3 * MIB), (3 * MIB, 700_000), (700_000, 3 * MIB), (9000, 600_000)]
+)
+def test_a_finalizer_that_runs_inside_the_count(monkeypatch: pytest.MonkeyPatch, size: int, other: int) -> None:
+    """From Python 3.12 on the garbage collector may run at any call."""
+    pages, rounds = DriverBytes(), _driver_bytes.round_up
+    pages.add(other)
+    pages.add(9000)
+    due = [other]
+
+    def round_up(value: int, unit: int = 2 * MIB) -> int:
+        if due:
+            pages.remove(due.pop())
+        return rounds(value, unit)
+
+    monkeypatch.setattr(_driver_bytes, "round_up", round_up)
+    pages.add(size)
+    due.append(9000)
+    pages.remove(size)
+    while due:
+        pages.remove(due.pop())
+    assert (pages.large, pages.small, pages.held()) == (0, 0, 0)
+
+
 def test_a_block_that_went_while_it_was_counted_is_not_counted_twice(model: Model) -> None:
     """Freed by hand and trimmed away, its object still alive: the next one of its size takes its place."""
     setting = model()
@@ -666,6 +700,22 @@ def test_live_before_the_budget_is_said(model: Model) -> None:
 
 
 # undo
+
+
+def test_a_function_that_is_replaced_later_is_told(model: Model) -> None:
+    setting = model()
+    assert setting.framework.drift() == [], "not imported"
+    applied = setting.apply()
+    assert setting.framework.drift() == []
+    ours = setting.drv.mem_alloc
+    setting.drv.mem_alloc = lambda size: None
+    (said,) = setting.framework.drift()
+    assert "pycuda.driver.mem_alloc was replaced after memguard.init" in said
+    setting.drv.mem_alloc = ours
+    assert setting.framework.drift() == []
+    assert applied.undo is not None
+    applied.undo()
+    assert setting.framework.drift() == [] and setting.drv.mem_alloc is not ours
 
 
 def test_undone_everything_is_as_before(model: Model) -> None:
