@@ -381,23 +381,50 @@ def test_pitched_memory_that_leaves_gaps_in_slabs_counts_with_them(model: Model)
 )
 def test_a_finalizer_that_runs_inside_the_count(monkeypatch: pytest.MonkeyPatch, size: int, other: int) -> None:
     """From Python 3.12 on the garbage collector may run at any call."""
-    pages, rounds = DriverBytes(), _driver_bytes.round_up
-    pages.add(other)
-    pages.add(9000)
-    due = [other]
+    pages = DriverBytes()
+    due = [other] * 16
+    for piece in due:
+        pages.add(piece)
+    inside = threading.Lock()
 
-    def round_up(value: int, unit: int = 2 * MIB) -> int:
-        if due:
-            pages.remove(due.pop())
-        return rounds(value, unit)
+    def interrupted(call: Callable[..., int]) -> Callable[..., int]:
+        def inner(*values: int) -> int:
+            if due and inside.acquire(blocking=False):
+                pages.remove(due.pop())
+                inside.release()
+            return call(*values)
 
-    monkeypatch.setattr(_driver_bytes, "round_up", round_up)
+        return inner
+
+    for name in ("round_up", "whole_share"):
+        monkeypatch.setattr(_driver_bytes, name, interrupted(getattr(_driver_bytes, name)))
     pages.add(size)
-    due.append(9000)
     pages.remove(size)
     while due:
         pages.remove(due.pop())
     assert (pages.large, pages.small, pages.held()) == (0, 0, 0)
+
+
+def test_what_is_foretold_is_what_is_counted_and_slabs_stay_until_they_are_empty() -> None:
+    rng, pages = random.Random(3), DriverBytes()
+    live: list[int] = []
+    for _ in range(3000):
+        before = pages.held()
+        if live and rng.random() < 0.5:
+            pages.remove(live.pop(rng.randrange(len(live))))
+            assert pages.held() == before or pages.small == 0 or pages.large < before
+        else:
+            live.append(int(2 ** rng.uniform(0, 23)))
+            growth = pages.growth(live[-1])
+            pages.add(live[-1])
+            assert pages.held() - before == growth >= 0
+        assert pages.in_use() >= sum(live) and pages.held() >= pages.in_use()
+    small = [size for size in live if size <= MIB]
+    for size in small[1:]:
+        pages.remove(size)
+    held = pages.held()
+    pages.add(1)
+    assert pages.held() == held, "slabs do not go back piece by piece"
 
 
 def test_a_block_that_went_while_it_was_counted_is_not_counted_twice(model: Model) -> None:
