@@ -178,7 +178,8 @@ class Guard:
                 peak = self._peak(framework)
                 report.peak = peak if peak is not None and peak > (earlier or 0) else None
             except MemguardError as error:  # shut down in the block, or a GPU lost: the user's own error goes first
-                _log.debug("workload %s: no figures at its end: %s", name, error)
+                text = str(error)  # as an object it would keep the block's frames alive in a log that keeps records
+                _log.debug("workload %s: no figures at its end: %s", name, text)
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every device. Lowering trims, and reports what is still held above it."""

@@ -256,7 +256,8 @@ def admit(
         return Admission(max(room, stuck))
     trim, found = [], 0
     siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := _cached(u))}
-    for name in sorted(siblings, key=lambda n: -siblings[n]):
+    # Those first that say what a trim returns.
+    for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
         if found >= short:
             break
         trim.append(name)
@@ -278,6 +279,10 @@ def _cached(usage: Usage) -> int:
     if usage.reclaimable is not None:
         return usage.reclaimable
     return usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else 0
+
+
+def _unsure(usage: Usage | None) -> bool:
+    return usage is not None and usage.reclaimable is None
 
 
 def _over_cap(framework: str, needed: int, footprint: int, available: int, cap: int, own: Usage) -> str:

@@ -78,7 +78,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
             try:
                 finish()
             except Exception as error:  # the block's own error goes first
-                _log.warning("%s", error)
+                _log.warning("%s", str(error))
             raise
         finish()
     finally:

@@ -1229,3 +1229,27 @@ print("no deadlock" if not thread.is_alive() else "deadlock")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "no deadlock" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_log_that_keeps_its_records_keeps_nothing_of_a_block_that_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """Logged as an object, the error of a block's end would hold the block's own error, and with it its frames."""
+    caplog.set_level("DEBUG", logger="memguard")
+
+    class Tensor:
+        pass
+
+    kept: list[weakref.ref[Tensor]] = []
+
+    def work() -> None:
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        memguard.shutdown()
+        raise ValueError("of the user's own")
+
+    memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}, simulate="h200")
+    with pytest.raises(ValueError, match="of the user's own") as caught, memguard.workload("work", framework="torch"):
+        work()
+    assert any("no figures at its end" in record.getMessage() for record in caplog.records)
+    del caught
+    gc.collect()
+    assert kept[0]() is None
