@@ -10,9 +10,8 @@ from typing_extensions import assert_type
 import memguard
 from memguard.accounts import Ledger
 from memguard.conductor import Guard
-from memguard.model import WorkloadReport
 from memguard.errors import Problem
-from memguard.model import Device, Plan
+from memguard.model import Device, Plan, WorkloadReport
 
 
 def applying(path: os.PathLike[str]) -> None:

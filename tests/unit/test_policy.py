@@ -372,6 +372,10 @@ def test_siblings_are_trimmed_only_as_far_as_it_takes_the_largest_first() -> Non
     assert admit("torch", GIB + 1, 20 * GIB, usages, FULL).trim == ("other",)
     assert admit("torch", 6 * GIB, 20 * GIB, usages, FULL).trim == ("other",)
     assert admit("torch", 8 * GIB, 20 * GIB, usages, FULL).trim == ("other", "pycuda")
-    assert admit("torch", 9 * GIB, 20 * GIB, usages, FULL).trim == ("other", "pycuda", "silent"), "last who does not say"
+    assert admit("torch", 9 * GIB, 20 * GIB, usages, FULL).trim == (
+        "other",
+        "pycuda",
+        "silent",
+    )  # last who does not say
     refused = admit("torch", 17 * GIB + 1, 20 * GIB, usages, FULL)
     assert refused.available == 17 * GIB and refused.trim == () and "add 16.00 GiB" in (refused.refusal or "")
