@@ -278,7 +278,8 @@ def _cached(usage: Usage) -> int:
     """What trimming the framework may return: all of its cache, where it does not say which part is fragmented."""
     if usage.reclaimable is not None:
         return usage.reclaimable
-    return usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else 0
+    known = usage.held is not None and usage.in_use is not None
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # the two are read one after the other
 
 
 def _unsure(usage: Usage | None) -> bool:

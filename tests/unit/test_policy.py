@@ -113,6 +113,41 @@ def test_the_reserve_depends_on_what_is_declared_and_not_on_its_order() -> None:
     assert auto_reserve("hopper", ["another"]) > auto_reserve("hopper", [])
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 64])
+def test_communicators_are_in_the_reserve(count: int) -> None:
+    """Measured: 838 MiB at the first collective, 486 for each further communicator."""
+    asked = budget({"torch": {"limit": "4GiB", "nccl": count}, "cupy": {"limit": "1GiB"}}, {"limit": "60GiB"})
+    part = one(asked, gpu(80 * GIB))
+    plain = CONTEXT + WORKSPACE["torch"] + WORKSPACE["cupy"] + SLACK
+    assert part.reserve - plain == (0 if count == 0 else 896 * MIB + (count - 1) * 512 * MIB)
+    assert part.reserve == auto_reserve("hopper", ["torch", "cupy"], count) and part.reserve_source == "auto"
+    assert part.unallocated == 60 * GIB - part.reserve - 5 * GIB
+    declared = one(budget({"torch": {"limit": "4GiB", "nccl": count}}, {"reserve": "1GiB"}), gpu(80 * GIB))
+    assert declared.reserve == GIB, "what is declared holds"
+
+
+def test_communicators_that_leave_no_room_are_refused_with_the_sum() -> None:
+    text = problems(budget({"torch": {"share": "50%", "nccl": 64}}, {"limit": "16GiB"}))
+    assert "nothing is left" in text and "reserve 33.34 GiB" in text
+
+
+def test_communicators_of_no_torch_need_nothing() -> None:
+    assert one(budget({"jax": {"limit": "1GiB"}})).reserve == CONTEXT + WORKSPACE["jax"] + SLACK
+
+
+def test_what_lies_outside_a_cap_by_its_name() -> None:
+    assert (policy.workspace("nccl 1"), policy.workspace("nccl 2"), policy.workspace("nccl 17")) == (
+        896 * MIB, 512 * MIB, 512 * MIB,
+    )  # fmt: skip
+    assert (policy.modules("nccl 1"), policy.modules("nccl 2"), policy.modules("nccl 17")) == (
+        838 * MIB, 486 * MIB, 486 * MIB,
+    )  # fmt: skip
+    assert policy.workspace("another") == 128 * MIB and policy.modules("another") == 0
+    for name in policy.WORKSPACE:
+        assert policy.modules(name) <= policy.workspace(name), "nobody takes more than is kept for it"
+    assert policy.modules("context") <= CONTEXT
+
+
 @pytest.mark.parametrize(("architecture", "eighths"), [("turing", 6), ("ampere", 7), ("ada", 7), ("blackwell", 8)])
 def test_older_architectures_reserve_less(architecture: str, eighths: int) -> None:
     expected = 1280 * MIB * eighths // 8
@@ -317,6 +352,17 @@ def test_a_cache_of_which_nobody_knows_what_can_go_back_is_no_reason_to_refuse()
     silent = {"cupy": Usage(3 * GIB, GIB, None)}
     assert admit("cupy", 7 * GIB, 8 * GIB, silent, FREE).refusal is None
     assert admit("cupy", 7 * GIB + 1, 8 * GIB, silent, FREE).available == 7 * GIB
+    assert admit("cupy", 3 * GIB, 8 * GIB, silent, FULL) == policy.Admission(7 * GIB), "two of its own, one is free"
+    full = admit("cupy", 3 * GIB + 1, 8 * GIB, silent, FULL)
+    assert full.available == 3 * GIB and "the card has only 1.00 GiB free" in (full.refusal or "")
+
+
+@pytest.mark.parametrize("usage", [Usage(GIB, None, None), Usage(None, GIB, None), Usage(GIB, 2 * GIB, None)])
+def test_a_cache_that_cannot_be_told_counts_nothing(usage: Usage) -> None:
+    """Also where in use was read a moment later than held, and is more."""
+    assert admit("torch", GIB + 1, 8 * GIB, {"torch": None, "jax": usage}, FULL).trim == ()
+    assert admit("torch", GIB + 1, 8 * GIB, {"torch": None, "jax": usage}, FULL).available == GIB
+    assert admit("jax", 8 * GIB, 8 * GIB, {"jax": usage}, FREE).available == 7 * GIB
 
 
 def test_a_framework_that_is_not_live_has_its_whole_cap() -> None:
