@@ -6,9 +6,9 @@ A framework that does not say what it holds (TensorFlow with growth) counts with
 lies above that is in `unaccounted`, whose row then says so. `unaccounted` is signed.
 
 Overhead (context, modules, library workspaces) is charged when it appears, never as what is left over: the
-context and a framework's modules in the first reading after they turn up, a library's first use as one
-step of at most 112 MiB, all within what `policy` knows of the frameworks that are live. What grows
-otherwise, or beyond that, is unaccounted.
+context, a framework's modules and NCCL's communicators in the first reading after they turn up (what a
+communicator takes only at its first collective, then), a library's first use as one step of at most 112 MiB,
+all within what `policy` knows of the frameworks that are live. What grows otherwise, or beyond that, is unaccounted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class Overhead:
     """What has been charged as overhead on one device so far, and what had appeared by then.
 
     `gap` is the largest so far: what goes and comes back, or was counted a moment too early, is not charged twice.
+    `last` is that of the last reading: what appears is charged with what it grew since, whatever came and went before.
+    `owed` is what communicators may still take: one that is made eagerly takes most of it at its first collective.
     """
 
     charged: int = 0
     gap: int = 0
     appeared: frozenset[str] = frozenset()
+    owed: int = 0
+    last: int = 0
 
     def after(self, gap: int, appeared: frozenset[str], exact: bool = True) -> Overhead:
         """The state after a reading: `gap` is the process's bytes less what frameworks hold.
@@ -47,16 +51,26 @@ class Overhead:
         Not `exact` where one does not say what it holds: part of the gap is then its pool, and no more is charged
         than was measured of what appeared.
         """
-        growth = gap - self.gap
+        growth, since = gap - self.gap, gap - self.last
         new, gone = appeared - self.appeared, self.appeared - appeared
-        room = expected_overhead(appeared, exact) - self.charged
-        charge = max(min(growth, room), 0) if new or growth <= STEP else 0
+        expected = expected_overhead(appeared, exact)
+        if new:
+            growth = max(growth, min(since, expected - expected_overhead(self.appeared, exact)))
+        owed = min(self.owed, _of_libraries(appeared)) + _of_libraries(new)
+        charge = max(min(growth, expected - self.charged), 0) if new or growth <= max(STEP, owed) else 0
+        if charge > STEP:
+            owed = max(owed - charge, 0)
         shrunk = self.charged
         if "context" not in appeared:
             shrunk = min(shrunk, max(gap, 0))
-        elif gone and growth < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
-            shrunk = max(shrunk + max(growth, -sum(workspace(name) for name in gone)), 0)
-        return Overhead(shrunk + charge, gap if gone else max(gap, self.gap), appeared)
+        elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
+            shrunk = max(shrunk + max(since, -sum(workspace(name) for name in gone)), 0)
+        return Overhead(shrunk + charge, gap if gone else max(gap, self.gap), appeared, owed, gap)
+
+
+def _of_libraries(names: frozenset[str]) -> int:
+    """What those of them may take that `Framework.libraries` numbers, as `nccl 1`."""
+    return sum(workspace(name) for name in names if " " in name)
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
