@@ -189,7 +189,7 @@ def device_ledger(
     """The rows of one device from one reading. `own` is what this process holds, `overhead` the state after it."""
     rows = []
     counted = 0
-    bounded = False
+    silent = []
     for name in dict.fromkeys([*(part.caps if part else ()), *usages]):
         usage = usages.get(name)
         cap = part.caps.get(name) if part else None
@@ -198,7 +198,8 @@ def device_ledger(
             continue
         size = usage.held if usage.held is not None else usage.held_at_least
         counted += size or 0
-        bounded = bounded or usage.held is None
+        if usage.held is None:
+            silent.append(name)
         cached = usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else None
         rows.append(
             Row(
@@ -212,7 +213,7 @@ def device_ledger(
                 enforcements.get(name, ""),
                 usage.held_at_least if usage.held is None else None,
                 usage.held_at_most if usage.held is None else None,
-                "held unknown, at least this" if usage.held is None else "",
+                "" if usage.held is not None else "held unknown, at least this" if size is not None else "held unknown",
             )
         )
     if own is None:
@@ -222,7 +223,7 @@ def device_ledger(
         rows.append(Row("unaccounted", "unaccounted", rest, note=note))
         rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
     else:
-        note = "includes what TensorFlow's pool holds above its least" if bounded else ""
+        note = f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
         rows.append(Row("overhead", "overhead", overhead.charged))
         rows.append(Row("unaccounted", "unaccounted", own - counted - overhead.charged, note=note))
         rows.append(Row("other processes", "other processes", memory.used - own))

@@ -94,8 +94,9 @@ def _stay_passive() -> Guard:
 
 def _again(before: Guard) -> Guard | None:
     """The budget that was active before a replacement failed, applied anew."""
-    guard = Guard(before.budget, before.host)
     try:
+        guard = Guard(before.budget, before.host)
+        guard.plan = before.plan  # as `resize` had left it
         guard.start()
     except MemguardError as error:
         # As text: a log that keeps its records would keep the error, what it came from, and the frames of that.

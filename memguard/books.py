@@ -32,6 +32,13 @@ class Books:
         self._overhead.clear()
         self._warned.clear()
 
+    def strangers(self) -> Mapping[str, Framework]:
+        """The frameworks that the budget does not name and somebody imported: until then their files stay unread."""
+        for name in self._unnamed:
+            if name in sys.modules and name not in self._strangers:
+                self._strangers[name] = registry.create(name, self._host)
+        return self._strangers
+
     def read(
         self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
     ) -> accounts.DeviceLedger:
@@ -45,8 +52,7 @@ class Books:
             moved = (memory, processes.get(self._host.pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
-        self._strangers.update({n: registry.create(n, self._host) for n in self._unnamed if self._appeared(n)})
-        usages.update({n: u for n, f in self._strangers.items() if (u := f.usage(device)) is not None})
+        usages.update({n: u for n, f in self.strangers().items() if (u := f.usage(device)) is not None})
         live = frozenset(name for name, usage in usages.items() if usage is not None)
         active = self._host.context_active(device)
         own = accounts.own_bytes(processes, self._host.pid, bool(active) or bool(live and active is None))
@@ -68,10 +74,6 @@ class Books:
             )
         stated = {**dict.fromkeys(self._strangers, Enforcement.WATCHED.value), **enforcements}
         return accounts.device_ledger(device, memory, own, usages, stated, state, part, moved)
-
-    def _appeared(self, name: str) -> bool:
-        """Whether a framework was imported since: until then its file here need not be loaded."""
-        return name in sys.modules and name not in self._strangers
 
     @staticmethod
     def _remedy(state: accounts.Overhead, part: DevicePlan) -> str:

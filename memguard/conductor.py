@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memguard import policy
-from memguard.accounts import Ledger
+from memguard.accounts import Ledger, own_bytes
 from memguard.books import Books
 from memguard.devices import contexts
 from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError, Problem
@@ -277,7 +277,8 @@ class Guard:
 
     def _trim(self, names: Sequence[str], device: Device) -> None:
         """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
-        if names and any(entry.framework.capturing() for entry in self._entries.values()):
+        known = [*(entry.framework for entry in self._entries.values()), *self._books.strangers().values()]
+        if names and any(framework.capturing() for framework in known):
             _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
             return
         with contexts.beside_captures():
@@ -322,11 +323,12 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for part in self.plan.devices:
-            own = self.host.processes(part.device).get(self.host.pid, 0)
+            active = self.host.context_active(part.device)
+            own = own_bytes(self.host.processes(part.device), self.host.pid, bool(active))
             warning = policy.busy(part, self.host.memory(part.device), own)
             if warning is None:
                 continue
-            if self.budget.on_busy == "raise":
+            if self.budget.on_busy == "raise" and own is not None:  # else what is held may be this process's own
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 raise PlanError([Problem(warning, fix, path="on_busy")], "init")
             self._note(warning, logging.WARNING)

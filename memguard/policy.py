@@ -213,13 +213,17 @@ def resized(current: Plan, framework: str, size: int) -> Plan:
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
-    """A warning where the limit cannot be had now, because others hold part of the card; else None."""
+    """A warning where the limit cannot be had now, because others hold part of the card; else None.
+
+    `own` is None where NVML does not say what this process holds: then it cannot be told from others.
+    """
     available = memory.free + (own or 0)
     if part.limit <= available:
         return None
+    who = "this process and others" if own is None else "other processes"
     return (
         f"{part.device.name} ({part.device.uuid}) has {format_size(available)} left for this process, less than its "
-        f"limit of {format_size(part.limit)}: other processes hold {format_size(memory.used - (own or 0))}"
+        f"limit of {format_size(part.limit)}: {who} hold {format_size(memory.used - (own or 0))}"
     )
 
 

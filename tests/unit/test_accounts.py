@@ -158,7 +158,7 @@ def test_tensorflow_is_counted_with_the_least_it_must_hold_and_its_bounds() -> N
     ledger = device_ledger(H200, reading(own), own, {"tensorflow": usage}, {}, Overhead(CONTEXT))
     row = ledger.row("tensorflow")
     assert (row.bytes, row.at_least, row.at_most, row.cached) == (2 * GIB, 2 * GIB, 8 * GIB, None)
-    assert ledger.row("unaccounted").bytes == GIB and "TensorFlow's pool" in ledger.row("unaccounted").note
+    assert ledger.row("unaccounted").bytes == GIB and "tensorflow may hold" in ledger.row("unaccounted").note
     assert total(ledger) == H200.total
     text = str(Ledger(0.0, (ledger,)))
     assert "≥ 2,048.0" in text and "unknown" in text

@@ -312,7 +312,7 @@ def test_where_a_pool_is_unknown_no_more_is_charged_than_was_measured() -> None:
     setting.host.take(setting.gpu, 8 * GIB)
     part = setting.read()
     assert part.row("overhead").bytes == (518 + 344 + 92) * MIB
-    assert "TensorFlow's pool" in part.row("unaccounted").note
+    assert "tensorflow may hold" in part.row("unaccounted").note
 
 
 # frameworks that the budget does not name

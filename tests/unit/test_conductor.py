@@ -1253,3 +1253,48 @@ def test_a_log_that_keeps_its_records_keeps_nothing_of_a_block_that_raised(caplo
     del caught
     gc.collect()
     assert kept[0]() is None
+
+
+def test_a_replacement_that_fails_brings_the_former_budget_back_as_it_was_resized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "4GiB"}}}
+    memguard.init(budget, simulate="h200")
+    memguard.resize("torch", "12GiB")
+    real, calls = SimulatedFramework.state, []
+
+    def fails_once(framework: SimulatedFramework) -> State:
+        calls.append(framework)
+        if len(calls) == 1:
+            raise MemguardError("not today")
+        return real(framework)
+
+    monkeypatch.setattr(SimulatedFramework, "state", fails_once)
+    with pytest.raises(MemguardError, match="not today"):
+        memguard.init({**budget, "device": {"limit": "30GiB"}}, replace=True, simulate="h200")
+    assert memguard.ledger().devices[0].row("torch").cap == 12 * GIB
+
+
+BUSY = {"version": 1, "on_busy": "raise", "device": {"limit": "100GiB"}, "frameworks": {"torch": {"share": "50%"}}}
+
+
+def test_what_this_process_may_hold_itself_is_no_reason_to_refuse_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container NVML knows this process by another number."""
+    host = SimulatedHost(["h200"])
+    gpu = host.devices()[0]
+    host.open_context(gpu, CONTEXT)
+    host.take(gpu, 60 * GIB)
+    monkeypatch.setattr(host, "processes", lambda device: {4711: 60 * GIB + CONTEXT})
+    guard = Guard(from_mapping(BUSY), host)
+    guard.start()
+    assert any("this process and others hold 60." in note for note in guard.notes)
+    guard.stop()
+
+
+def test_a_card_that_others_hold_is_refused_where_the_budget_says_so() -> None:
+    host = SimulatedHost(["h200"])
+    host.occupy(host.devices()[0], 1, 100 * GIB)
+    guard = Guard(from_mapping(BUSY), host)
+    with pytest.raises(PlanError, match=r"on_busy: .*other processes hold 100.00 GiB") as caught:
+        guard.start()
+    assert "on_busy: warn" in str(caught.value) and not guard.active
