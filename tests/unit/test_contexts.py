@@ -1,0 +1,200 @@
+"""CUDA's primary contexts on the calling thread: nothing without libcuda, and everything put back with it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memguard.devices import contexts
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "_initialised", None)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is asked of the loader, which finds nothing."""
+    asked: list[tuple[str, int]] = []
+
+    def load(name: str, mode: int = 0) -> Any:
+        asked.append((name, mode))
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    return asked
+
+
+def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> None:
+    assert contexts.current() is None and contexts.initialised() is False
+    with contexts.pushed(0) as there:
+        assert there is False
+    ran = []
+    with contexts.beside_captures():
+        ran.append("inside")
+    assert ran == ["inside"] and set(no_library) == {("libcuda.so.1", os.RTLD_NOLOAD)}, (
+        "it is looked for, and never loaded"
+    )
+
+
+def test_an_error_comes_out_as_it_is(no_library: list[tuple[str, int]]) -> None:
+    for block in (lambda: contexts.pushed(0), contexts.beside_captures):
+        with pytest.raises(ZeroDivisionError), block():
+            raise ZeroDivisionError
+
+
+class LibCUDA:
+    """As ctypes shows libcuda, with two GPUs; writes down what is done. `fails` names the call that does."""
+
+    def __init__(self, *, active: int = 1, fails: str = "", initialised: bool = True) -> None:
+        self.active, self.fails, self.initialised = active, fails, initialised
+        self.done: list[str] = []
+        self.looked = 0
+        self.mode = 0  # global
+        self.here: int | None = 1
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            if name == "cuDeviceGetCount":
+                self.looked += 1
+                return 0 if self.initialised else 3
+            if name == self.fails:
+                return 1
+            return int(getattr(self, f"_{name}")(*(getattr(a, "_obj", a) for a in arguments)) or 0)
+
+        return call
+
+    def _cuCtxGetDevice(self, ordinal: Any) -> int:  # noqa: N802
+        if self.here is None:
+            return 201
+        ordinal.value = self.here
+        return 0
+
+    def _cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
+        device.value = ordinal
+        return 0 if ordinal < 2 else 101
+
+    def _cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> None:  # noqa: N802
+        active.value = self.active
+
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:  # noqa: N802
+        context.value = 100 + device.value
+        self.done.append(f"retain {device.value}")
+
+    def _cuCtxPushCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        self.done.append(f"push {context.value}")
+
+    def _cuCtxPopCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        self.done.append("pop")
+
+    def _cuDevicePrimaryCtxRelease_v2(self, device: Any) -> None:  # noqa: N802
+        self.done.append(f"release {device.value}")
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802
+        mode.value, self.mode = self.mode, mode.value
+        self.done.append(f"mode {self.mode}")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LibCUDA]:
+    def load(**settings: Any) -> LibCUDA:
+        made = LibCUDA(**settings)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, mode=0: made)
+        return made
+
+    return load
+
+
+def test_the_current_gpu(library: Callable[..., LibCUDA]) -> None:
+    driver = library()
+    assert contexts.current() == 1
+    driver.here = None
+    assert contexts.current() is None
+
+
+def test_a_library_that_is_not_initialised_is_asked_again_until_it_is(library: Callable[..., LibCUDA]) -> None:
+    driver = library(initialised=False)
+    for _ in range(3):
+        assert contexts.current() is None and contexts.initialised() is False
+    assert driver.looked == 6
+    driver.initialised = True
+    for _ in range(3):
+        assert contexts.initialised() is True and contexts.current() == 1
+    assert driver.looked == 7, "it stays initialised"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_context_is_pushed_for_the_block_and_let_go_of(library: Callable[..., LibCUDA], raises: bool) -> None:
+    driver = library()
+    try:
+        with contexts.pushed(0) as there:
+            assert there is True and driver.done == ["retain 0", "push 100"]
+            if raises:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert raises
+    assert driver.done == ["retain 0", "push 100", "pop", "release 0"]
+
+
+def test_one_that_is_current_already_is_not_pushed_again(library: Callable[..., LibCUDA]) -> None:
+    driver = library()
+    with contexts.pushed(1) as there:
+        assert there is True
+    assert driver.done == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "done"),
+    [
+        ({"initialised": False}, []),
+        ({"active": 0}, []),  # retaining it would make it
+        ({"fails": "cuDeviceGet"}, []),
+        ({"fails": "cuDevicePrimaryCtxGetState"}, []),
+        ({"fails": "cuDevicePrimaryCtxRetain"}, []),
+        ({"fails": "cuCtxPushCurrent_v2"}, ["retain 0", "release 0"]),
+    ],
+)
+def test_where_there_is_no_context_none_is_made(
+    library: Callable[..., LibCUDA], settings: dict[str, Any], done: list[str]
+) -> None:
+    driver = library(**settings)
+    with contexts.pushed(0) as there:
+        assert there is False
+    assert driver.done == done
+
+
+def test_a_gpu_that_is_not_there(library: Callable[..., LibCUDA]) -> None:
+    driver = library()
+    with contexts.pushed(7) as there:
+        assert there is False
+    assert driver.done == []
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("raises", [False, True])
+def test_captures_of_other_threads_are_left_alone_for_the_block(
+    library: Callable[..., LibCUDA], before: int, raises: bool
+) -> None:
+    driver = library()
+    driver.mode = before
+    try:
+        with contexts.beside_captures():
+            assert driver.mode == 2, "relaxed"
+            if raises:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert raises
+    assert driver.mode == before and len(driver.done) == 2
+
+
+@pytest.mark.parametrize("settings", [{"initialised": False}, {"fails": "cuThreadExchangeStreamCaptureMode"}])
+def test_a_mode_that_was_not_changed_is_not_put_back(library: Callable[..., LibCUDA], settings: dict[str, Any]) -> None:
+    driver = library(**settings)
+    with contexts.beside_captures():
+        driver.fails = ""
+    assert driver.done == [] and driver.mode == 0
