@@ -63,9 +63,7 @@ def header(command: str) -> dict[str, Any]:
         about["gpu"] = None
         about["gpu_missing"] = str(error)
     if "tensorflow" in about["versions"]:
-        about["tensorflow_build"] = os.environ.get(
-            "MEMGUARD_TF_BUILD", "stripped (only sm_90 code kept), its CUDA 12 names linked to CUDA 13 libraries"
-        )
+        about["tensorflow_build"] = os.environ.get("MEMGUARD_TF_BUILD", "as it is installed")
     return about
 
 
@@ -134,6 +132,7 @@ def run_scenario(script: str, name: str, *, env: dict[str, str] | None = None, t
     outcome: dict[str, Any] = {
         "returncode": child.returncode,
         "seconds": round(time.monotonic() - started, 1),
+        "wall_s": round(time.monotonic() - started, 1),
         "nvml": sampler.stop(),
     }
     results = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]

@@ -134,7 +134,7 @@ def checks(ranks: list[dict[str, Any]]) -> dict[str, tuple[bool, str]]:
             abs(worst["unaccounted"]) <= 64 * MIB, f"{worst['unaccounted'] / MIB:.1f} MiB ({worst['label']})"
         )  # fmt: skip
         found[f"rank {rank}: NCCL's memory is in the reserve"] = (
-            nccl > 0 and over <= one["reserve"],
+            nccl >= GIB and over <= one["reserve"],
             f"overhead {over / MIB:.0f} of {one['reserve'] / MIB:.0f} MiB, {nccl / MIB:.0f} of it since NCCL",
         )
         found[f"rank {rank}: process <= limit"] = (most <= 16 * GIB, f"{most / MIB:,.0f} of {16 * GIB / MIB:,.0f} MiB")
