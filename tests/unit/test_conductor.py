@@ -24,6 +24,7 @@ import memguard
 from memguard import active
 from memguard.conductor import Guard
 from memguard.config import from_mapping
+from memguard.devices import contexts
 from memguard.devices.simulated import CONTEXT, SimulatedHost
 from memguard.errors import (
     AlreadyActive,
@@ -1298,3 +1299,277 @@ def test_a_card_that_others_hold_is_refused_where_the_budget_says_so() -> None:
     with pytest.raises(PlanError, match=r"on_busy: .*other processes hold 100.00 GiB") as caught:
         guard.start()
     assert "on_busy: warn" in str(caught.value) and not guard.active
+
+
+# on_busy
+
+
+def busy_budget(rule: str, **more: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "on_busy": rule,
+        "device": {"limit": "14GiB"},
+        "frameworks": {"torch": {"share": "50%"}},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("others", [0, 10 * GIB])
+def test_a_busy_card_stops_init_before_anything_is_applied(
+    steps: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    done = steps()
+    monkeypatch.setattr(active, "_host", lambda simulate: occupied)
+    for rule in ("raise", "warn"):
+        occupied = SimulatedHost(["t4", "t4"])
+        occupied.occupy(occupied.devices()[1], 1, others)
+        if not others:
+            assert start(busy_budget(rule)).notes == [] and done == ["apply torch"]
+            memguard.shutdown()
+        elif rule == "raise":
+            with pytest.raises(PlanError, match=r"other processes hold 10\.00 GiB") as caught:
+                start(busy_budget(rule))
+            (problem,) = caught.value.problems
+            assert problem.path == "on_busy" and "on_busy: warn" in problem.fix
+            assert done == [] and hooks() == []
+            with pytest.raises(NotActive):
+                memguard.ledger()
+        else:
+            guard = start(busy_budget(rule))
+            (note,) = guard.notes
+            assert "other processes hold 10.00 GiB" in note and done == ["apply torch"]
+            assert note in memguard.ledger().notes
+            memguard.shutdown()
+        done.clear()
+
+
+def test_a_busy_card_leaves_the_budget_that_was_active_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = SimulatedHost(["t4"])
+    monkeypatch.setattr(active, "_host", lambda simulate: host)
+    start(TORCH, simulate=None)
+    host.occupy(host.devices()[0], 1, 10 * GIB)
+    with pytest.raises(PlanError, match="on_busy"):
+        start(busy_budget("raise"), simulate=None, replace=True)
+    assert active.current().active and memguard.ledger().devices[0].row("torch").cap == 4 * GIB
+
+
+# what was changed after init
+
+
+class Drifting(SimulatedFramework):
+    """Says what `lost` says."""
+
+    lost: tuple[str, ...] = ()
+
+    def drift(self) -> list[str]:
+        return list(self.lost)
+
+
+def drifting(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Drifting]:
+    made: list[Drifting] = []
+
+    def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+        made.append(Drifting(host, name))
+        return made[-1]
+
+    replaced(monkeypatch, **dict.fromkeys(names, make))
+    return made
+
+
+def test_what_was_changed_after_init_is_in_the_ledger_and_warned_about_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = drifting(monkeypatch, "torch", "pycuda")
+    start()
+    torch, pycuda = made
+    for framework in (torch, pycuda):
+        framework.allocate(MIB)
+    torch.lost = ("torch: its fraction was raised",)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        for _ in range(3):
+            ledger = memguard.ledger()
+            rows = {row.name: row.enforcement for row in ledger.devices[0].rows if row.kind == "framework"}
+            assert rows == {"torch": "watched", "tensorflow": "pending", "pycuda": "enforced"}
+            assert ledger.notes.count("torch: its fraction was raised") == 1
+            assert ledger.devices[0].row("torch").cap == 4 * GIB, "what the budget gives it"
+    assert caplog.text.count("its fraction was raised") == 1
+    pycuda.lost = ("pycuda: mem_alloc was replaced", "pycuda: and more")
+    with caplog.at_level(logging.WARNING, "memguard"):
+        ledger = memguard.ledger()
+    assert {"torch: its fraction was raised", *pycuda.lost} <= set(ledger.notes)
+    assert caplog.text.count("mem_alloc was replaced") == caplog.text.count("and more") == 1
+    torch.lost = ()
+    ledger = memguard.ledger()
+    assert ledger.devices[0].row("torch").enforcement == "enforced", "set back: it holds again"
+    assert "torch: its fraction was raised" not in ledger.notes
+
+
+def test_nothing_can_drift_that_was_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = drifting(monkeypatch, "torch")
+    start(TORCH)
+    (torch,) = made
+    torch.lost = ("torch: changed",)
+    ledger = memguard.ledger()
+    assert ledger.devices[0].row("torch").enforcement == "pending" and "torch: changed" not in ledger.notes
+
+
+# captures of CUDA graphs
+
+
+class Capturing(SimulatedFramework):
+    """`captures`: this thread captures a graph. `trimmed`: for each trim, whether it was beside captures of others."""
+
+    captures = False
+    beside: list[str]
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.trimmed: list[bool] = []
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def trim(self, device: Device) -> None:
+        self.trimmed.append(bool(self.beside))
+        super().trim(device)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Capturing]]:
+    """A budget whose frameworks may capture, and a stand-in for the door that keeps other threads' captures safe."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        entered.append("entered")
+        try:
+            yield
+        finally:
+            entered.clear()
+
+    def arrange(budget: Any = BUDGET) -> dict[str, Capturing]:
+        made: dict[str, Capturing] = {}
+
+        def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+            made[name] = Capturing(host, name)
+            made[name].beside = entered
+            return made[name]
+
+        replaced(monkeypatch, torch=make, tensorflow=make, pycuda=make)
+        monkeypatch.setattr(contexts, "beside_captures", beside)
+        start(budget)
+        return made
+
+    return arrange
+
+
+@pytest.mark.parametrize("who", ["torch", "pycuda"])
+def test_nothing_is_trimmed_while_this_thread_captures_a_graph(
+    capture: Callable[..., dict[str, Capturing]], who: str
+) -> None:
+    """Freeing a sibling's memory would spoil the capture as well."""
+    made = capture()
+    torch = made["torch"]
+    torch.free(torch.allocate(GIB))
+    made["pycuda"].allocate(MIB)
+    made[who].captures = True
+    assert memguard.trim() == 0 and memguard.trim("torch") == 0 and torch.trimmed == []
+    made[who].captures = False
+    assert memguard.trim() == GIB and torch.trimmed == [True], "beside the captures of other threads"
+
+
+def test_a_capture_of_which_nobody_trims_is_not_asked_about(
+    capture: Callable[..., dict[str, Capturing]], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = capture()
+    made["torch"].captures = True
+    with caplog.at_level(logging.INFO, "memguard"):
+        assert memguard.trim() == 0
+    assert "captured" not in caplog.text, "nothing is live"
+    made["torch"].allocate(1)
+    with caplog.at_level(logging.INFO, "memguard"):
+        memguard.trim()
+    assert "a CUDA graph is being captured on this thread: nothing is trimmed" in caplog.text
+
+
+def test_require_refuses_what_only_a_trim_could_give_while_a_graph_is_captured(
+    capture: Callable[..., dict[str, Capturing]],
+) -> None:
+    made = capture({**BUDGET, "device": {"limit": "100%", "reserve": "2GiB"}})
+    torch, pycuda = made["torch"], made["pycuda"]
+    host = active.current().host
+    assert isinstance(host, SimulatedHost)
+    (gpu,) = host.devices()
+    torch.free(torch.allocate(3 * GIB))
+    pycuda.allocate(1)
+    host.occupy(gpu, 1, host.memory(gpu).free - 512 * MIB)
+    pycuda.captures = True
+    with pytest.raises(BudgetExceeded, match="or a CUDA graph is being captured") as caught:
+        memguard.require("pycuda", GIB)
+    assert (
+        caught.value.available == 512 * MIB
+        and torch.trimmed == []
+        and "memguard.trim() where torch runs" in str(caught.value)
+    )
+    memguard.require("pycuda", 256 * MIB)
+    pycuda.captures = False
+    memguard.require("pycuda", GIB)
+    assert torch.trimmed == [True] and torch.stats(gpu).held == 0
+
+
+def test_a_cap_lowered_while_a_graph_is_captured_reports_and_trims_nothing(
+    capture: Callable[..., dict[str, Capturing]], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = capture()["torch"]
+    torch.free(torch.allocate(3 * GIB))
+    torch.captures = True
+    with caplog.at_level(logging.WARNING, "memguard"):
+        memguard.resize("torch", GIB)
+    assert torch.trimmed == [] and "torch: holds 2.00 GiB above its cap of 1.00 GiB" in caplog.text
+    torch.captures = False
+    memguard.resize("torch", 2 * GIB)
+    assert torch.trimmed == [True] and torch.stats(torch.host.devices()[0]).held == 0
+
+
+def test_an_error_in_a_trim_leaves_the_captures_of_others_as_they_were(
+    capture: Callable[..., dict[str, Capturing]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = capture()["torch"]
+    torch.allocate(1)
+    monkeypatch.setattr(SimulatedFramework, "trim", lambda self, device: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        memguard.trim()
+    assert torch.trimmed == [True] and torch.beside == []
+
+
+# communicators, from the reserve to the ledger
+
+
+def test_communicators_are_kept_for_charged_and_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[str] = []
+    monkeypatch.setattr(SimulatedFramework, "libraries", lambda self: frozenset(beside))
+    guard = start({"version": 1, "device": {"limit": "16GiB"}, "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}}})
+    (part,) = guard.plan.devices
+    assert part.reserve == 544 * MIB + 384 * MIB + 64 * MIB + 896 * MIB + 512 * MIB
+    (gpu,) = guard.host.devices()
+    simulated(guard, "torch").allocate(GIB)
+
+    def figures() -> list[int]:
+        found = memguard.ledger().devices[0]
+        return [(found.row(name).bytes or 0) // MIB for name in ("overhead", "unaccounted")]
+
+    assert figures() == [612, 0] == figures(), "init_process_group takes nothing yet"
+    host_of(guard).take(gpu, 838 * MIB)
+    beside.append("nccl 1")
+    assert figures() == [612 + 838, 0]
+    host_of(guard).take(gpu, 486 * MIB)
+    beside.append("nccl 2")
+    assert figures() == [612 + 838 + 486, 0] and not [note for note in guard.notes if "overhead" in note]
+    host_of(guard).take(gpu, 486 * MIB)
+    beside.append("nccl 3")
+    assert figures() == [612 + 838 + 486 + 486, 0]
+    (note,) = [note for note in guard.notes if "overhead" in note]
+    assert note.endswith("fix: frameworks.torch.nccl: 3 in the budget")
+    host_of(guard).give(gpu, (838 + 2 * 486) * MIB)
+    beside.clear()
+    assert figures() == [612, 0]
