@@ -155,7 +155,7 @@ def all_frameworks() -> list[str]:
         f"- The process, by NVML every 50 ms: at most {most['six']:.2f} GiB in {six['nvml']['samples']} samples, and "
         f"{most['loop']:.2f} GiB in {loop['nvml']['samples']} of the five minutes.",
         f"- {len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted "
-        f"{worst['unaccounted'] / MIB:+.0f} MiB at worst (what TensorFlow's pool holds unseen is in it). In five minutes "
+        f"{worst['unaccounted'] / MIB:+.0f} MiB at worst (TensorFlow's unseen pool in it). In five minutes "
         f"({loop['allocated']:,} allocations, {loop['readings']} ledgers, TensorFlow without growth) it drifts by "
         f"{loop['unaccounted_drift'] / MIB:.0f} MiB; in a simulated hour by {hour['unaccounted_drift'] / MIB:.0f} MiB.",
         f"- Import orders of two, alive and capped: {pairs}.",
