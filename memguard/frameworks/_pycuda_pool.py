@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from memguard.frameworks._driver_bytes import SMALL
+from memguard.frameworks._driver_bytes import SMALL, whole_share
 from memguard.units import round_up
 
 _log = logging.getLogger("memguard")
@@ -115,7 +115,7 @@ class Pool:
     def _slabs_with(self, size: int) -> int:
         """Slabs for the small blocks, one of `size` and the idle one."""
         idle = self.bin_size(1) if self._pool() is not None else 0
-        return round_up(self._small() + size + (0 if self._blocks[idle] > self.active[idle] else idle))
+        return round_up(self._small() + whole_share(size) + (0 if self._blocks[idle] > self.active[idle] else idle))
 
     def _small(self) -> int:
-        return sum(size * count for size, count in self._blocks.items() if size <= SMALL)
+        return sum(whole_share(size) * count for size, count in self._blocks.items() if size <= SMALL)
