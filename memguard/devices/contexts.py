@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterator
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _initialised: ctypes.CDLL | None = None
 """libcuda once it was seen initialised: it stays so, and asking again would cost more than the calls themselves."""
+_lost = False
+"""In a child forked after that: CUDA cannot be used there, and never will be."""
 
 
 def _driver() -> ctypes.CDLL | None:
     """libcuda where this process has loaded and initialised it; None elsewhere."""
     global _initialised
-    if _initialised is not None:
+    if _initialised is not None or _lost:
         return _initialised
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
     except OSError:
         return None
     if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0:
+        _watch_forks()
         _initialised = driver
     return _initialised
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Once per process: a child does not go on with what was seen in its parent."""
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    global _initialised, _lost
+    _initialised, _lost = None, _lost or _initialised is not None
 
 
 def initialised() -> bool:

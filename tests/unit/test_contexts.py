@@ -15,6 +15,7 @@ from memguard.devices import contexts
 @pytest.fixture(autouse=True)
 def nothing_seen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "_initialised", None)
+    monkeypatch.setattr(contexts, "_lost", False)
 
 
 @pytest.fixture
@@ -198,3 +199,17 @@ def test_a_mode_that_was_not_changed_is_not_put_back(library: Callable[..., LibC
     with contexts.beside_captures():
         driver.fails = ""
     assert driver.done == [] and driver.mode == 0
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_forked_child_does_not_go_on_with_what_its_parent_saw(library: Callable[..., LibCUDA], seen: bool) -> None:
+    """CUDA cannot be used in a child whose parent has; one whose parent has not may."""
+    driver = library(initialised=seen)
+    assert contexts.initialised() is seen
+    pid = os.fork()
+    if pid == 0:
+        driver.initialised = True
+        found = (contexts.initialised(), contexts.current())
+        os._exit(0 if found == ((False, None) if seen else (True, 1)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert contexts.initialised() is seen, "the parent's stays"
