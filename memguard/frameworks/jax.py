@@ -11,7 +11,6 @@ Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and c
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import os
 import struct
@@ -26,7 +25,6 @@ from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, Usage
 from memguard.units import MIB, format_size, round_up
 
-_log = logging.getLogger("memguard")
 _OPTIONS = "jax_pjrt_client_create_options"
 _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -90,8 +88,14 @@ class JAX(Framework):
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         jax.config.update(_OPTIONS, wanted)
-        if getattr(jax.config, _OPTIONS) != wanted:
-            raise CapNotApplied(self.name, f"the options read back as {getattr(jax.config, _OPTIONS)!r}", "report this")
+        found = getattr(jax.config, _OPTIONS)
+        if found != wanted:
+            jax.config.update(_OPTIONS, before)
+            raise CapNotApplied(
+                self.name,
+                f"the options read back as {found!r}",
+                "report this with the version; until then leave jax out of the budget",
+            )
         self._caps, self._options = dict(caps), wanted
 
         def undo() -> None:
@@ -106,9 +110,10 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """`memory_stats()` (1.4 µs) of the backend that is live; `pool_bytes` is what it holds."""
-        found = self._local(device)
+        locals_ = self._locals()
+        found = next((found for found, uuid in locals_ if uuid == device.uuid), None)
         if found is None:
-            return None
+            return Usage(None, None) if any(not uuid for _, uuid in locals_) else None
         stats = found.memory_stats()
         if not stats or "pool_bytes" not in stats:  # the platform and cuda_async allocators keep no pool of their own
             return Usage(None, (stats or {}).get("bytes_in_use"))
@@ -202,7 +207,8 @@ class JAX(Framework):
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
-        self._say(f"jax: {_PREALLOCATE} stays: it takes its whole cap when its backend starts")
+        setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
+        self._say(f"jax: {setting} stays: it takes its whole cap when its backend starts")
         return True
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
@@ -224,17 +230,16 @@ class JAX(Framework):
         self._caps = dict(caps)
         return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
-    def _local(self, device: Device) -> Any:
-        return next((found for found, uuid in self._locals() if uuid == device.uuid), None)
-
     def _locals(self) -> list[tuple[Any, str]]:
-        """The devices of a live backend with their UUIDs: JAX numbers them as CUDA does."""
+        """The devices of a live backend with their UUIDs, "" where not known: JAX numbers them as CUDA does."""
         client = _client()
         if client is None:
             return []
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
-            self._by_ordinal = {d.ordinal if d.ordinal is not None else d.index: d.uuid for d in known}
+            self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
+            if len(known) == 1:
+                self._by_ordinal = self._by_ordinal or {0: known[0].uuid}
         return [(found, self._by_ordinal.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _limits(self) -> dict[int, tuple[int, int]]:

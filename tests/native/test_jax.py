@@ -254,7 +254,20 @@ type(jax.config).update = lambda self, name, value: None
 result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
 """
     )
-    assert "the options read back as None" in found["text"]
+    assert "the options read back as None" in found["text"] and "leave jax out of the budget" in found["text"]
+
+
+def test_options_that_read_back_differently_do_not_stay(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+update = type(jax.config).update
+def wrong(self, name, value): update(self, name, {**value, "memory_fraction": 0.9} if value else value)
+type(jax.config).update = wrong
+result["text"], result["options"] = raised(lambda: framework.apply({uuid: GIB}, {})), options()
+"""
+    )
+    assert "the options read back as {" in found["text"] and found["options"] is None
 
 
 # settings of the user's own
@@ -408,7 +421,8 @@ result["preallocate"], result["notes"] = options()["preallocate"], framework.not
 """
     )
     assert found["preallocate"] is kept
-    note = "jax: XLA_PYTHON_CLIENT_PREALLOCATE stays: it takes its whole cap when its backend starts"
+    asked = "XLA_PYTHON_CLIENT_PREALLOCATE" if option is None else "jax_pjrt_client_create_options preallocate"
+    note = f"jax: {asked} stays: it takes its whole cap when its backend starts"
     assert found["notes"] == [note] * kept
 
 
@@ -503,6 +517,22 @@ result["held"] = [framework.usage(gpu).held for gpu in turned]
 """
     )
     assert found["held"] == [0, 1]
+
+
+def test_where_cudas_numbers_are_unknown_no_other_gpu_is_shown(with_jax: Run) -> None:
+    found = with_jax(
+        TWO
+        + """
+import dataclasses
+unknown = [dataclasses.replace(gpu, ordinal=None, index=5 + number) for number, gpu in enumerate(host.gpus)]
+host.devices = lambda ordinals=False: tuple(unknown)
+backend(4 * GIB, held=GIB)
+result["several"] = [[u.held, u.in_use] for u in map(framework.usage, unknown)]
+del unknown[1]
+result["one"] = JAX(host).usage(gpu).held
+"""
+    )
+    assert found["several"] == [[None, None], [None, None]] and found["one"] == GIB
 
 
 def test_its_limit_cannot_be_changed(with_jax: Run) -> None:
