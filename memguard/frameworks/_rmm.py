@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from memguard.devices.host import Host
 from memguard.errors import CapNotApplied
 from memguard.model import Applied, Enforcement, Usage
 
@@ -22,8 +23,10 @@ _limits: dict[int, tuple[str, Any]] = {}
 class Limit:
     """RMM's limit for one framework: the adaptors that were put around the devices' resources."""
 
-    def __init__(self, adaptors: Mapping[str, Any]) -> None:
+    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int]) -> None:
         self._adaptors = dict(adaptors)
+        self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
+        """The adaptors by ordinal, until the limit is undone; empty where RMM is only watched."""
 
     def usage(self, uuid: str) -> Usage | None:
         """Live bytes since the limit was set; None where there is none on that device, unknown where only watched."""
@@ -32,6 +35,17 @@ class Limit:
             return Usage(None, None) if not self._adaptors else None
         size = int(adaptor.get_allocated_bytes())
         return Usage(size, size, 0)
+
+    def drift(self, framework: str) -> list[str]:
+        """The GPUs whose resource does not go through the limit any more (`rmm.reinitialize`)."""
+        rmm: Any = sys.modules.get("rmm")
+        now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
+        return [
+            f"{framework}: RMM's resource on cuda:{ordinal} was replaced after memguard.init "
+            f"({type(resource).__name__}): its cap does not hold"
+            for ordinal, resource in now.items()
+            if not _goes_through(resource, self.standing.get(ordinal))
+        ]
 
 
 def is_cupys(allocator: Any) -> bool:
@@ -42,6 +56,17 @@ def is_cupys(allocator: Any) -> bool:
 def is_loaded_for(framework: str) -> bool:
     """Whether RMM's allocator for the framework was imported: a swapped allocator is then most likely RMM's."""
     return f"rmm.allocators.{framework}" in sys.modules
+
+
+def ordinals(framework: str, host: Host) -> dict[str, int]:
+    """CUDA's ordinals by UUID, without initialising CUDA. NVML's own numbers may be those of other GPUs."""
+    devices = host.devices(ordinals=True)
+    found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
+    if len(found) == len(devices):
+        return found
+    if len(devices) == 1:
+        return {devices[0].uuid: 0}
+    raise CapNotApplied(framework, "CUDA's numbering of the GPUs could not be asked", "pip install 'memguard[cuda]'")
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Limit, Applied]:
@@ -59,19 +84,28 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
         else:
             continue
         note = f"{framework}: watched, not capped by its own cap: {why}"
-        return Limit({}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+        return Limit({}, {}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
     capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
     before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
     adaptors = {
         uuid: rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
         for ordinal, uuid in capped.items()
     }
-    for ordinal, uuid in capped.items():
-        rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
-        _limits[ordinal] = (framework, adaptors[uuid])
+    limit = Limit(adaptors, ordinals)
+    try:
+        for ordinal, uuid in capped.items():
+            _limits[ordinal] = (framework, adaptors[uuid])
+            rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
+    except BaseException:
+        for ordinal, uuid in capped.items():
+            _limits.pop(ordinal, None)
+            if rmm.mr.get_per_device_resource(ordinal) is adaptors[uuid]:
+                rmm.mr.set_per_device_resource(ordinal, before[ordinal])
+        raise
 
     def undo() -> None:
         stays = []
+        limit.standing.clear()
         for ordinal, resource in before.items():
             _, adaptor = _limits.pop(ordinal)
             if rmm.mr.get_per_device_resource(ordinal) is adaptor:
@@ -83,4 +117,16 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
             raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
 
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
-    return Limit(adaptors), Applied(Enforcement.ENFORCED, undo, notes=(note,))
+    return limit, Applied(Enforcement.ENFORCED, undo, notes=(note,))
+
+
+def _goes_through(resource: Any, adaptor: Any) -> bool:
+    """Whether allocations from the resource reach the adaptor: it is that, or something around it. Undone: yes."""
+    for _ in range(100):
+        if adaptor is None or resource is adaptor:
+            return True
+        upstream = getattr(resource, "get_upstream", None)
+        if upstream is None:
+            return False
+        resource = upstream()
+    return False

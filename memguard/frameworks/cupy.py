@@ -10,8 +10,8 @@ Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_all
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
 import os
 import sys
 import threading
@@ -27,8 +27,8 @@ from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import format_size
 
-_log = logging.getLogger("memguard")
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be asked beside a capture
 
 
 class CuPy(Framework):
@@ -50,9 +50,10 @@ class CuPy(Framework):
         self._rmm: _rmm.Limit | None = None
 
     def _live(self, module: ModuleType) -> bool:
-        if self._limited or self._rmm is not None:
+        if self._limited:
             return True
-        return contexts.initialised() and any(self._totals(ordinal) for ordinal in range(_device_count(module)))
+        asked = contexts.initialised()
+        return asked and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         cupy: Any = sys.modules["cupy"]
@@ -62,7 +63,9 @@ class CuPy(Framework):
             note = "cupy: watched, not capped: the limit of its async pool is the threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if _rmm.is_cupys(allocator):
-            self._rmm, applied = _rmm.apply(self.name, caps, self._by_uuid(cupy))
+            asked = contexts.initialised()  # else asking CuPy would initialise CUDA
+            ordinals = self._by_uuid(cupy) if asked else _rmm.ordinals(self.name, self.host)
+            self._rmm, applied = _rmm.apply(self.name, caps, ordinals)
             return applied
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
@@ -93,6 +96,9 @@ class CuPy(Framework):
         ordinal = self._by_uuid(cupy).get(device.uuid)
         if ordinal is None:
             return None
+        if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
+            with contexts.pushed(ordinal) as there:
+                return Usage(None, None) if there else None  # whatever serves now does not say what it holds
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals(ordinal)
@@ -112,13 +118,22 @@ class CuPy(Framework):
             return super().resize(caps)
         cupy: Any = sys.modules["cupy"]
         with self._lock:
+            caps_before, limited_before = self._caps, dict(self._limited)
             self._caps = dict(caps)
-            for uuid, ordinal in self._by_uuid(cupy).items() if contexts.initialised() else ():
-                if ordinal in self._limited and uuid in caps:
-                    before, _ = self._limited[ordinal]
-                    cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of its own stays
-                    self._on(ordinal, functools.partial(_set_limit, cap))
-                    self._limited[ordinal] = (before, cap)
+            try:
+                for uuid, ordinal in self._by_uuid(cupy).items() if contexts.initialised() else ():
+                    if ordinal in self._limited and uuid in caps:
+                        before, _ = self._limited[ordinal]
+                        cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of its own stays
+                        self._limited[ordinal] = (before, cap)
+                        self._on(ordinal, functools.partial(_set_limit, cap))
+            except BaseException:
+                changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
+                self._caps, self._limited = caps_before, limited_before
+                for ordinal in changed:
+                    with contextlib.suppress(Exception):
+                        self._on(ordinal, functools.partial(_set_limit, limited_before[ordinal][1]))
+                raise
         return None
 
     def footprint(self, size: int) -> int:
@@ -133,12 +148,14 @@ class CuPy(Framework):
 
     def drift(self) -> list[str]:
         cupy = _imported()
-        if cupy is None or self._allocate is None:
+        if cupy is None:
             return []
-        now = cupy.cuda.get_allocator()
-        if now is not self._allocate:
-            return [f"cupy: its allocator was replaced after memguard.init ({_named(now)}): its cap does not hold"]
-        limits = {ordinal: (self._on(ordinal, _get_limit), cap) for ordinal, (_, cap) in self._limited.items()}
+        swapped = self._swapped_for(cupy)
+        if swapped is not None:
+            return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
+        if self._rmm is not None:
+            return self._rmm.drift(self.name)
+        limits = {ordinal: (self._on(ordinal, _get_limit), cap) for ordinal, (_, cap) in list(self._limited.items())}
         return [
             f"cupy: the limit of its pool was raised after memguard.init on cuda:{ordinal}"
             for ordinal, (limit, cap) in limits.items()
@@ -151,8 +168,8 @@ class CuPy(Framework):
             return False
         try:
             return bool(cupy.cuda.get_current_stream().is_capturing())
-        except cupy.cuda.runtime.CUDARuntimeError:  # the null stream cannot be asked beside a capture
-            return True
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            return bool(error.status == _CAPTURE_IMPLICIT)
 
     def about(self) -> dict[str, str]:
         cupy = _imported()
@@ -191,9 +208,17 @@ class CuPy(Framework):
             if 0 < before < cap:
                 self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
+            elif before > cap:  # set before its GPU could be asked; an allocation is no place to refuse it
+                self._say(f"cupy: its own limit of {format_size(before)} is looser than the cap, which holds")
             self._pool.set_limit(size=cap)
-            if self._pool.get_limit() != cap:
-                raise CapNotApplied(self.name, f"the limit reads back as {self._pool.get_limit()}", "report this")
+            found = self._pool.get_limit()
+            if found != cap:
+                self._pool.set_limit(size=before)
+                raise CapNotApplied(
+                    self.name,
+                    f"the limit reads back as {found}",
+                    "report this with the version; until then leave cupy out of the budget",
+                )
             self._limited[ordinal] = (before, cap)
 
     def _limit_live(self, cupy: Any) -> dict[str, int]:
@@ -241,13 +266,22 @@ class CuPy(Framework):
 
     def _restore(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
         with self._lock:
-            for ordinal, (before, cap) in self._limited.items():
+            for ordinal, (before, cap) in list(self._limited.items()):
                 if self._on(ordinal, _get_limit) == cap:
                     self._on(ordinal, functools.partial(_set_limit, before))
             self._limited.clear()
             ours, self._caps, self._allocate, self._pool = self._allocate, {}, None, None
         if ours is not None and cupy.cuda.get_allocator() is ours:
             self._set_allocator(cupy, allocator)
+
+    def _swapped_for(self, cupy: Any) -> str | None:
+        """What CuPy's allocator has become where it is not the capped one any more."""
+        now = cupy.cuda.get_allocator()
+        if self._allocate is not None:
+            swapped = now is not self._allocate
+        else:
+            swapped = self._rmm is not None and bool(self._rmm.standing) and not _rmm.is_cupys(now)
+        return _named(now) if swapped else None
 
     def _set_allocator(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
         try:

@@ -9,6 +9,7 @@ Outside the cap: context and modules, managed memory, arrays that others own (`a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -130,7 +131,12 @@ class Numba(Framework):
         manager: Any = type(live[0]) if live else _capped(driver)  # a budget before this one has left its own
         driver.set_memory_manager(manager)
         if driver._memory_manager is not manager:
-            raise CapNotApplied(self.name, "its memory manager reads back as another", "report this with its version")
+            driver._memory_manager = before
+            raise CapNotApplied(
+                self.name,
+                "its memory manager reads back as another",
+                "report this with the version; until then leave numba out of the budget",
+            )
         self._caps, self._manager, manager.memguard = dict(caps), manager, self
 
         def undo() -> None:
@@ -148,8 +154,10 @@ class Numba(Framework):
             return None
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
-        if self._manager is None or not isinstance(managers[0], self._manager):
+        if self._manager is None:
             return None
+        if not isinstance(managers[0], self._manager):
+            return Usage(None, None)  # another has taken its place, and nobody counts
         count: _Count = managers[0].deallocations.count
         with count.lock:
             pages = count.pages()
@@ -160,7 +168,9 @@ class Numba(Framework):
         for context in _contexts():
             pending = getattr(context.memory_manager, "deallocations", None)
             if pending is not None and _uuid(context) == device.uuid:
-                with contexts.pushed(int(context.device.id)) as there:
+                count = getattr(pending, "count", None)  # its lock: an allocation may be flushing them as well
+                lock = count.lock if count is not None else contextlib.nullcontext()
+                with lock, contexts.pushed(int(context.device.id)) as there:
                     if there:
                         pending.clear()
 
@@ -178,6 +188,8 @@ class Numba(Framework):
         return () if driver is None else (driver.CudaAPIError,)
 
     def drift(self) -> list[str]:
+        if self._rmm is not None:
+            return self._rmm.drift(self.name)
         driver: Any = sys.modules.get(_DRIVER)
         if self._manager is None or driver is None:
             return []
@@ -212,10 +224,8 @@ class Numba(Framework):
         )
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
-        devices = self.host.devices(ordinals=True)
-        ordinals = {d.uuid: d.ordinal if d.ordinal is not None else d.index for d in devices}
         try:
-            self._rmm, applied = _rmm.apply(self.name, caps, ordinals)
+            self._rmm, applied = _rmm.apply(self.name, caps, _rmm.ordinals(self.name, self.host))
         except ImportError as error:
             raise CapNotApplied(
                 self.name, f"it is told to allocate through RMM, and {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"

@@ -528,7 +528,10 @@ def test_another_allocator_later_is_seen(model: Model) -> None:
     assert setting.framework.drift() == []
     setting.cp.cuda.set_allocator(None)
     assert "_malloc" in setting.framework.drift()[0]
-    del array
+    other = setting.alloc(500 * MIB)
+    assert setting.usage() == Usage(None, None), "what the pool holds is not what CuPy holds any more"
+    assert setting.framework.usage(setting.second) is None, "no context there"
+    del array, other
 
 
 @pytest.mark.parametrize(("size", "seen"), [(65 * MIB, True), (0, True), (64 * MIB, False), (10 * MIB, False)])
@@ -550,6 +553,66 @@ def test_a_limit_set_before_the_first_allocation_does_not_lift_the_cap(model: Mo
     setting.pool.set_limit(size=GIB)
     setting.fill()
     assert setting.taken() == 64 * MIB
+    assert setting.framework.notes == ["cupy: its own limit of 1.00 GiB is looser than the cap, which holds"]
+
+
+def test_a_limit_that_reads_back_as_another_does_not_stay(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = model()
+    setting.apply()
+    one = setting.cp.cuda.memory._OfOneDevice
+    get_limit, found = one.get_limit, []
+
+    def wrong(pool: Any) -> int:
+        found.append(get_limit(pool))
+        return int(found[-1]) + (len(found) == 2)
+
+    monkeypatch.setattr(one, "get_limit", wrong)
+    with pytest.raises(CapNotApplied, match=r"(?s)reads back as 67108865.*leave cupy out of the budget"):
+        setting.alloc(MIB)
+    monkeypatch.undo()
+    assert found == [0, 64 * MIB] and setting.framework._limited == {}
+    assert next(iter(setting.pool._pools.values())).get_limit() == 0
+
+
+def test_the_gpus_that_are_limited_may_become_more_while_they_are_gone_through(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = model()
+    applied = setting.apply()
+    array = setting.alloc(MIB)
+    ask, limited = setting.framework._on, setting.framework._limited
+    numbers = itertools.count(5)
+
+    def slow(ordinal: int, call: Callable[[Any], Any]) -> Any:
+        limited[next(numbers)] = (0, 64 * MIB)  # as another thread's first allocation does
+        return ask(ordinal, call) if ordinal < 2 else None
+
+    monkeypatch.setattr(setting.framework, "_on", slow)
+    assert setting.framework.drift() == []
+    assert applied.undo is not None
+    applied.undo()
+    monkeypatch.undo()
+    del array
+
+
+def test_a_resize_that_fails_halfway_changes_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = model()
+    setting.apply()
+    arrays = [setting.alloc(MIB), setting.alloc(MIB, 1)]
+    one = setting.cp.cuda.memory._OfOneDevice
+    set_limit = one.set_limit
+
+    def failing(pool: Any, size: int | None = None, fraction: float | None = None) -> None:
+        if size == 30 * MIB:
+            raise ValueError("not now")
+        set_limit(pool, size, fraction)
+
+    monkeypatch.setattr(one, "set_limit", failing)
+    with pytest.raises(ValueError, match="not now"):
+        setting.framework.resize({setting.first.uuid: 20 * MIB, setting.second.uuid: 30 * MIB})
+    assert (setting.limit(0), setting.limit(1)) == (64 * MIB, 64 * MIB) and setting.framework.drift() == []
+    assert set(setting.framework._caps.values()) == {64 * MIB}
+    del arrays
 
 
 def test_a_resize_changes_what_is_live_and_what_is_not(model: Model) -> None:
@@ -725,7 +788,7 @@ def test_a_fork_while_a_thread_holds_the_lock(model: Model) -> None:
 # captures, the error, the guard
 
 
-@pytest.mark.parametrize(("capturing", "said"), [(False, False), (True, True), ("elsewhere", True)])
+@pytest.mark.parametrize(("capturing", "said"), [(False, False), (True, True), ("elsewhere", True), ("broken", False)])
 def test_capturing(model: Model, capturing: bool | str, said: bool) -> None:
     setting = model()
     setting.apply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import os
@@ -486,12 +487,29 @@ def test_rmms_manager_is_limited_in_rmm(model: Model, rmm: Any, monkeypatch: pyt
     setting.driver._memory_manager = manager
     array = setting.cuda.device_array(1)
     assert setting.usage() == Usage(5, 5, 0) and setting.framework.drift() == []
+    limited, rmm.resources[1] = rmm.resources[1], rmm.mr.CudaMemoryResource()
+    (said,) = setting.framework.drift()
+    assert "numba: RMM's resource on cuda:1 was replaced" in said
+    rmm.resources[1] = limited
     with pytest.raises(CapNotApplied):
         setting.framework.resize({setting.gpu.uuid: GIB})
     assert applied.undo is not None
     applied.undo()
     assert all(type(resource).__name__ == "CudaMemoryResource" for resource in rmm.resources.values())
     del array
+
+
+def test_rmm_is_not_limited_by_guessed_numbers(model: Model, rmm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CUDA_MEMORY_MANAGER", "rmm")
+    setting = model()
+    monkeypatch.setitem(sys.modules, "rmm", rmm)
+    setting.bring()
+    unknown = tuple(dataclasses.replace(gpu, ordinal=None) for gpu in setting.host.devices())
+    monkeypatch.setattr(setting.host, "devices", lambda *, ordinals=False: unknown)
+    before = dict(rmm.resources)
+    with pytest.raises(CapNotApplied, match=r"memguard\[cuda\]"):
+        setting.apply()
+    assert rmm.resources == before
 
 
 def test_rmm_that_is_not_installed_is_said(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,7 +544,7 @@ def test_a_context_with_another_manager_is_told_and_trimmed_only_where_that_can(
     setting.cuda.current_context()
     setting.driver._memory_manager = ours
     (said,) = setting.framework.drift()
-    assert "(Foreign)" in said and setting.framework.usage(setting.gpu) is None
+    assert "(Foreign)" in said and setting.usage() == Usage(None, None), "live, and nobody counts"
     setting.framework.trim(setting.gpu)
     setting.framework.forked()
 
@@ -546,8 +564,16 @@ def test_a_manager_that_reads_back_as_another_is_refused(model: Model, monkeypat
     setting = model()
     setting.bring()
     monkeypatch.setattr(setting.driver, "set_memory_manager", lambda manager: None)
+    with pytest.raises(CapNotApplied, match=r"(?s)reads back as another.*leave numba out of the budget"):
+        setting.apply()
+
+    def otherwise(manager: Any) -> None:
+        setting.driver._memory_manager = type("Other", (manager,), {})
+
+    monkeypatch.setattr(setting.driver, "set_memory_manager", otherwise)
     with pytest.raises(CapNotApplied, match="reads back as another"):
         setting.apply()
+    assert setting.driver._memory_manager is None, "nothing stays"
     array = setting.cuda.device_array(GIB)
     del array
 
@@ -639,6 +665,22 @@ def test_a_trim_where_the_context_is_gone_does_nothing(model: Model) -> None:
     setting.driver.cards[0].contexts = 0
     setting.framework.trim(setting.gpu)
     assert setting.pending() == 1
+
+
+def test_a_trim_waits_for_an_allocation_on_another_thread(model: Model) -> None:
+    """That one may be flushing the same pending frees."""
+    setting = model()
+    setting.apply(64 * MIB)
+    array = setting.cuda.device_array(40 * MIB)
+    del array
+    lock = setting.driver.driver.devices[0].primary_context.memory_manager.deallocations.count.lock
+    with lock:
+        thread = threading.Thread(target=setting.framework.trim, args=(setting.gpu,))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and setting.pending() == 1
+    thread.join(20)
+    assert setting.pending() == 0
 
 
 # threads, finalizers, forks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class Setting:
         self.cp: Any = importlib.import_module("cupy")
         self.mr: Any = importlib.import_module("rmm").mr
         self.card: Any = sys.modules["fake_card"]
+        self.card.use(0)
         allocators: Any = importlib.import_module("rmm.allocators.cupy")
         self.allocator = allocators.rmm_cupy_allocator
         self.cp.cuda.set_allocator(self.allocator)
@@ -174,6 +176,84 @@ def test_a_second_framework_shares_the_limit_of_the_first(model: Model) -> None:
     first.undo()
     _, again = _rmm.apply("torch", setting.caps(), setting.ordinals)
     assert again.enforcement is Enforcement.ENFORCED, "nobody's limit is there any more"
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_a_resource_that_is_replaced_is_told(model: Model, ordinal: int) -> None:
+    """`rmm.reinitialize` does it too."""
+    setting = model()
+    applied = setting.apply()
+    limited = setting.resources()
+    assert setting.framework.drift() == []
+    setting.mr.set_per_device_resource(ordinal, setting.mr.CudaMemoryResource())
+    (said,) = setting.framework.drift()
+    assert said == (
+        f"cupy: RMM's resource on cuda:{ordinal} was replaced after memguard.init (CudaMemoryResource): "
+        "its cap does not hold"
+    )
+    wrapped = setting.mr.PoolMemoryResource(setting.mr.StatisticsResourceAdaptor(limited[ordinal]))
+    setting.mr.set_per_device_resource(ordinal, wrapped)
+    assert setting.framework.drift() == [], "all of it still goes through the limit"
+    setting.mr.set_per_device_resource(ordinal, limited[ordinal])
+    assert applied.undo is not None
+    applied.undo()
+    assert setting.framework.drift() == []
+
+
+def test_only_watched_nothing_drifts(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    limit, _ = _rmm.apply("torch", setting.caps(), setting.ordinals)
+    setting.mr.set_per_device_resource(0, setting.mr.CudaMemoryResource())
+    assert limit.drift("torch") == [] and len(setting.framework.drift()) == 1
+
+
+def test_an_allocator_that_is_no_longer_rmms_is_told(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    setting.cp.cuda.set_allocator(setting.cp.get_default_memory_pool().malloc)
+    (said,) = setting.framework.drift()
+    assert "allocator was replaced after memguard.init (MemoryPool.malloc)" in said
+    assert setting.framework.usage(setting.first) == Usage(None, None)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_capping_before_cuda_is_initialised_does_not_initialise_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    setting = model()
+    setting.card.initialised, setting.card.asked = False, 0
+    applied = setting.apply()
+    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
+    assert setting.card.asked == 0 and not setting.card.initialised
+    assert [found.get_allocation_limit() for found in setting.resources()] == [64 * MIB, 24 * MIB]
+    assert setting.framework.state() is State.IMPORTED and setting.framework.usage(setting.first) is None
+    applied.undo()
+    unknown = tuple(dataclasses.replace(gpu, ordinal=None, index=5) for gpu in setting.host.devices()[:gpus])
+    monkeypatch.setattr(setting.host, "devices", lambda *, ordinals=False: unknown)
+    if gpus == 1:
+        setting.apply()
+        assert setting.resources()[0].get_allocation_limit() == 64 * MIB, "there is no other"
+        return
+    before = setting.resources()
+    with pytest.raises(CapNotApplied, match=r"memguard\[cuda\]"):
+        setting.apply()
+    assert setting.resources() == before and setting.card.asked == 0
+
+
+def test_a_resource_that_cannot_be_set_leaves_nothing_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = model()
+    before, put = setting.resources(), setting.mr.set_per_device_resource
+
+    def failing(ordinal: int, resource: Any) -> None:
+        if ordinal == 1:
+            raise RuntimeError("not now")
+        put(ordinal, resource)
+
+    monkeypatch.setattr(setting.mr, "set_per_device_resource", failing)
+    with pytest.raises(RuntimeError, match="not now"):
+        setting.apply()
+    assert setting.resources() == before and _rmm._limits == {} and setting.framework.drift() == []
 
 
 def test_an_undo_restores_the_resources_while_arrays_live(model: Model) -> None:

@@ -67,7 +67,9 @@ class _Stream:
     def is_capturing(self):
         fake_card.runtime()
         if fake_card.capturing == "elsewhere":  # the null stream beside a capture
-            raise runtime.CUDARuntimeError(runtime._CAPTURE_UNSUPPORTED)
+            raise runtime.CUDARuntimeError(runtime._CAPTURE_IMPLICIT)
+        if fake_card.capturing == "broken":
+            raise runtime.CUDARuntimeError(runtime._CONTEXT_IS_DESTROYED)
         return bool(fake_card.capturing)
 
 

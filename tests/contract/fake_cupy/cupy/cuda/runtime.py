@@ -2,7 +2,7 @@
 
 import fake_card
 
-_OUT_OF_MEMORY, _CAPTURE_UNSUPPORTED = 2, 900
+_OUT_OF_MEMORY, _CONTEXT_IS_DESTROYED, _CAPTURE_IMPLICIT = 2, 709, 906
 
 
 class CUDARuntimeError(RuntimeError):
