@@ -17,7 +17,8 @@ ASKED = "MEMGUARD_CHILDREN"
 WHY = (
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
     "imports the script again in it\n"
-    f"    fix: call memguard.init in the function that the worker runs; or set {ASKED}=1 and start workers with spawn: "
+    "    fix: put this call under `if __name__ == '__main__':`; for a budget in the worker, call memguard.init in the "
+    f"function that it runs, or set {ASKED}=1 and start workers with spawn: "
     "the script's own then applies in each"
 )
 SERVED = (

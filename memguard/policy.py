@@ -84,7 +84,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
         problems.append(
             Problem(
                 "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be asked for here",
-                "pip install 'memguard[cuda]', or name the GPUs by UUID (`nvidia-smi -L`)",
+                "pip install cuda-bindings, or name the GPUs by UUID (`nvidia-smi -L`)",
                 path="devices",
             )
         )

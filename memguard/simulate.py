@@ -244,7 +244,9 @@ class _Run:
         if self.caps is not None and name in self.caps:
             framework.apply(self.caps[name], chosen)
         else:
-            framework.apply({}, {"growth": chosen.get("growth", about.get("growth", False))})
+            # What a trace under a budget says of growth was the budget's doing: without one it is TensorFlow's default.
+            recorded_growth = False if "caps" in self.trace.header.extra else about.get("growth", False)
+            framework.apply({}, {"growth": chosen.get("growth", recorded_growth)})
         recorded, simulated = about.get("allocator"), _ALLOCATORS.get(name)
         if simulated and recorded is not None and recorded not in simulated:
             self.notes.append(

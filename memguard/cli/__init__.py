@@ -40,7 +40,7 @@ class _Group(click.Group):
 @click.command("memguard", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="memguard", message="%(prog)s %(version)s")
 def main() -> None:
-    """GPU memory budgets for Python processes that mix TensorFlow, PyTorch and PyCUDA.
+    """GPU memory budgets for Python processes that mix TensorFlow, PyTorch, JAX, CuPy, PyCUDA and Numba.
 
     Exit codes: 2 a wrong budget, trace or command line; 3 no GPU to budget; 1 anything else.
     """

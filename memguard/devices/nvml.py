@@ -165,7 +165,7 @@ class Nvml:
                 self._doing = what
                 return work(n)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
-            raise DeviceError(self._text(error)) from error
+            raise DeviceError(self._text(error)) from None
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__

@@ -65,7 +65,7 @@ class PyCUDA(Framework):
             raise CapNotApplied(
                 self.name,
                 "CUDA's numbering of several GPUs cannot be asked for",
-                "pip install 'memguard[cuda]'",
+                "pip install cuda-bindings",
             )
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
         self._caps = dict(caps)

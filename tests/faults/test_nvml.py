@@ -374,7 +374,7 @@ def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run) -> None:
         """,
         TWO,
     )
-    assert "CUDA ordinal" in found["text"] and "memguard[cuda]" in found["text"]
+    assert "CUDA ordinal" in found["text"] and "cuda-bindings" in found["text"]
 
 
 def test_the_only_gpu_is_the_first_one_without_asking(run: Run) -> None:
@@ -402,7 +402,7 @@ def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_and_it_is_said(r
         env={"CUDA_VISIBLE_DEVICES": "1"},
     )
     assert found["count"] == 2
-    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "memguard[cuda]" in found["stderr"]
+    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "cuda-bindings" in found["stderr"]
 
 
 @pytest.mark.parametrize(
