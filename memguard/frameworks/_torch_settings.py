@@ -1,4 +1,4 @@
-"""What the environment and the installation say about torch's allocator, read without importing torch."""
+"""What torch, its environment and its installation say about its allocator. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from memguard.errors import ConflictingSetting
 from memguard.model import Device
@@ -40,6 +41,27 @@ def configured() -> tuple[str, str]:
         if os.environ.get(name):
             return name, os.environ[name]
     return "PYTORCH_ALLOC_CONF", ""
+
+
+def expandable(torch: Any) -> bool:
+    """What the allocator of a live torch really runs with; the environment where torch will not say."""
+    try:
+        return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    except (AttributeError, KeyError, RuntimeError):
+        return "expandable_segments:true" in configured()[1].replace(" ", "").lower()
+
+
+def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
+    try:
+        return int(stats[name]["all"][kind])
+    except (KeyError, TypeError):
+        return None
+
+
+def never_held(stats: Mapping[str, Any]) -> bool:
+    """By what is held now, by the peak, and by the sum of all times, which stays where a peak is reset."""
+    known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
+    return known[:2] == [0, 0] and not known[2]
 
 
 def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:

@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -44,7 +45,8 @@ class Torch(Framework):
         self._before: dict[int, float] = {}
         self._pools: dict[str, cuda.CappedPool] = {}
         self._uuids: dict[str, int] | None = None
-        self._set: dict[int, float] = {}
+        self._set: dict[int, float] = {}  # as torch reads them back
+        self._expandable: bool | None = None  # what the caps were set for
         self._rmm: _rmm.Limit | None = None
         self._lost: list[str] = []
 
@@ -75,22 +77,22 @@ class Torch(Framework):
         _torch_settings.refuse(self.host.devices(), caps)
         if torch.cuda.get_allocator_backend() == "pluggable":
             return self._apply_pluggable(caps)
-        self._caps = dict(caps)
-        if self._live(torch):
-            try:
-                residual = self._set_now(torch)
-            except BaseException:
-                self._restore()
-                raise
-            return Applied(Enforcement.ENFORCED, self._restore, residual=residual)
-        return Applied(
-            Enforcement.ENFORCED,
-            self._queue(torch),
-            notes=("torch: the cap is set when torch initialises CUDA, before its first allocation",),
-        )
+        before, self._caps = self._caps, dict(caps)
+        try:
+            if self._live(torch):
+                return Applied(Enforcement.ENFORCED, self._restore, residual=self._set_now(torch))
+            note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
+            return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
+        except BaseException:
+            self._caps = before
+            self._restore()
+            raise
 
     def usage(self, device: Device) -> Usage | None:
-        """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live."""
+        """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live.
+
+        None for a GPU on which torch never held anything: it is live on all of them at once.
+        """
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch):
             return None
@@ -103,18 +105,21 @@ class Torch(Framework):
             stats = torch._C._cuda_memoryStats(ordinal)
         except RuntimeError:  # a pluggable allocator tells nothing
             return Usage(None, None)
-        in_use = _stat(stats, "allocated_bytes", "current")
-        peak = _stat(stats, "allocated_bytes", "peak")
+        in_use = _torch_settings.stat(stats, "allocated_bytes", "current")
+        peak = _torch_settings.stat(stats, "allocated_bytes", "peak")
         pool = self._pools.get(device.uuid)
+        pooled = pool is not None and pool._attribute("CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH")
+        if not pooled and _torch_settings.never_held(stats):
+            return None
         if pool is not None:
             reserved, used = pool.reserved(), pool.used()
             return Usage(reserved, used, reserved - used, peak=peak)
-        held = _stat(stats, "reserved_bytes", "current")
+        held = _torch_settings.stat(stats, "reserved_bytes", "current")
         if held is None or in_use is None:
             return Usage(held, in_use)
         # Blocks of a partly used segment are cached but cannot go back: PyTorch frees whole segments only.
-        active = _stat(stats, "active_bytes", "current") or in_use
-        stuck = _stat(stats, "inactive_split_bytes", "current") or 0
+        active = _torch_settings.stat(stats, "active_bytes", "current") or in_use
+        stuck = _torch_settings.stat(stats, "inactive_split_bytes", "current") or 0
         return Usage(held, in_use, max(held - active - stuck, 0), peak=peak)
 
     def trim(self, device: Device) -> None:
@@ -154,8 +159,9 @@ class Torch(Framework):
         if self._pools:
             return round_up(size, 32 * MIB)  # the driver's pools grow in such steps (measured)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
-        torch = sys.modules.get("torch")
-        expandable = torch is not None and self._live(torch) and _expandable(torch)
+        torch, expandable = sys.modules.get("torch"), self._expandable
+        if expandable is None:  # asking takes a snapshot of all blocks
+            expandable = torch is not None and self._live(torch) and _torch_settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
@@ -211,7 +217,9 @@ class Torch(Framework):
         if torch is None or not self._live(torch):
             return {}
         backend = str(torch.cuda.get_allocator_backend())
-        return {"allocator": "expandable_segments" if backend == "native" and _expandable(torch) else backend}
+        return {
+            "allocator": "expandable_segments" if backend == "native" and _torch_settings.expandable(torch) else backend
+        }
 
     def forked(self) -> None:
         self._caps, self._set = {}, {}  # what is still queued for torch's initialisation then sets nothing
@@ -262,6 +270,7 @@ class Torch(Framework):
         if self._caps:
             self._check_properties(torch)
         backend = torch.cuda.get_allocator_backend()
+        self._expandable = backend != "cudaMallocAsync" and bool(self._caps) and _torch_settings.expandable(torch)
         residual: dict[str, int] = {}
         for uuid, ordinal in self._ordinals(torch).items():
             if uuid not in self._caps:
@@ -269,7 +278,7 @@ class Torch(Framework):
             allowed = self._caps[uuid]
             if backend == "cudaMallocAsync":
                 self._put_pool_under(uuid, ordinal, allowed)
-            elif _expandable(torch):
+            elif self._expandable:
                 allowed -= SEGMENT
             self._set_fraction(torch, ordinal, allowed)
             usage = self.usage(Device(uuid, "", 0, 0, None, ""))
@@ -296,13 +305,12 @@ class Torch(Framework):
         if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
             fraction = min(math.nextafter(fraction, 1.0), 1.0)
         torch._C._cuda_setMemoryFraction(fraction, ordinal)
-        if read is not None and abs(read(ordinal) * total - allowed) >= 1:
-            raise CapNotApplied(
-                self.name,
-                f"set {allowed} bytes, read back {int(read(ordinal) * total)}",
-                "report this with the torch version",
-            )
-        self._set[ordinal] = fraction
+        back = read(ordinal) if read is not None else fraction
+        if abs(back * total - allowed) >= 1:
+            torch._C._cuda_setMemoryFraction(self._set.get(ordinal, before), ordinal)
+            what = f"set {allowed} bytes, read back {int(back * total)}"
+            raise CapNotApplied(self.name, what, "report this with the torch version")
+        self._set[ordinal] = back
 
     def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
         """An allocator from elsewhere (`change_current_allocator`): RMM's is limited there, another cannot be."""
@@ -332,14 +340,16 @@ class Torch(Framework):
             ) from error
 
     def _restore(self) -> None:
-        torch = self._torch()
-        for ordinal, fraction in self._before.items():
-            torch._C._cuda_setMemoryFraction(fraction, ordinal)
-        self._before.clear()
-        self._set.clear()
-        for pool in self._pools.values():
-            pool.restore()
-        self._pools.clear()
+        """What was there before, except where somebody has set another fraction since; all of it, whatever fails."""
+        torch, self._expandable = self._torch(), None
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        with ExitStack() as steps:
+            for pool in self._pools.values():
+                steps.callback(pool.restore)
+            for ordinal, fraction in self._set.items():
+                if read is None or read(ordinal) == fraction:
+                    steps.callback(torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
+            self._before, self._set, self._pools = {}, {}, {}
 
     def _check_properties(self, torch: Any) -> None:
         """TensorFlow's CUDA runtime in torch's way makes torch misread its devices and die of SIGFPE (measured)."""
@@ -371,21 +381,6 @@ class Torch(Framework):
 
 def _nvml_uuid(uuid: str) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-
-
-def _stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
-    try:
-        return int(stats[name]["all"][kind])
-    except (KeyError, TypeError):
-        return None
-
-
-def _expandable(torch: Any) -> bool:
-    """What the allocator really runs with; the environment where torch will not say."""
-    try:
-        return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
-    except (AttributeError, KeyError, RuntimeError):
-        return "expandable_segments:true" in _torch_settings.configured()[1].replace(" ", "").lower()
 
 
 def _communicates(group: Any) -> bool:

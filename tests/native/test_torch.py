@@ -237,6 +237,145 @@ result["stranger"] = framework.usage(replace(gpu, uuid="GPU-other"))
     assert found["stranger"] is None
 
 
+def test_a_gpu_that_torch_never_used_has_no_row(with_torch: Run) -> None:
+    """Live on all GPUs at once, it holds memory on few: a full card that it does not use is not its own."""
+    found = with_torch(
+        """
+import torch
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200")
+found = card(host)
+framework = Torch(host)
+framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+torch.cuda.init()
+def stats(ordinal):
+    current, peak, ever = figures[ordinal]
+    return {"reserved_bytes": {"all": {"current": current, "peak": peak, "allocated": ever}},
+            "allocated_bytes": {"all": {"current": current, "peak": peak}}}
+torch._C._cuda_memoryStats = stats
+def rows(): return [usage and usage.held for usage in map(framework.usage, host.gpus)]
+figures = [(MIB, MIB, MIB), (0, 0, 0)]
+result["one"] = rows()
+figures = [(0, MIB, MIB), (0, 0, MIB)]
+result["freed"] = rows()
+class Pool:
+    high = 0
+    def reserved(self): return self.high // 2
+    def used(self): return 0
+    def _attribute(self, name):
+        assert name == "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH"
+        return self.high
+figures = [(0, 0, 0), (0, 0, 0)]
+framework._pools = {uuid: Pool() for uuid in host.uuids}
+result["pool"] = rows()
+framework._pools[host.uuids[1]].high = 4
+result["pooled"] = rows()
+"""
+    )
+    assert found == {"one": [1 << 20, None], "freed": [0, 0], "pool": [None, None], "pooled": [None, 2]}
+
+
+def test_a_fraction_that_somebody_set_since_is_not_overwritten_by_the_undo(with_torch: Run) -> None:
+    found = with_torch(
+        """
+import torch
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200", "h200")
+found = card(host)
+torch._C._cuda_getMemoryFraction = lambda n: int(found.fractions.get(n, 1.0) * TOTAL) / TOTAL  # as torch computes it
+torch.cuda.init()
+applied = Torch(host).apply(dict.fromkeys(host.uuids, 4 * GIB + 2 * MIB), {})
+found.fractions[1], found.fractions[2] = 0.001, 0.9
+applied.undo()
+result["left"] = [found.fractions[n] for n in range(3)]
+"""
+    )
+    assert found["left"] == [1.0, 0.001, 0.9]
+
+
+def test_an_undo_takes_everything_back_whatever_fails(with_torch: Run) -> None:
+    found = with_torch(
+        """
+import torch
+from memguard.errors import DeviceError
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200")
+found = card(host)
+torch.cuda.init()
+framework, done = Torch(host), []
+applied = framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+class Pool:
+    def restore(self):
+        done.append(1)
+        raise DeviceError("CUDA: cuDeviceSetMemPool")
+framework._pools = {uuid: Pool() for uuid in host.uuids}
+try:
+    applied.undo()
+except DeviceError as error:
+    result["text"] = str(error)
+result["done"], result["left"] = done, [found.fractions[n] for n in (0, 1)]
+applied.undo()
+result["again"] = done
+"""
+    )
+    assert found == {"text": "CUDA: cuDeviceSetMemPool", "done": [1, 1], "left": [1.0, 1.0], "again": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "found.multiprocessors = 1",
+        "del torch.cuda._lazy_call; torch.cuda.is_initialized = lambda: False",
+        "torch._C._cuda_getMemoryFraction = lambda n: 0.5 if n == 1 in found.fractions else found.fractions.get(n, 1)",
+        "torch.cuda.get_device_properties = broken",
+    ],
+)
+def test_after_a_refusal_nothing_stays(with_torch: Run, change: str) -> None:
+    found = with_torch(
+        f"""
+import torch
+from memguard.frameworks.torch import Torch
+host = Host("h200", "h200")
+found = card(host)
+torch.cuda.init()
+framework = Torch(host)
+def broken(ordinal): raise RuntimeError("no properties")
+{change}
+try:
+    framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {{}})
+except Exception as error:
+    result["error"] = type(error).__name__
+result["caps"] = [framework._caps, framework._before, framework._set, framework._expandable]
+result["left"] = [found.fractions.get(n, 1.0) for n in (0, 1)]
+"""
+    )
+    assert found["error"] in ("CapNotApplied", "RuntimeError")
+    assert found["caps"] == [{}, {}, {}, None] and found["left"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_what_a_request_takes_is_foretold_without_a_snapshot(with_torch: Run, expandable: bool) -> None:
+    found = with_torch(
+        SETUP
+        + f"""
+found = card(host, expandable={expandable})
+torch.cuda.init()
+read, asked = torch._C._cuda_memorySnapshot, []
+torch._C._cuda_memorySnapshot = lambda *args: asked.append(1) or read(*args)
+foretold = [framework.footprint(64 * MIB)]
+early = len(asked)
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied_at = len(asked)
+foretold += [framework.footprint(64 * MIB) for _ in range(5)]
+result["asked"] = [early, len(asked) - applied_at]
+applied.undo()
+foretold.append(framework.footprint(64 * MIB))
+result["undone"], result["foretold"] = len(asked) - applied_at, sorted(set(foretold))
+"""
+    )
+    assert found == {"asked": [1, 0], "undone": 1, "foretold": [(84 if expandable else 64) << 20]}
+
+
 def test_a_trim_empties_the_cache_but_never_while_a_graph_is_captured(with_torch: Run) -> None:
     found = with_torch(
         SETUP
