@@ -61,9 +61,7 @@ class RealHost:
         asked = self._ask(child=hidden is not None or (ordinals and not alone))
         if asked is None:
             if hidden is not None:
-                fix = (
-                    "see why CUDA fails here (PyTorch says it)" if cuda.available() else "pip install cuda-bindings"
-                )
+                fix = "see why CUDA fails here (PyTorch says it)" if cuda.available() else "pip install cuda-bindings"
                 _log.warning(
                     "CUDA_VISIBLE_DEVICES=%s, but CUDA could not be asked which GPUs that means: budgeting all %d. "
                     "fix: %s",

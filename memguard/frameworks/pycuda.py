@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -48,6 +48,9 @@ class PyCUDA(Framework):
         self._others: weakref.WeakKeyDictionary[Any, Pool] = weakref.WeakKeyDictionary()  # the user's own pools
         self._pitched: defaultdict[str, DriverBytes] = defaultdict(DriverBytes)
         self._peak: Counter[str] = Counter()
+        self._gone: deque[tuple[Counter[int] | DriverBytes, int]] = (
+            deque()
+        )  # left by finalizers, worked in with the lock
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -84,12 +87,12 @@ class PyCUDA(Framework):
         if drv is None or not self._caps or not self._live(drv):
             return None
         with self._lock:
+            self._settle()
             pools = self._pools(device.uuid)
-            pitched = self._pitched[device.uuid]
-            held = sum(p.held() for p in pools) + pitched.held()
-            in_use = sum(p.active_bytes() for p in pools) + pitched.in_use()
-            idle = sum(p.idle_bytes() for p in pools)
-            peak = self._peak[device.uuid] = max(self._peak[device.uuid], in_use)
+            held, in_use = self._held(device.uuid), self._in_use(device.uuid)
+            idle, peak = sum(p.idle_bytes() for p in pools), self._peak[device.uuid]
+        if not pools and not held and not peak:
+            return None  # its context is on another GPU, or nothing was allocated yet
         return Usage(held, in_use, idle, peak=peak)
 
     def trim(self, device: Device) -> None:
@@ -99,6 +102,7 @@ class PyCUDA(Framework):
         if current is None:
             return
         with self._lock:
+            self._settle()
             for pool in self._pools(device.uuid):
                 if pool.context == current.handle:
                     pool.free_held()
@@ -156,11 +160,13 @@ class PyCUDA(Framework):
                 return raw_pitch(width, height, access_size)
             uuid = self._uuid(drv, current)
             with self._lock:
+                self._settle()
                 pitched = self._pitched[uuid]
                 self._make_room(drv, uuid, lambda: pitched.growth(round_up(width, 512) * height))
                 allocation, pitch = raw_pitch(width, height, access_size)
                 pitched.add(pitch * height)
-            weakref.finalize(allocation, pitched.remove, pitch * height).atexit = False
+                self._in_use(uuid)
+            weakref.finalize(allocation, self._gone.append, (pitched, pitch * height)).atexit = False
             return allocation, pitch
 
         def make_context(device: Any, flags: int = 0) -> Any:
@@ -190,6 +196,7 @@ class PyCUDA(Framework):
 
             def free_held(self) -> None:
                 with framework._lock:
+                    framework._settle()
                     tracked = framework._others.get(self)
                     if tracked is None:
                         super().free_held()
@@ -213,6 +220,7 @@ class PyCUDA(Framework):
             _swap_defaults(mem_alloc, raw_alloc)  # also those of a gpuarray imported after us
             current = _current_context(drv)
             with self._lock:
+                self._settle()
                 for pool in self._own.values():
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
@@ -232,12 +240,12 @@ class PyCUDA(Framework):
 
     def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
         with self._lock:
+            self._settle()
             bin_size = pool.bin_size(size)
             if not pool.has_free(bin_size):
                 self._make_room(drv, pool.uuid, lambda: pool.growth(bin_size), size)
             allocation = pool.take(size, bin_size)
-            in_use = sum(p.active_bytes() for p in self._pools(pool.uuid)) + self._pitched[pool.uuid].in_use()
-            self._peak[pool.uuid] = max(self._peak[pool.uuid], in_use)
+            self._in_use(pool.uuid)
             self._serial += 1
             serial = self._serial
             if self._events is not None:
@@ -267,12 +275,28 @@ class PyCUDA(Framework):
     def _held(self, uuid: str) -> int:
         return sum(p.held() for p in self._pools(uuid)) + self._pitched[uuid].held()
 
+    def _in_use(self, uuid: str) -> int:
+        """Bytes of live allocations; the peak follows."""
+        in_use = sum(p.active_bytes() for p in self._pools(uuid)) + self._pitched[uuid].in_use()
+        self._peak[uuid] = max(self._peak[uuid], in_use)
+        return in_use
+
+    def _settle(self) -> None:
+        """Count what finalizers left behind. With the lock, and before an idle block is looked for or given back."""
+        while self._gone:
+            count, size = self._gone.popleft()
+            if isinstance(count, DriverBytes):
+                count.remove(size)
+            else:
+                count[size] -= 1
+
     def _pools(self, uuid: str) -> list[Pool]:
         return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
 
     def _released(self, pool: Pool, bin_size: int, serial: int) -> None:
-        # May run inside any allocation, on any thread: an append and a subtraction, no lock, no CUDA call.
-        pool.active[bin_size] -= 1
+        # May run inside any allocation, on any thread: appends, no lock, no CUDA call. The count alone goes into the
+        # log: the pool would keep its memory there.
+        self._gone.append((pool.active, bin_size))
         events = self._events
         if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(pool.uuid)))

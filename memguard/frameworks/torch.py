@@ -170,6 +170,8 @@ class Torch(Framework):
 
     def drift(self) -> list[str]:
         torch = sys.modules.get("torch")
+        if self._rmm is not None:
+            return [*self._lost, *self._rmm.drift(self.name)]
         if torch is None or not self._set or not self._live(torch):
             return self._lost
         if torch.cuda.get_allocator_backend() == "pluggable":
@@ -321,8 +323,7 @@ class Torch(Framework):
                 "replaced the caching allocator by one that memguard does not know",
                 "remove that call, or leave torch out of the budget",
             )
-        devices = self.host.devices(ordinals=True)  # torch's own numbering would initialise it
-        ordinals = {d.uuid: d.ordinal if d.ordinal is not None else d.index for d in devices}
+        ordinals = _rmm.ordinals(self.name, self.host)  # torch's own numbering would initialise it
         self._rmm, applied = _rmm.apply(self.name, caps, ordinals)
         return applied
 

@@ -266,9 +266,8 @@ def test_what_a_passive_init_returns(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(NotActive) as caught:
             call()
         assert "it is a worker, and memguard.init does nothing while" in str(caught.value)
-        assert "fix: call memguard.init in the function that the worker runs; or set MEMGUARD_CHILDREN=1" in str(
-            caught.value
-        )
+        assert "fix: put this call under `if __name__ == '__main__':`" in str(caught.value)
+        assert "set MEMGUARD_CHILDREN=1 and start workers with spawn" in str(caught.value)
     assert memguard.shutdown() == []
 
 
