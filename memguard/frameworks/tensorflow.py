@@ -11,18 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
-from memguard.errors import CapNotApplied, ConflictingSetting
+from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import MIB, format_size, round_up
 
 _log = logging.getLogger("memguard")
-_standing: dict[str, tuple[int, bool]] = {}
-"""Limit and growth that TensorFlow went live with, by device: they stay for the process, whatever comes next."""
+_standing: dict[str, tuple[int, int, bool]] = {}
+"""Cap, limit and growth that TensorFlow went live with, by device: they stay for the process, whatever comes next."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATOR = "TF_GPU_ALLOCATOR"
 _UNLIMITED = {
@@ -43,7 +43,9 @@ class TensorFlow(Framework):
         super().__init__(host)
         self._caps: dict[str, int] = {}
         self._growth = True
+        self._limits: dict[str, int] = {}  # what holds: the cap, or a stricter limit of the user's own
         self._logical: dict[str, int] = {}
+        self._seen: dict[str, range] | None = None  # its numbers for each GPU where nothing was applied, once live
 
     def _live(self, module: ModuleType) -> bool:
         context = _context()
@@ -61,17 +63,21 @@ class TensorFlow(Framework):
             _log.warning("%s", note)
             return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
         self._caps, self._growth = dict(caps), bool(options.get("growth", True))
-        by_gpu = self._match(gpus)
         undo: list[Callable[[], None]] = []
+        said = list(self.notes)
         try:
+            by_gpu = self._match(gpus)
             wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
             if own not in ("", wanted):
                 self._say(f"tensorflow: {_GROWTH}={own} was set; growth: {wanted} of the budget holds")
             undo.append(_set_environment(_GROWTH, wanted))
             for gpu, uuid in by_gpu:
-                undo.append(self._limit(tf, gpu, caps[uuid]))
+                limit, step = self._limit(tf, gpu, caps[uuid])
+                self._limits[uuid] = limit
+                undo.append(step)
             self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
         except BaseException:
+            self._caps, self._limits, self.notes = {}, {}, said
             for step in reversed(undo):
                 step()
             raise
@@ -79,11 +85,11 @@ class TensorFlow(Framework):
         def undo_all() -> None:
             undo[0]()  # the environment, which children would inherit
             if self._live(tf):
-                _standing.update({uuid: (self._caps[uuid], self._growth) for uuid in self._logical})
+                _standing.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
             for step in reversed(undo[1:]):
                 step()
-            self._logical = {}
+            self._logical, self._limits = {}, {}
 
         return Applied(Enforcement.ENFORCED, undo_all)
 
@@ -95,8 +101,9 @@ class TensorFlow(Framework):
                 "it was live before memguard.init(): its allocator exists and cannot be limited any more",
                 "call memguard.init() before TensorFlow's first operation",
             )
-        for uuid, (limit, self._growth) in _standing.items():
-            if caps.get(uuid) != limit:
+        for uuid, (cap, limit, self._growth) in _standing.items():
+            own = limit < cap // MIB * MIB  # the user's: it fits every cap that is not stricter
+            if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
                 raise CapNotApplied(
                     self.name,
                     f"it went live with a limit of {format_size(limit)}, which stays; this budget gives it "
@@ -104,7 +111,10 @@ class TensorFlow(Framework):
                     f"write tensorflow: {{limit: {limit // MIB}MiB}}, or restart the process",
                 )
         self._caps = dict(caps)
+        self._limits = {uuid: limit for uuid, (_, limit, _) in _standing.items()}
         self._logical = {uuid: position for position, uuid in enumerate(_standing)}
+        for uuid, limit in self._limits.items():
+            self._say_stricter(f"GPU:{self._logical[uuid]}", limit, caps[uuid])
         return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
     def usage(self, device: Device) -> Usage | None:
@@ -115,16 +125,17 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._live(tf):
             return None
-        position = self._logical.get(device.uuid, 0 if device.ordinal is None else device.ordinal)
         try:
-            info = tf.config.experimental.get_memory_info(f"GPU:{position}")
+            infos = [tf.config.experimental.get_memory_info(f"GPU:{n}") for n in self._numbers(tf, device)]
         except (ValueError, RuntimeError, AttributeError):
             return None
-        cap = self._caps.get(device.uuid) if device.uuid in self._logical else None
-        if cap is not None and not self._growth:
-            return Usage(cap, info["current"], 0, peak=info["peak"])
-        at_least = info["peak"]
-        return Usage(None, info["current"], 0, held_at_least=at_least, held_at_most=cap, peak=info["peak"])
+        if not infos:
+            return None
+        limit = self._limits.get(device.uuid) if device.uuid in self._logical else None
+        in_use, peak = (sum(info[key] for info in infos) for key in ("current", "peak"))
+        if limit is not None and not self._growth:
+            return Usage(limit, in_use, 0, peak=peak)
+        return Usage(None, in_use, 0, held_at_least=peak, held_at_most=limit, peak=peak)
 
     def trim(self, device: Device) -> None:
         """Nothing from outside shrinks TensorFlow's pool."""
@@ -165,11 +176,9 @@ class TensorFlow(Framework):
     def _match(self, gpus: list[Any]) -> list[tuple[Any, str]]:
         """Each of TensorFlow's GPUs with its UUID: TensorFlow numbers them as CUDA does."""
         devices = self.host.devices(ordinals=True)
-        by_ordinal = {device.ordinal: device.uuid for device in devices}
         matched = []
         for gpu in gpus:
-            ordinal = int(gpu.name.rsplit(":", 1)[1])
-            uuid = by_ordinal.get(ordinal) or (devices[0].uuid if len(devices) == len(gpus) == 1 else None)
+            uuid = _uuid(gpu, gpus, devices)
             if uuid is None or uuid not in self._caps:
                 raise CapNotApplied(
                     self.name,
@@ -179,24 +188,37 @@ class TensorFlow(Framework):
             matched.append((gpu, uuid))
         return matched
 
-    def _limit(self, tf: Any, gpu: Any, cap: int) -> Callable[[], None]:
+    def _numbers(self, tf: Any, device: Device) -> Sequence[int]:
+        """The numbers of the GPU's logical devices; none where TensorFlow has none there, or it cannot be known."""
+        if self._logical:
+            return [self._logical[device.uuid]] if device.uuid in self._logical else ()
+        if self._seen is None:
+            self._seen = self._look(tf)
+        return self._seen.get(device.uuid, ())
+
+    def _look(self, tf: Any) -> dict[str, range]:
+        """Those of all GPUs. CUDA is initialised once TensorFlow is live, so that its numbering costs no child."""
+        gpus = tf.config.get_visible_devices("GPU")
+        try:
+            devices = self.host.devices(ordinals=True) if gpus else ()
+        except DeviceError as error:
+            _log.debug("tensorflow: its GPUs cannot be told apart: %s", error)
+            return {}
+        found, first = {}, 0
+        for gpu in gpus:
+            count = len(tf.config.get_logical_device_configuration(gpu) or "1")
+            uuid = _uuid(gpu, gpus, devices)
+            if uuid is not None:
+                found[uuid] = range(first, first + count)
+            first += count
+        return found
+
+    def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
+        """Limit a GPU. What then holds, in bytes, and the undo; after a raise the device table is as before."""
         own = tf.config.get_logical_device_configuration(gpu)
         if own:
-            limits = [c.memory_limit for c in own]
-            if len(own) == 1 and limits[0] is not None and limits[0] * MIB <= cap:
-                _log.info("tensorflow: its own memory_limit of %d MiB is stricter than the cap and stays", limits[0])
-                return lambda: None
-            raise ConflictingSetting(
-                self.name,
-                f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)",
-                f"is looser than the cap of {format_size(cap)}",
-                "remove that call, or raise frameworks.tensorflow in the budget",
-            )
+            return self._keep(gpu, [c.memory_limit for c in own], cap), lambda: None
         wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
-        tf.config.set_logical_device_configuration(gpu, [wanted])
-        back = tf.config.get_logical_device_configuration(gpu)
-        if not back or back[0].memory_limit != cap // MIB:
-            raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
 
         def undo() -> None:
             table = getattr(_context(), "_virtual_device_map", None)
@@ -206,7 +228,50 @@ class TensorFlow(Framework):
                 )
             table.pop(gpu, None)
 
-        return undo
+        tf.config.set_logical_device_configuration(gpu, [wanted])
+        try:
+            back = tf.config.get_logical_device_configuration(gpu)
+            if not back or back[0].memory_limit != cap // MIB:
+                raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
+        except BaseException:
+            undo()
+            raise
+        return cap // MIB * MIB, undo
+
+    def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
+        """A limit of the user's own, which stays where it is not looser than the cap."""
+        only = limits[0] if len(limits) == 1 else None
+        if only is not None and only * MIB <= cap:
+            self._say_stricter(gpu.name.rsplit("physical_device:", 1)[-1], only * MIB, cap)
+            return only * MIB
+        setting = f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)"
+        if len(limits) > 1:
+            raise ConflictingSetting(
+                self.name,
+                setting,
+                f"divides the GPU into {len(limits)} logical devices, which memguard cannot cap as one",
+                "configure it as one logical device, or leave tensorflow out of the budget",
+            )
+        raise ConflictingSetting(
+            self.name,
+            setting,
+            f"is looser than the cap of {format_size(cap)}",
+            "remove that call, or raise frameworks.tensorflow in the budget",
+        )
+
+    def _say_stricter(self, name: str, limit: int, cap: int) -> None:
+        if limit < cap // MIB * MIB:
+            self._say(
+                f"tensorflow: its own memory_limit of {format_size(limit)} on {name} is stricter than the cap of "
+                f"{format_size(cap)} and stays"
+            )
+
+
+def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
+    """TensorFlow numbers its GPUs as CUDA does; the only one of both needs no number."""
+    ordinal = int(gpu.name.rsplit(":", 1)[1])
+    alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
+    return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
 
 
 def _limited(tf: Any, gpu: Any, cap: int) -> bool:

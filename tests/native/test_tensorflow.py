@@ -136,8 +136,59 @@ result["limits"], result["growth"] = limits(gpu), os.environ.get(GROWTH)
     assert (found["text"] is not None) is refused
     if refused:
         named = f"set_logical_device_configuration of /physical_device:GPU:0 ({', '.join(map(str, mib))} MiB)"
-        assert f"{named} is looser than the cap of 4.00 GiB" in found["text"] and found["growth"] is None
-        assert found["setting"] == named and "fix: remove that call" in found["text"]
+        why, fix = "is looser than the cap of 4.00 GiB", "remove that call"
+        if len(mib) > 1:
+            why, fix = "divides the GPU into 2 logical devices, which memguard cannot cap as one", "configure it as one"
+        assert f"{named} {why}" in found["text"] and found["growth"] is None
+        assert found["setting"] == named and f"fix: {fix}" in found["text"]
+
+
+@pytest.mark.parametrize("growth", [True, False])
+@pytest.mark.parametrize("mib", [1024, 4096])
+def test_a_stricter_limit_of_the_users_own_is_what_holds_and_it_says_so(
+    with_tensorflow: Run, mib: int, growth: bool
+) -> None:
+    found = with_tensorflow(
+        ONE
+        + f"""
+from tensorflow.python.eager import context
+own(gpu, {mib})
+applied = framework.apply({{uuid: 4 * GIB}}, {{"growth": {growth}}})
+tf.config.experimental.get_memory_info = lambda name: {{"current": 100, "peak": 300}}
+def live(yes): context.context()._context_handle = object() if yes else None
+def row():
+    usage = framework.usage(device)
+    return [usage.held, usage.held_at_most]
+live(True)
+result["row"], result["notes"] = row(), framework.notes
+raised(applied.undo)
+framework = TensorFlow(host)
+result["again"] = raised(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["row again"], result["notes again"] = row(), framework.notes
+result["other"] = raised(lambda: TensorFlow(host).apply({{uuid: 2 * GIB}}, {{}}))
+result["stricter"] = raised(lambda: TensorFlow(host).apply({{uuid: 1023 * MIB}}, {{}}))
+live(False)
+"""
+    )
+    holds = mib << 20
+    text = "tensorflow: its own memory_limit of 1.00 GiB on GPU:0 is stricter than the cap of 4.00 GiB and stays"
+    assert found["row"] == found["row again"] == ([None, holds] if growth else [holds, None])
+    assert found["notes"] == found["notes again"] == ([text] if mib == 1024 else []) and found["again"] is None
+    assert (found["other"] is None) is (mib == 1024) and f"a limit of {mib // 1024}.00 GiB" in found["stricter"]
+
+
+def test_a_refusal_leaves_no_note_behind(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        TWO
+        + """
+own(first, 512)
+own(second, 8192)
+os.environ[GROWTH] = "false"
+result["text"] = raised(lambda: framework.apply({u: GIB for u in host.uuids}, {}))
+result["left"] = [framework.notes, framework._caps, limits(first), os.environ[GROWTH]]
+"""
+    )
+    assert "GPU:1 (8192 MiB) is looser" in found["text"] and found["left"] == [[], {}, [512], "false"]
 
 
 @pytest.mark.parametrize(
@@ -317,9 +368,64 @@ read = tf.config.get_logical_device_configuration
 answers = [None, [tf.config.LogicalDeviceConfiguration(memory_limit=7)]]
 tf.config.get_logical_device_configuration = lambda gpu: answers.pop(0) if answers else read(gpu)
 result["text"], result["growth"] = raised(lambda: framework.apply({uuid: GIB}, {})), os.environ.get(GROWTH)
+result["left"] = limits(gpu)
+def broken(gpu, asked=[]):
+    asked.append(1)
+    if len(asked) == 2: raise RuntimeError("no reading back")
+    return read(gpu)
+tf.config.get_logical_device_configuration = broken
+try:
+    framework.apply({uuid: GIB}, {})
+except RuntimeError as error:
+    result["error"] = str(error)
+result["left then"] = limits(gpu)
 """
     )
     assert "memory_limit reads back as" in found["text"] and found["growth"] is None
+    assert found["error"] == "no reading back" and found["left"] == found["left then"] == []
+
+
+UNNAMED = (
+    TWO
+    + """
+from dataclasses import replace
+from memguard.errors import DeviceError
+asked = []
+plain = [replace(gpu, ordinal=None) for gpu in host.gpus]
+def devices(*, ordinals=False):
+    asked.append(ordinals)
+    if known is None: raise DeviceError("NVML sees no GPU")
+    return tuple(replace(gpu, ordinal=n if ordinals else None) for gpu, n in zip(host.gpus, known))
+host.devices = devices
+figures = {"GPU:0": 10, "GPU:1": 20, "GPU:2": 40}
+tf.config.experimental.get_memory_info = lambda name: {"current": figures[name], "peak": figures[name]}
+def rows(): return [usage and usage.in_use for usage in map(framework.usage, plain)]
+known = (1, 0)
+early = [rows(), list(asked)]
+framework._live = lambda module: True  # as after the first operation, which would need the GPU
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("", [20, 10]),  # CUDA_VISIBLE_DEVICES=1,0
+        ("known = (0, 1)", [10, 20]),
+        ("known = (None, None)", [None, None]),
+        ("known = None", [None, None]),
+        ("tf.config.set_visible_devices([second], 'GPU')", [10, None]),
+        ("own(first, 512, 512)", [40, 30]),
+    ],
+)
+def test_not_in_the_budget_each_gpus_figures_are_its_own(
+    with_tensorflow: Run, change: str, expected: list[int | None]
+) -> None:
+    found = with_tensorflow(
+        f"{UNNAMED}\n{change}\nresult['early'], result['rows'], result['asked'] = early, [rows(), rows()], asked"
+    )
+    assert found["early"] == [[None, None], []], "nothing is asked before it is live"
+    assert found["rows"] == [expected, expected] and found["asked"] == [True], "and once then"
 
 
 GROWING = {"held": None, "in_use": 100, "reclaimable": 0, "held_at_least": 300, "held_at_most": 1 << 30, "peak": 300}
