@@ -262,6 +262,7 @@ class PyCUDA(Framework):
         if cap is None or self._held(uuid) + growth() <= cap:
             return
         current = _current_context(drv)
+        self._settle()  # what the collector has freed meanwhile
         for pool in self._pools(uuid):
             if current is not None and pool.context == current.handle:
                 pool.free_held()

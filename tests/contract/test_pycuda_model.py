@@ -678,6 +678,52 @@ def test_threads_with_the_context_share_the_cap(model: Model) -> None:
     assert setting.usage().in_use == 0
 
 
+def test_a_gpu_that_it_never_used_has_no_row(model: Model) -> None:
+    setting = model("h200", "h200")
+    first, second = setting.host.devices()
+    setting.apply(64 * MIB)
+    assert setting.framework.state() is State.LIVE
+    assert [setting.framework.usage(gpu) for gpu in (first, second)] == [None, None], "a context, and nothing in it"
+    array = setting.drv.mem_alloc(8 * MIB)
+    assert setting.usage(first).in_use == 8 * MIB and setting.framework.usage(second) is None
+    del array
+    assert setting.usage(first).in_use == 0 and setting.usage(first).peak == 8 * MIB
+    setting.drv.Device(1).make_context()
+    pitched, _ = setting.drv.mem_alloc_pitch(1000, 8192, 4)
+    assert (setting.usage(second).in_use or 0) > 0
+    del pitched
+    setting.drv.Context.pop()
+    assert setting.usage(second).in_use == setting.usage(second).held == 0
+
+
+def test_finalizers_leave_the_counts_to_who_has_the_lock(model: Model) -> None:
+    """Without the interpreter's lock a subtraction in a finalizer would lose another thread's."""
+    setting = model()
+    setting.apply(64 * MIB)
+    framework, uuid = setting.framework, setting.gpu.uuid
+    arrays = [setting.drv.mem_alloc(8 * MIB), setting.drv.mem_alloc_pitch(1000, 8192, 4)]
+    (pool,) = framework._own.values()
+    with framework._lock:
+        before = dict(pool.active), framework._pitched[uuid].in_use()
+        thread = threading.Thread(target=arrays.clear)
+        thread.start()
+        thread.join()
+        assert (dict(pool.active), framework._pitched[uuid].in_use()) == before
+    usage = setting.usage()
+    assert usage.in_use == 0 and set(pool.active.values()) == {0} and framework._pitched[uuid].in_use() == 0
+
+
+def test_what_died_after_the_undo_keeps_no_pool(model: Model) -> None:
+    setting = model()
+    applied = setting.apply(64 * MIB)
+    array = setting.drv.mem_alloc(8 * MIB)
+    assert applied.undo is not None
+    applied.undo()
+    del array
+    gc.collect()
+    assert setting.taken == 0
+
+
 def test_each_gpu_has_its_own_cap(model: Model) -> None:
     setting = model("h200", "h200")
     first, second = setting.host.devices()
@@ -706,7 +752,7 @@ def test_gpus_without_cudas_numbering(model: Model, monkeypatch: pytest.MonkeyPa
     nameless = Device(gpu.uuid, gpu.name, 0, gpu.total, gpu.reserved, gpu.architecture, ordinal=None)
     monkeypatch.setattr(setting.host, "devices", lambda **_: (nameless, nameless))
     raw = setting.drv.mem_alloc
-    with pytest.raises(CapNotApplied, match="memguard"):
+    with pytest.raises(CapNotApplied, match="cuda-bindings"):
         setting.framework.apply({gpu.uuid: GIB}, {})
     assert setting.drv.mem_alloc is raw
 
