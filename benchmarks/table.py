@@ -166,7 +166,14 @@ def all_frameworks() -> list[str]:
         f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
         "[h200-all-frameworks.json](benchmarks/results/h200-all-frameworks.json), "
         f"of memguard {about['memguard_hash']}.",
+        *missed(result, ddp),
     ]
+
+
+def missed(*results: dict[str, Any]) -> list[str]:
+    """The checks that did not pass, each with its figure."""
+    failed = [f"{name}: {what}" for result in results for name, (ok, what) in result["checks"].items() if not ok]
+    return ["", "**Missed:**", "", *(f"- {line}" for line in failed)] if failed else []
 
 
 def ledger() -> list[str]:
