@@ -20,10 +20,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 GIB = 1 << 30
+SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
+"""All six frameworks, with their shares of `SIX_LIMIT`."""
+SIX_LIMIT = 40 * GIB
 _PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
     "nvidia-ml-py", "cuda-bindings", "pydantic", "PyYAML", "numpy", "keras",
 )  # fmt: skip
+
+
+def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
+    """Every framework under 40 GiB, with more settings for TensorFlow (`growth=False`: then it says what it holds)."""
+    frameworks: dict[str, dict[str, Any]] = {name: {"share": share} for name, share in SIX.items()}
+    frameworks["tensorflow"].update(tensorflow)
+    return {"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}
 
 
 def source_hash() -> str:

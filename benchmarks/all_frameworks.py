@@ -19,22 +19,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, emit, header, run_scenario
+from _run import GIB, MIB, SIX, SIX_LIMIT, budget_of_six, emit, header, run_scenario
 from main_job import SEED, bfc_refusals, reading, work_pycuda, work_tensorflow, work_torch
 
-LIMIT = 40 * GIB
-SHARES = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
-NAMES = tuple(SHARES)
+NAMES = tuple(SIX)
 PAIRS = tuple(itertools.permutations(sorted(NAMES), 2))
 LOOP_SECONDS = float(os.environ.get("MEMGUARD_LOOP_SECONDS", "300"))
 WHEN = ("later", "imported", "live")
 AT_ONCE = 6
-
-
-def budget(**tensorflow: Any) -> dict[str, Any]:
-    frameworks = {name: {"share": share} for name, share in SHARES.items()}
-    frameworks["tensorflow"].update(tensorflow)
-    return {"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}
 
 
 def load(name: str) -> None:
@@ -227,7 +219,7 @@ def together() -> dict[str, Any]:
     """All six: each filled in turn, then each emptied and driven to its refusal again while the other five are full."""
     import memguard
 
-    guard, readings = all_live(budget())
+    guard, readings = all_live(budget_of_six())
     caps = dict(guard.plan.devices[0].caps)
     driven = {name: Driven(name, caps[name], SEED + i) for i, name in enumerate(NAMES)}
     for name, one in driven.items():
@@ -304,7 +296,7 @@ def loop() -> dict[str, Any]:
     """
     import memguard
 
-    guard, readings = all_live(budget(growth=False))
+    guard, readings = all_live(budget_of_six(growth=False))
     caps = guard.plan.devices[0].caps
     driven = {name: Driven(name, caps[name], SEED + 100 + i) for i, name in enumerate(NAMES)}
     for one in driven.values():
@@ -435,7 +427,7 @@ def main() -> None:
     names = arguments.only.split(";") if arguments.only else list(SCENARIOS)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         scenarios = dict(pool.map(run, names))
-    result: dict[str, Any] = {"about": header("python benchmarks/all_frameworks.py"), "seed": SEED, "limit": LIMIT}
+    result: dict[str, Any] = {"about": header("python benchmarks/all_frameworks.py"), "seed": SEED, "limit": SIX_LIMIT}
     result["scenarios"] = scenarios
     result["checks"] = all_frameworks_checks(scenarios)
     if arguments.output:

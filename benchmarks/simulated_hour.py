@@ -19,25 +19,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, emit
+from _run import MIB, SIX, budget_of_six, emit
 
 import memguard
 from memguard import BudgetExceeded
 
-SHARES = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
-LIMIT = 40 * GIB
 SECONDS = 3600.0
 DRIFT = 64 * MIB
 """What `unaccounted` may move by."""
 _EVERY = {"step": 0.1, "ledger": 1.0, "trim": 45.0}
 """Simulated seconds: between two steps of one framework and between two trims on the average, between two ledgers."""
-
-
-def budget() -> dict[str, Any]:
-    """TensorFlow without growth: then it says what it holds, and nothing of its pool is in `unaccounted`."""
-    frameworks: dict[str, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
-    frameworks["tensorflow"]["growth"] = False
-    return {"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}
 
 
 class Mixed:
@@ -118,11 +109,11 @@ class Readings:
 def simulated_hour(seed: int, seconds: float = SECONDS) -> dict[str, Any]:
     """Run the loop for that many simulated seconds; bytes, and counts by framework."""
     started = time.perf_counter()
-    guard = memguard.init(budget(), simulate="h200")
+    guard = memguard.init(budget_of_six(growth=False), simulate="h200")
     try:
         rng = random.Random(seed)
         part = guard.plan.devices[0]
-        mixed = {name: Mixed(name, guard.frameworks[name], part.caps[name], rng) for name in SHARES}
+        mixed = {name: Mixed(name, guard.frameworks[name], part.caps[name], rng) for name in SIX}
         readings = Readings(part.limit)
         for one in mixed.values():  # all live before the first ledger
             one.live.append(one.framework.allocate(MIB))

@@ -72,34 +72,21 @@ def serve(module: str) -> Iterator[Run]:
     process.stdout.close()
 
 
-@pytest.fixture(scope="session")
-def with_torch() -> Iterator[Run]:
-    """Run code beside the imported torch; findings go into `result`."""
-    yield from serve("torch")
+def _beside(module: str) -> Any:
+    """A fixture that runs code beside the imported module; findings go into `result`."""
+
+    @pytest.fixture(scope="session")
+    def beside() -> Iterator[Run]:
+        yield from serve(module)
+
+    return beside
 
 
-@pytest.fixture(scope="session")
-def with_tensorflow() -> Iterator[Run]:
-    """Run code beside the imported TensorFlow; findings go into `result`."""
-    yield from serve("tensorflow")
-
-
-@pytest.fixture(scope="session")
-def with_cupy() -> Iterator[Run]:
-    """Run code beside the imported CuPy; findings go into `result`."""
-    yield from serve("cupy")
-
-
-@pytest.fixture(scope="session")
-def with_jax() -> Iterator[Run]:
-    """Run code beside the imported JAX; findings go into `result`."""
-    yield from serve("jax")
-
-
-@pytest.fixture(scope="session")
-def with_numba() -> Iterator[Run]:
-    """Run code beside the imported `numba.cuda`; findings go into `result`."""
-    yield from serve("numba.cuda")
+with_torch = _beside("torch")
+with_tensorflow = _beside("tensorflow")
+with_cupy = _beside("cupy")
+with_jax = _beside("jax")
+with_numba = _beside("numba.cuda")
 
 
 @pytest.fixture
