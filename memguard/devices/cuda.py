@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memguard.errors import DeviceError
+from memguard.units import gpu_uuid
 
 _log = logging.getLogger("memguard")
 _CHILD_TIMEOUT = 60.0
@@ -145,8 +146,7 @@ def _enumerate(driver: Any) -> tuple[CudaDevice, ...]:
     found = []
     for ordinal in range(count):
         device = driver.CUdevice(ordinal)
-        digits = bytes(_check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes).hex()
-        uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        uuid = gpu_uuid(_check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes)
         number = _check(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(multiprocessors, device))
         found.append(CudaDevice(ordinal, uuid, number))
     return tuple(found)

@@ -25,7 +25,7 @@ from memguard.frameworks import _rmm
 from memguard.frameworks._driver_bytes import TINY, whole_share
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
-from memguard.units import format_size
+from memguard.units import format_size, gpu_uuid
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be asked beside a capture
@@ -311,10 +311,7 @@ class CuPy(Framework):
         if self._ordinals is None:
             found = {}
             for ordinal in range(_device_count(cupy)):
-                digits = bytes(cupy.cuda.runtime.getDeviceProperties(ordinal)["uuid"]).hex()
-                found["GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))] = (
-                    ordinal
-                )
+                found[gpu_uuid(cupy.cuda.runtime.getDeviceProperties(ordinal)["uuid"])] = ordinal
             self._ordinals = found
         return self._ordinals
 

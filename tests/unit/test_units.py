@@ -17,6 +17,7 @@ from memguard.units import (
     TIB,
     format_percent,
     format_size,
+    gpu_uuid,
     parse_percent,
     parse_size,
     round_down,
@@ -109,6 +110,7 @@ def test_formats() -> None:
         "unknown", "0 B", "5 B", "1.5 KiB", "512.0 MiB", "4.00 GiB", "2.00 TiB", "-1.5 MiB",
     ]  # fmt: skip
     assert format_percent(Fraction(1, 8)) == "12.5 %"
+    assert gpu_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 @given(st.integers(0, MAX_SIZE), st.integers(1, 4 * GRANULE))
