@@ -72,11 +72,6 @@ def format_size(size: int | None) -> str:
     return f"{size} B"
 
 
-def format_percent(fraction: Fraction) -> str:
-    """`50 %`, `12.5 %`."""
-    return f"{float(fraction * 100):g} %"
-
-
 def round_down(size: int, granule: int = GRANULE) -> int:
     """The largest multiple of `granule` that is not above `size`."""
     return size // granule * granule

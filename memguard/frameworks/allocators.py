@@ -130,11 +130,6 @@ class TorchCachingAllocator(Allocator):
     def reclaimable(self) -> int:
         return self._small.whole() + self._large.whole()
 
-    @property
-    def inactive_split(self) -> int:
-        """Cached bytes that share a segment with live blocks: `empty_cache` does not return them."""
-        return self.held - self.in_use - self.reclaimable
-
     def trim(self) -> int:
         """`torch.cuda.empty_cache()`."""
         freed = sum(chunk.size for arena in (self._small, self._large) for chunk in arena.drop_whole())

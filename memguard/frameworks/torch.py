@@ -10,7 +10,6 @@ Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_alloca
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -24,8 +23,6 @@ from memguard.frameworks import _rmm, _torch_history, _torch_settings
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard.units import GRANULE, MIB, format_size, round_up
-
-_log = logging.getLogger("memguard")
 
 SEGMENT = 20 * MIB
 """The piece in which expandable segments take memory (measured)."""

@@ -15,7 +15,6 @@ from memguard.units import (
     MAX_SIZE,
     MIB,
     TIB,
-    format_percent,
     format_size,
     gpu_uuid,
     parse_percent,
@@ -109,7 +108,6 @@ def test_formats() -> None:
     assert [format_size(n) for n in (None, 0, 5, 1536, 512 * MIB, 4 * GIB, 2 * TIB, -3 * MIB // 2)] == [
         "unknown", "0 B", "5 B", "1.5 KiB", "512.0 MiB", "4.00 GiB", "2.00 TiB", "-1.5 MiB",
     ]  # fmt: skip
-    assert format_percent(Fraction(1, 8)) == "12.5 %"
     assert gpu_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
