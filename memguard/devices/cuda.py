@@ -6,7 +6,6 @@ forked children. Where CUDA is not initialised yet, a short child process is ask
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import logging
@@ -16,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from memguard.devices import contexts
 from memguard.errors import DeviceError
 from memguard.units import gpu_uuid
 
@@ -42,15 +42,6 @@ def available() -> bool:
     return any(os.path.isdir(os.path.join(folder, "bindings")) for folder in folders)
 
 
-def initialised() -> bool:
-    """Whether something has run `cuInit` in this process. Never runs it, and loads nothing."""
-    try:
-        libcuda = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
-    except OSError:
-        return False
-    return bool(libcuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
-
-
 def hides_all(visible_devices: str | None) -> bool:
     """Whether this CUDA_VISIBLE_DEVICES shows no GPU on any machine. Whatever else it says, only CUDA knows."""
     return visible_devices in ("", "-1", "NoDevFiles")
@@ -62,14 +53,14 @@ def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
     Honours CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER because CUDA itself answers. A child process costs
     about 0.4 s; it is started only where CUDA is not initialised here and `ask_child` allows it.
     """
-    if initialised():
+    if contexts.initialised():
         return _enumerate(_driver()) if available() else None
     return _ask_child() if ask_child and available() else None
 
 
 def context_active(ordinal: int) -> bool | None:
     """Whether the primary context exists (`cuDevicePrimaryCtxGetState`, which creates none); None if unknown."""
-    if not initialised():
+    if not contexts.initialised():
         return False
     if not available():
         return None

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memguard.devices import cuda
+from memguard.devices import contexts, cuda
 from memguard.devices.nvml import Nvml, divided
 from memguard.errors import DeviceError
 from memguard.model import Device, MemoryInfo
@@ -55,7 +55,7 @@ class RealHost:
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
-        if cuda.hides_all(hidden) and not cuda.initialised():  # CUDA read the variable when it was initialised
+        if cuda.hides_all(hidden) and not contexts.initialised():  # CUDA read the variable when it was initialised
             raise DeviceError(_shows_none(hidden, len(all_of_them)))
         alone = len(all_of_them) == 1 and not refused
         asked = self._ask(child=hidden is not None or (ordinals and not alone))
@@ -89,7 +89,7 @@ class RealHost:
     def context_active(self, device: Device) -> bool | None:
         asked = self._ask(child=False)
         if asked is None:  # CUDA is initialised and cuda-bindings missing, or nothing has initialised it
-            return None if cuda.initialised() else False
+            return None if contexts.initialised() else False
         ordinal = next((c.ordinal for c in asked if c.uuid == device.uuid), None)
         return None if ordinal is None else cuda.context_active(ordinal)
 

@@ -191,8 +191,8 @@ def test_what_was_hidden_after_cuda_had_been_initialised_is_not_hidden(run: Run)
     found = run(
         BUDGET
         + """
-from memguard.devices import cuda
-cuda.initialised = lambda: True
+from memguard.devices import contexts, cuda
+contexts.initialised = lambda: True
 cuda.visible = lambda ask_child=True: (cuda.CudaDevice(0, json.loads(os.environ["GPU"]), 132),)
 cuda.context_active = lambda ordinal: False
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
