@@ -26,7 +26,8 @@ from typing import Any, ClassVar
 
 from memguard.devices.host import Host
 from memguard.errors import CapNotApplied
-from memguard.model import Applied, Device, State, TraceEvent, Usage
+from memguard.model import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard.units import MIB, format_size
 
 _log = logging.getLogger("memguard")
 
@@ -130,3 +131,29 @@ class Framework(ABC):
         if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
             module = importlib.import_module(self.hook)
         return module
+
+
+def accept_standing(
+    name: str, title: str, pool: str, standing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
+) -> Applied:
+    """For a framework that is live already, whose limits cannot change any more.
+
+    That is right only where an earlier budget of this process left the very limits that are wanted. `standing` is
+    cap and limit by device. Raises CapNotApplied elsewhere.
+    """
+    if not standing:
+        raise CapNotApplied(
+            name,
+            f"it was live before memguard.init(): its {pool} exists and cannot be limited any more",
+            f"call memguard.init() before {title}'s first operation",
+        )
+    for uuid, (cap, limit) in standing.items():
+        own = limit < cap // MIB * MIB  # the user's: it fits every cap that is not stricter
+        if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
+            raise CapNotApplied(
+                name,
+                f"it went live with a limit of {format_size(limit)}, which stays; this budget gives it "
+                f"{format_size(caps.get(uuid))}",
+                f"write {name}: {{limit: {limit // MIB}MiB}}, or restart the process",
+            )
+    return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from memguard.errors import CapNotApplied, ConflictingSetting
-from memguard.frameworks.base import Framework
+from memguard.frameworks.base import Framework, accept_standing
 from memguard.model import Applied, Device, Enforcement, State, Usage
 from memguard.units import MIB, format_size, round_up
 
@@ -71,7 +71,10 @@ class JAX(Framework):
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         jax: Any = sys.modules["jax"]
         if _client() is not None:
-            return self._accept_standing(caps)
+            standing = {uuid: (cap, cap) for uuid, cap in _standing.items()}
+            applied = accept_standing(self.name, "JAX", "pool", standing, caps)
+            self._caps = dict(caps)
+            return applied
         if not hasattr(jax.config, _OPTIONS):
             raise CapNotApplied(
                 self.name, f"jax {jax.__version__} has no option {_OPTIONS}", "install jax 0.5 or newer"
@@ -210,25 +213,6 @@ class JAX(Framework):
         setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
         self._say(f"jax: {setting} stays: it takes its whole cap when its backend starts")
         return True
-
-    def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
-        """Live already: right only where an earlier budget of this process left the very caps that are wanted."""
-        if not _standing:
-            raise CapNotApplied(
-                self.name,
-                "it was live before memguard.init(): its pool exists and cannot be limited any more",
-                "call memguard.init() before JAX's first operation",
-            )
-        for uuid, cap in _standing.items():
-            if caps.get(uuid) != cap:
-                raise CapNotApplied(
-                    self.name,
-                    f"it went live with a limit of {format_size(cap)}, which stays; this budget gives it "
-                    f"{format_size(caps.get(uuid))}",
-                    f"write jax: {{limit: {cap // MIB}MiB}}, or restart the process",
-                )
-        self._caps = dict(caps)
-        return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
     def _locals(self) -> list[tuple[Any, str]]:
         """The devices of a live backend with their UUIDs, "" where not known: JAX numbers them as CUDA does."""

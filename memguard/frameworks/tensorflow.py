@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
-from memguard.frameworks.base import Framework
+from memguard.frameworks.base import Framework, accept_standing
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import MIB, format_size, round_up
 
@@ -94,28 +94,13 @@ class TensorFlow(Framework):
         return Applied(Enforcement.ENFORCED, undo_all)
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
-        """Live already: right only where an earlier budget of this process left the very limits that are wanted."""
-        if not _standing:
-            raise CapNotApplied(
-                self.name,
-                "it was live before memguard.init(): its allocator exists and cannot be limited any more",
-                "call memguard.init() before TensorFlow's first operation",
-            )
-        for uuid, (cap, limit, self._growth) in _standing.items():
-            own = limit < cap // MIB * MIB  # the user's: it fits every cap that is not stricter
-            if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
-                raise CapNotApplied(
-                    self.name,
-                    f"it went live with a limit of {format_size(limit)}, which stays; this budget gives it "
-                    f"{format_size(caps.get(uuid))}",
-                    f"write tensorflow: {{limit: {limit // MIB}MiB}}, or restart the process",
-                )
+        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in _standing.items()}
+        applied = accept_standing(self.name, "TensorFlow", "allocator", standing, caps)
         self._caps = dict(caps)
-        self._limits = {uuid: limit for uuid, (_, limit, _) in _standing.items()}
-        self._logical = {uuid: position for position, uuid in enumerate(_standing)}
-        for uuid, limit in self._limits.items():
-            self._say_stricter(f"GPU:{self._logical[uuid]}", limit, caps[uuid])
-        return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
+        for position, (uuid, (_, limit, self._growth)) in enumerate(_standing.items()):
+            self._limits[uuid], self._logical[uuid] = limit, position
+            self._say_stricter(f"GPU:{position}", limit, caps[uuid])
+        return applied
 
     def usage(self, device: Device) -> Usage | None:
         """`get_memory_info` (2.3 µs), asked only once TensorFlow is live, because it would initialise it.
