@@ -90,13 +90,16 @@ SCHEMA: dict[str, Any] = {
             },
         },
         "devices": {
-            "description": "Other values for single GPUs: by UUID, by CUDA ordinal, or by a pattern of the name "
-            "(*, ? and [...], upper and lower case alike).",
+            "description": "Other values for single GPUs: by UUID, by CUDA ordinal (0 or cuda:0), or by a "
+            "pattern of the name (*, ? and [...], upper and lower case alike).",
             "type": "object",
             "propertyNames": {
                 "anyOf": [
-                    {"pattern": rf"^\s*({_UUID}|0|[1-9][0-9]{{0,3}})\s*$"},
-                    {"pattern": r"[^-+.0-9_\s]", "not": {"pattern": r"^\s*([Gg][Pp][Uu]|[Mm][Ii][Gg])-"}},
+                    {"pattern": rf"^\s*({_UUID}|([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{{0,3}}))\s*$"},
+                    {
+                        "pattern": r"[^-+.0-9_\s]",
+                        "not": {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"},
+                    },
                 ]
             },
             "additionalProperties": {"type": "object", "additionalProperties": False, "properties": _DEVICE},

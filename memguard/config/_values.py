@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _A_PERCENTAGE = "write a percentage such as '50%'"
 _A_SIZE = "write a size such as '512MiB', '4GiB' or plain bytes"
-_ORDINAL = re.compile(r"0|[1-9][0-9]{0,3}")
+_ORDINAL = re.compile(r"(?:cuda:)?(0|[1-9][0-9]{0,3})", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(r"[-+.0-9_]+")
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
 _YES_NO = {
@@ -173,9 +173,9 @@ def device_key(value: object) -> str:
         raise wrong(f"{found(value)} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits)", fix)
     if name.upper().startswith("MIG-"):
         raise wrong(f"{found(value)} is a MIG instance, which this version does not support", "remove this entry")
-    if _ORDINAL.fullmatch(name):
-        return name
-    if not name or _NUMBER.fullmatch(name):
+    if ordinal := _ORDINAL.fullmatch(name):
+        return ordinal[1]
+    if not name or _NUMBER.fullmatch(name) or name.lower().startswith("cuda:"):
         fix = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
         raise wrong(f"{found(value)} names no GPU", fix)
     return name

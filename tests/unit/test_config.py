@@ -188,6 +188,7 @@ def plain(text: str) -> Any:
         GOOD + "device: {reserve: 017777777}",
         GOOD + "devices: {GPU-12: {limit: 5%}}",
         GOOD + "devices: {-1: {limit: 5%}}",
+        GOOD + "devices: {'cuda:01': {limit: 5%}}",
         GOOD + "devices: {0: {share: 5%}}",
         fw("torch: {}"),
         fw("torch: {share: 50}"),

@@ -147,7 +147,9 @@ BUDGETS = st.fixed_dictionaries(
         "on_busy": st.sampled_from(["warn", "raise"]) | SCALARS,
         "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
         "devices": st.dictionaries(
-            st.sampled_from(["0", "1", "A100*"]) | KEYS, entries(limit=SIZES, reserve=SIZES), max_size=2
+            st.sampled_from(["0", "1", "cuda:1", "cuda:", "A100*"]) | KEYS,
+            entries(limit=SIZES, reserve=SIZES),
+            max_size=2,
         ),
     },
 )
@@ -179,7 +181,7 @@ DEFINED = st.fixed_dictionaries(
         "on_busy": st.sampled_from(["warn", "raise"]),
         "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
         "devices": st.dictionaries(
-            st.sampled_from(["0", "7", "A100*"]),
+            st.sampled_from(["0", "7", "cuda:1", "A100*"]),
             st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS}),
             max_size=2,
         ),

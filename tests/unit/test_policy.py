@@ -170,6 +170,15 @@ def test_a_uuid_is_stronger_than_an_ordinal_and_that_than_a_name(keys: list[str]
         assert part.limit == int(limits[strongest][0]) * GIB
 
 
+@pytest.mark.parametrize("key", ["cuda:1", " CUDA:1 ", "1"])
+def test_an_ordinal_may_be_written_as_torch_writes_it(key: str) -> None:
+    first, second = gpu(), gpu(uuid=OTHER, index=1, ordinal=1)
+    asked = budget({"torch": {"share": "50%"}}, devices={key: {"limit": "4GiB"}, "Made*": {"limit": "5GiB"}})
+    assert policy.needs_ordinals(asked) and list(asked.devices) == ["1", "Made*"]
+    plan = policy.plan(asked, [first, second])
+    assert [part.limit for part in plan.devices] == [5 * GIB, 4 * GIB] and plan.notes == ()
+
+
 def test_overrides_merge_field_by_field() -> None:
     devices = {"Made*": {"limit": "4GiB", "reserve": "1GiB"}, UUID: {"reserve": "2GiB"}}
     part = one(budget({"torch": {"share": "100%"}}, {"limit": "8GiB"}, devices=devices))
