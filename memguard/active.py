@@ -30,6 +30,8 @@ _FORKED = (
     "    fix: call memguard.init here, for a budget of its own"
 )
 
+simulated_by_default: Sequence[str] | None = None
+"""The GPUs of `memguard run --simulate`: an `init` of the program's own that names none means these too."""
 _active: Guard | None = None
 _why_none = _NONE
 _lock = threading.RLock()
@@ -39,7 +41,8 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
-    needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones.
+    needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones; under
+    `memguard run --simulate` it need not be given again.
     Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
 
     Other processes: a forked child is inert. In a worker of multiprocessing (`spawn`, `forkserver`) an `init` at the
@@ -52,6 +55,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     if not passive.wanted(passive.reimporting(sys.modules), os.environ):
         return _stay_passive()
     loaded = _load(budget)
+    simulate = simulated_by_default if simulate is None else simulate
     with _lock:
         before = _active if _active is not None and _active.active else None
         if before is not None:

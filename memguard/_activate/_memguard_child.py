@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def activate(folder: str) -> None:
@@ -26,7 +26,11 @@ def activate(folder: str) -> None:
     try:
         memguard = _memguard(os.path.dirname(folder))
         _show_warnings()
-        memguard.init(budget, simulate=simulated.split(",") if simulated else None)
+        names = simulated.split(",") if simulated else None
+        memguard.init(budget, simulate=names)
+        if names is not None:
+            active: Any = importlib.import_module("memguard.active")
+            active.simulated_by_default = names
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:

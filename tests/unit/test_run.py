@@ -84,6 +84,28 @@ def test_simulated_gpus_are_announced_as_such(folder: Path) -> None:
     assert "simulated GPUs (h200): nothing limits a real one" in run(folder, sys.executable, "seen.py").stderr
 
 
+def test_the_programs_own_init_means_the_simulated_gpus_too(folder: Path) -> None:
+    code = """
+import memguard
+from memguard import active
+before = active.current()
+print(memguard.init("budget.yaml") is before, memguard.init("budget.yaml", replace=True) is before)
+for other in ({"budget": {"version": 1, "frameworks": {"torch": {"share": "20%"}}}},
+              {"budget": "budget.yaml", "simulate": "h100"}):
+    try:
+        memguard.init(**other)
+    except memguard.AlreadyActive:
+        print("another one")
+memguard.shutdown()
+print(memguard.init("budget.yaml").host.simulated, [part.device.name for part in memguard.ledger().devices])
+"""
+    done = run(folder, sys.executable, "-c", code, options=("--simulate", "H200", "--simulate", "l4"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "True True", "another one", "another one", "True ['NVIDIA H200', 'NVIDIA L4']",
+    ]  # fmt: skip
+
+
 def test_arguments_arrive_as_they_were_given(folder: Path) -> None:
     given = ["a b", "--", "-c", "--config", "*", "", "é"]
     assert seen(run(folder, sys.executable, "seen.py", *given))["argv"] == ["seen.py", *given]
