@@ -16,7 +16,7 @@ from memguard import policy
 from memguard.accounts import Ledger, own_bytes
 from memguard.books import Books
 from memguard.devices import contexts
-from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError, Problem
+from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
 from memguard.frameworks import registry
 from memguard.frameworks.base import Framework
 from memguard.frameworks.late import ImportHook
@@ -330,7 +330,8 @@ class Guard:
                 continue
             if self.budget.on_busy == "raise" and own is not None:  # else what is held may be this process's own
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
-                raise PlanError([Problem(warning, fix, path="on_busy")], "init")
+                problem = self.budget.problem(("on_busy",), warning, fix)
+                raise PlanError([problem], self.budget.source or "init")
             self._note(warning, logging.WARNING)
 
     def _usages(self, device: Device) -> dict[str, Usage | None]:

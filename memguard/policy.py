@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from memguard.errors import PlanError, Problem
 from memguard.model import Device, DevicePlan, MemoryInfo, Plan, Usage
@@ -18,6 +18,8 @@ from memguard.units import GRANULE, MIB, format_size, round_down
 
 if TYPE_CHECKING:
     from memguard.config import Budget
+
+T = TypeVar("T")
 
 CONTEXT = 544 * MIB
 """A CUDA context: 518 MiB measured on an H200, and room for its growth. Charged once: contexts are shared."""
@@ -75,6 +77,14 @@ def needs_ordinals(budget: Budget) -> bool:
     return any(_is_ordinal(key) for key in budget.devices)
 
 
+@dataclass(frozen=True)
+class _Rule(Generic[T]):
+    """What the budget says for one device, and in which of its entries."""
+
+    value: T
+    at: tuple[str, ...]
+
+
 def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
     """Resolve the budget against the devices. Raises PlanError where it does not fit one of them."""
     problems: list[Problem] = []
@@ -82,29 +92,29 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
     matched: set[str] = set()
     if needs_ordinals(budget) and any(device.ordinal is None for device in devices):
         problems.append(
-            Problem(
+            budget.problem(
+                ("devices",),
                 "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be asked for here",
                 "pip install cuda-bindings, or name the GPUs by UUID (`nvidia-smi -L`)",
-                path="devices",
             )
         )
     for device in devices:
-        limit_rule: Fraction | int = budget.device.limit
-        reserve_rule: int | str = budget.device.reserve
+        limit: _Rule[Fraction | int] = _Rule(budget.device.limit, ("device",))
+        reserve: _Rule[int | str] = _Rule(budget.device.reserve, ("device",))
         keys = [str(key) for key in budget.devices if _matches(str(key), device)]
         matched.update(keys)
         overrides = {str(key): value for key, value in budget.devices.items()}
         for key in sorted(keys, key=_precedence, reverse=True):  # the strongest is applied last
             override = overrides[key]
-            limit_rule = override.limit if override.limit is not None else limit_rule
-            reserve_rule = override.reserve if override.reserve is not None else reserve_rule
-        resolved = _device_plan(budget, device, limit_rule, reserve_rule)
+            limit = limit if override.limit is None else _Rule(override.limit, ("devices", key))
+            reserve = reserve if override.reserve is None else _Rule(override.reserve, ("devices", key))
+        resolved = _device_plan(budget, device, limit, reserve)
         if isinstance(resolved, DevicePlan):
             plans.append(resolved)
         else:
             problems.extend(resolved)
     if problems:
-        raise PlanError(problems, "plan")
+        raise PlanError(problems, budget.source or "plan")
     options = {
         name: {"growth": framework.growth} if name == "tensorflow" else {}
         for name, framework in budget.frameworks.items()
@@ -115,27 +125,26 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
 
 
 def _device_plan(
-    budget: Budget, device: Device, limit_rule: Fraction | int, reserve_rule: int | str
+    budget: Budget, device: Device, limit_rule: _Rule[Fraction | int], reserve_rule: _Rule[int | str]
 ) -> DevicePlan | list[Problem]:
     label = f"{device.name} ({device.uuid})"
-    limit = int(limit_rule * device.usable) if isinstance(limit_rule, Fraction) else limit_rule
+    share = limit_rule.value
+    limit = int(share * device.usable) if isinstance(share, Fraction) else share
     if limit > device.usable:
         message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"
-        return [
-            Problem(
-                message, f"lower it to at most {device.usable // MIB}MiB or write a percentage", path="device.limit"
-            )
-        ]
-    auto = reserve_rule == "auto"
+        fix = f"lower it to at most {device.usable // MIB}MiB or write a percentage"
+        return [budget.problem((*limit_rule.at, "limit"), message, fix)]
+    auto = reserve_rule.value == "auto"
     reserve = (
         auto_reserve(device.architecture, list(budget.frameworks), _communicators(budget))
-        if isinstance(reserve_rule, str)
-        else reserve_rule
+        if isinstance(reserve_rule.value, str)
+        else reserve_rule.value
     )
     room = limit - reserve
     if room < GRANULE:
         message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
-        return [Problem(message, "raise device.limit or lower device.reserve", path="device")]
+        at = limit_rule.at if reserve_rule.at == ("device",) else reserve_rule.at
+        return [budget.problem(at, message, "raise device.limit or lower device.reserve")]
     fixed = {n: round_down(f.limit) for n, f in budget.frameworks.items() if f.limit is not None}
     shares = {n: f.share for n, f in budget.frameworks.items() if f.share is not None}
     wanted = sum(shares.values(), Fraction(0)) * room + sum(fixed.values())
@@ -144,15 +153,15 @@ def _device_plan(
             f"the frameworks ask for {format_size(int(wanted))} on {label}, "
             f"but limit − reserve is {format_size(room)} ({format_size(limit)} − {format_size(reserve)})"
         )
-        return [Problem(message, "lower shares or limits, or raise device.limit", path="frameworks")]
+        return [budget.problem(("frameworks",), message, "lower shares or limits, or raise device.limit")]
     divided = {**fixed, **_divide(room, shares)}
     empty = [name for name, cap in divided.items() if cap < GRANULE]
     if empty:
         return [
-            Problem(
+            budget.problem(
+                ("frameworks", name),
                 f"its part of {label} is less than {format_size(GRANULE)}, the smallest cap",
                 "raise its share",
-                path=f"frameworks.{name}",
             )
             for name in empty
         ]

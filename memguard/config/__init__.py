@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     PlainSerializer,
     PlainValidator,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     ValidationError,
     WrapSerializer,
@@ -27,7 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from memguard.config import _checks, _document, _values, _yaml
 from memguard.config._document import Document
-from memguard.config._problems import in_order, problems
+from memguard.config._problems import Origin, in_order, problems
 from memguard.config._schema import SCHEMA
 from memguard.errors import ConfigError, Problem
 from memguard.units import short
@@ -143,6 +144,16 @@ class Budget(_Model):
         WrapSerializer(_entries),
     ]
     on_busy: Annotated[Literal["warn", "raise"], PlainValidator(_values.on_busy)] = "warn"
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @property
+    def source(self) -> str:
+        """The file that it was read from, as messages name it; "" where it was made of plain Python values."""
+        return self._origin.source
+
+    def problem(self, loc: tuple[str, ...], message: str, fix: str) -> Problem:
+        """A problem that turned out later with what stands at `loc`, with its line and column where known."""
+        return self._origin.problem(loc, message, fix)
 
 
 _NAMES = {
@@ -204,6 +215,7 @@ def _budget(document: Document, source: str) -> Budget:
         errors = list(error.errors())
     if errors or findings or document.problems:
         raise ConfigError(problems(errors, findings, document, _NAMES), source)
+    budget._origin = Origin(document, source)
     return budget
 
 

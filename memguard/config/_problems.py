@@ -9,7 +9,7 @@ from typing import Any
 
 from memguard.config._checks import Finding, Loc
 from memguard.config._document import Document
-from memguard.config._values import found
+from memguard.config._values import device_key, found
 from memguard.errors import Problem
 from memguard.units import short
 
@@ -68,6 +68,35 @@ def problems(
     order = {path: index for index, path in enumerate(document.values)}
     kept.sort(key=lambda finding: order.get(_nearest(finding.loc, order), 0))
     return in_order([*document.problems, *(_problem(finding, document) for finding in kept)])
+
+
+class Origin:
+    """Where a budget was written. All are equal, so that budgets are which mean the same wherever they stand."""
+
+    def __init__(self, document: Document | None = None, source: str = "") -> None:
+        """`source` names the text in messages: "" where there is none, but plain Python values."""
+        document = document or Document()
+        self.source = source if document.values.get(()) else ""
+        parents = {loc[:-1] for loc in document.values}
+        # A mapping is marked at its key, a value where it stands itself.
+        marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
+        self._marks = {_canonical(loc): mark for loc, mark in marks.items() if loc and mark}
+
+    def problem(self, loc: Loc, message: str, fix: str) -> Problem:
+        """A problem with what is at `loc`, or would be: then its line is that of the nearest key above."""
+        line, column = self._marks.get(_nearest(loc, self._marks)) or (None, None)
+        return Problem(message, fix, line, column, _path(loc))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _canonical(loc: Loc) -> Loc:
+    """As the checked budget has it: `cuda:0` is `0` there."""
+    return ("devices", device_key(loc[1]), *loc[2:]) if len(loc) > 1 and loc[0] == "devices" else loc
 
 
 def in_order(unordered: Iterable[Problem]) -> list[Problem]:

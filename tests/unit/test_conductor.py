@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import logging
 import os
 import random
@@ -23,7 +24,7 @@ import pytest
 import memguard
 from memguard import active
 from memguard.conductor import Guard
-from memguard.config import from_mapping
+from memguard.config import from_mapping, parse
 from memguard.devices import contexts
 from memguard.devices.simulated import CONTEXT, SimulatedHost
 from memguard.errors import (
@@ -1295,10 +1296,11 @@ def test_what_this_process_may_hold_itself_is_no_reason_to_refuse_a_card(monkeyp
 def test_a_card_that_others_hold_is_refused_where_the_budget_says_so() -> None:
     host = SimulatedHost(["h200"])
     host.occupy(host.devices()[0], 1, 100 * GIB)
-    guard = Guard(from_mapping(BUSY), host)
-    with pytest.raises(PlanError, match=r"on_busy: .*other processes hold 100.00 GiB") as caught:
-        guard.start()
-    assert "on_busy: warn" in str(caught.value) and not guard.active
+    for budget, where in ((from_mapping(BUSY), "init: "), (parse(json.dumps(BUSY), "b.json"), r"b\.json:1:\d+: ")):
+        guard = Guard(budget, host)
+        with pytest.raises(PlanError, match=f"^{where}on_busy: .*other processes hold 100.00 GiB") as caught:
+            guard.start()
+        assert "on_busy: warn" in str(caught.value) and not guard.active
 
 
 # on_busy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memguard import policy
-from memguard.config import Budget, from_mapping
+from memguard.config import Budget, from_mapping, parse
 from memguard.devices.simulated import CATALOGUE, SimulatedHost
 from memguard.errors import PlanError
 from memguard.model import Device, DevicePlan, MemoryInfo, Usage
@@ -254,6 +254,32 @@ def test_problems_of_all_gpus_are_told_at_once() -> None:
     asked = budget({"torch": {"share": "50%"}}, {"limit": "40GiB"})
     text = problems(asked, gpu(), gpu(80 * GIB, uuid=OTHER, index=1), gpu(uuid=OTHER[:-1] + "2", index=2))
     assert UUID in text and OTHER not in text and OTHER[:-1] + "2" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("device:\n  limit: 40GiB\nframeworks: {torch: {share: 50%}}", "3:10: device.limit: "),
+        ("devices: {Cuda:0: {limit: 40GiB}}\nframeworks: {torch: {share: 50%}}", "2:27: devices['0'].limit: "),
+        (f"devices: {{{UUID.upper()}: {{limit: 5%, reserve: 2GiB}}}}\nframeworks: {{torch: {{share: 5%}}}}",
+         f"2:11: devices[{UUID!r}]: nothing is left"),
+        ("device: {reserve: 20GiB}\nframeworks: {torch: {share: 50%}}", "2:1: device: nothing is left"),
+        ("device: {limit: 9%}\ndevices: {0: {reserve: 20GiB}}\nframeworks: {torch: {share: 50%}}",
+         "3:11: devices['0']: nothing is left"),
+        ("devices: {0: {limit: 1%}}\ndevice: {reserve: 2GiB}\nframeworks: {torch: {share: 50%}}",
+         "2:11: devices['0']: nothing is left"),
+        ("frameworks: {torch: {limit: 2MiB}}\n\ndevices: {'*up': {limit: 2MiB}}",
+         "4:11: devices['*up']: nothing is left"),
+        ("frameworks:\n  torch: {share: 0.001%}", "3:3: frameworks.torch: "),
+        ("frameworks:\n  torch: {limit: 20GiB}", "2:1: frameworks: "),
+    ],
+)  # fmt: skip
+def test_problems_of_a_file_have_its_name_and_line(text: str, where: str) -> None:
+    assert problems(parse(f"version: 1\n{text}", "jobs/budget.yaml")).startswith(f"jobs/budget.yaml:{where}")
+
+
+def test_problems_of_a_mapping_have_no_line() -> None:
+    assert problems(budget({"torch": {"limit": "20GiB"}})).startswith("plan: frameworks: ")
 
 
 def test_tensorflows_growth_reaches_the_plan() -> None:
