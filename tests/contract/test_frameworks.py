@@ -284,6 +284,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "jax on its model": JAXOnItsModel,
 }
 MODELS = {
+    ".": ("card",),
     "fake_pycuda": ("pycuda",),
     "fake_numba": ("numba",),
     "fake_cupy": ("cupy", "fake_card", "rmm"),

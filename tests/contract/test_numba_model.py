@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 def forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm", "card")]:
         del sys.modules[name]
 
 
@@ -88,7 +88,7 @@ class Setting:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     """Make a setting. The model is imported anew for every test and gone afterwards."""
-    saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("numba", "rmm")}
+    saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("numba", "rmm", "card")}
     forget()
     monkeypatch.syspath_prepend(HERE / "fake_numba")
     others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # numba-cuda's .pth

@@ -81,18 +81,26 @@ class Setting:
 WAYS = ("mem_alloc", "pitch", "array", "empty", "zeros", "arange", "own pool")
 
 
+def modelled() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] in ("pycuda", "card")]
+
+
+def forget() -> None:
+    for name in modelled():
+        del sys.modules[name]
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     """Make a setting. The model is imported anew for every test and gone afterwards."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pycuda"]:
+    for name in modelled():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(HERE / "fake_pycuda")
     yield Setting
     gc.collect()
     drv = sys.modules.get("pycuda.driver")
     aborts = drv.counters["aborts"] if drv is not None else 0
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pycuda"]:
-        del sys.modules[name]
+    forget()
     assert aborts == 0, "PyCUDA's pool would have ended the process"
 
 
@@ -176,8 +184,7 @@ def test_a_framework_that_uses_all_ways_at_once_stays_under_its_cap(model: Model
     for seed in range(8):
         rng = random.Random(seed)
         setting = model()
-        for name in [name for name in sys.modules if name.startswith("pycuda")]:
-            del sys.modules[name]
+        forget()
         cap = rng.choice([4, 6, 20, 64, 100]) * MIB
         setting.apply(cap)
         ways = list(setting.ways().values())

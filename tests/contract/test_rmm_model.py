@@ -67,7 +67,7 @@ class Setting:
 
 
 def forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "rmm", "fake_card")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "rmm", "fake_card", "card")]:
         del sys.modules[name]
 
 

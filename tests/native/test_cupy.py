@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 Run = Callable[..., dict[str, Any]]
-MODEL = str(Path(__file__).parents[1] / "contract" / "fake_cupy")
+CONTRACT = Path(__file__).parents[1] / "contract"
+MODEL = [str(CONTRACT / "fake_cupy"), str(CONTRACT)]
 
 SETUP = """
 import cupy
@@ -249,7 +250,7 @@ def test_its_model_has_nothing_that_it_has_not(alone: Run, with_cupy: Run) -> No
     """`tests/contract/fake_cupy`, by its public names."""
     names = alone(
         f"""
-        sys.path.insert(0, {MODEL!r})
+        sys.path[:0] = {MODEL!r}
         import cupy, inspect
         from cupy.cuda import memory, runtime
         for module in (cupy, cupy.cuda, memory, runtime):

@@ -1,92 +1,53 @@
-"""Two GPUs and their driver, for the models of CuPy and RMM: pages, slabs, primary contexts, a current one per thread.
+"""Two GPUs for the models of CuPy and RMM: primary contexts, a current one per thread, the driver's own pools.
 
 `stand_in` puts it where memguard asks libcuda, at `devices.contexts`, and nowhere else.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import threading
-from itertools import count
 
-MIB = 1 << 20
-PAGE = 2 * MIB
-CONTEXT = 518 * MIB
+from card import CONTEXT, MIB, cards
+
 STEP = 32 * MIB
 """In which the driver's own pools grow."""
 
 
-class OutOfMemory(Exception):
-    pass
-
-
 class Gpu:
-    """Above 1 MiB whole pages. Up to there a piece of a slab, which is one page and goes back with its last piece."""
+    """Its memory is `card`; the driver's own pool takes of the same total."""
 
     def __init__(self, number):
-        self.uuid = bytes.fromhex(f"00000000000040008000{number:012x}")
-        self.total, self.context, self.pages, self.blocks = 16 << 30, False, 0, {}
-        self.slabs = []  # each the gaps in it, in order
+        self.uuid, self.card, self.context = bytes.fromhex(f"00000000000040008000{number:012x}"), cards[number], False
         self.pool_held = self.pool_used = self.threshold = 0
 
     @property
     def taken(self):
         """What it has handed out, in whole pages."""
-        return (self.pages + len(self.slabs)) * PAGE + self.pool_held
+        return self.card.taken + self.pool_held
 
-    def malloc(self, size):
-        pointer = next(_numbers)
-        if size > MIB:
-            pages = -(-size // PAGE)
-            self._room(pages * PAGE)
-            self.pages += pages
-            self.blocks[pointer] = None, 0, pages
-        else:
-            self.blocks[pointer] = self._piece(-(-size // 512) * 512)
-        return pointer
+    @property
+    def total(self):
+        return self.card.total
 
-    def _piece(self, size):
-        for gaps in self.slabs:
-            for place, (start, end) in enumerate(gaps):
-                if end - start >= size:
-                    gaps[place : place + 1] = [(start + size, end)] if end - start > size else []
-                    return gaps, start, size
-        self._room(PAGE)
-        self.slabs.append([(size, PAGE)])
-        return self.slabs[-1], 0, size
-
-    def free(self, pointer):
-        gaps, start, size = self.blocks.pop(pointer)
-        if gaps is None:
-            self.pages -= size
-            return
-        place = bisect.bisect(gaps, (start, 0))
-        end = start + size
-        if place < len(gaps) and gaps[place][0] == end:
-            end = gaps.pop(place)[1]
-        if place and gaps[place - 1][1] == start:
-            start = gaps.pop(place - 1)[0]
-            place -= 1
-        gaps.insert(place, (start, end))
-        if gaps == [(0, PAGE)]:
-            self.slabs = [slab for slab in self.slabs if slab is not gaps]
+    @total.setter
+    def total(self, size):
+        self.card.total = size
 
     def malloc_async(self, size):
         grown = max(-(-(self.pool_used + size) // STEP) * STEP - self.pool_held, 0)
-        self._room(grown)
-        self.pool_held += grown
+        self._grow_pool(grown)
         self.pool_used += size
 
     def free_async(self, size):
         self.pool_used -= size
 
     def trim_pool(self):
-        self.pool_held = -(-self.pool_used // STEP) * STEP
+        self._grow_pool(-(-self.pool_used // STEP) * STEP - self.pool_held)
 
-    def _room(self, size):
-        if self.taken + size + CONTEXT * self.context > self.total:
-            raise OutOfMemory
+    def _grow_pool(self, size):
+        self.card.set_aside(size)
+        self.pool_held += size
 
 
 gpus = [Gpu(0), Gpu(1)]
@@ -95,7 +56,6 @@ asked = 0
 """How often the runtime was called."""
 initialised = False
 capturing = False
-_numbers = count(1)
 _thread = threading.local()
 
 
@@ -115,7 +75,10 @@ def stack():
 def use(ordinal):
     """The primary context of the device, made where there is none, current on this thread from now on."""
     runtime()
-    gpus[ordinal].context = True
+    gpu = gpus[ordinal]
+    if not gpu.context:
+        gpu.card.aside += CONTEXT
+        gpu.context = True
     stack()[-1:] = [ordinal]
 
 

@@ -1,5 +1,6 @@
 """`rmm.mr`. A refusal is the built-in MemoryError (measured)."""
 
+import card
 import fake_card
 
 
@@ -12,12 +13,12 @@ class CudaMemoryResource(DeviceMemoryResource):
 
     def allocate(self, size):
         try:
-            return fake_card.gpu_here().malloc(size)
-        except fake_card.OutOfMemory:
+            return fake_card.gpu_here().card.take(size)
+        except card.OutOfMemory:
             raise MemoryError("std::bad_alloc: out_of_memory: CUDA error") from None
 
     def deallocate(self, pointer, size, ordinal):
-        fake_card.gpus[ordinal].free(pointer)
+        card.give(pointer)
 
 
 class UpstreamResourceAdaptor(DeviceMemoryResource):

@@ -1,4 +1,4 @@
-"""`pycuda.driver`: contexts on a stack for each thread, and a driver that hands memory out in 2 MiB pages.
+"""`pycuda.driver`: contexts on a stack for each thread, over the model of the driver's memory.
 
 `gpus` and `counters` are for tests to look at and to set; PyCUDA has no such thing.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from itertools import count
 
-MIB = 1 << 20
-PAGE = 2 * MIB
-CONTEXT = 518 * MIB
+import card
+from card import CONTEXT
+from card import cards as gpus
 
 
 class Error(Exception):
@@ -25,34 +25,6 @@ class MemoryError(Error):  # noqa: A001 (PyCUDA calls it so)
     pass
 
 
-class Gpu:
-    """What the driver has handed out on one GPU: large blocks in whole pages, small ones packed into slabs."""
-
-    def __init__(self, total):
-        self.total, self.large, self.small, self.contexts = total, 0, 0, 0
-
-    @property
-    def taken(self):
-        return self.large + -(-self.small // PAGE) * PAGE
-
-    def take(self, size):
-        before = self.large, self.small
-        if size > MIB:
-            self.large += -(-size // PAGE) * PAGE
-        else:
-            self.small += size
-        if self.taken + self.contexts * CONTEXT > self.total:
-            self.large, self.small = before
-            raise MemoryError("cuMemAlloc failed: out of memory")
-
-    def give(self, size):
-        if size > MIB:
-            self.large -= -(-size // PAGE) * PAGE
-        else:
-            self.small -= size
-
-
-gpus = [Gpu(16 << 30), Gpu(16 << 30)]
 counters = {"aborts": 0, "free_held": 0}
 _initialised = False
 _stack = threading.local()
@@ -88,6 +60,7 @@ class Context:
     def __init__(self, ordinal, primary):
         self.ordinal, self.primary, self.handle = ordinal, primary, next(_handles)
         gpus[ordinal].contexts += 1
+        gpus[ordinal].aside += CONTEXT  # which is never refused here
 
     @staticmethod
     def get_current():
@@ -135,19 +108,32 @@ class Device:
         return _primary[self.ordinal]
 
 
+def _take(size):
+    try:
+        return gpus[_required().ordinal].take(size)
+    except card.OutOfMemory:
+        raise MemoryError("cuMemAlloc failed: out of memory") from None
+
+
 class DeviceAllocation:
     """Gives itself back when it dies, once."""
 
+    _live = False
+
     def __init__(self, size):
-        self._gpu, self._size = gpus[_required().ordinal], size
-        self._gpu.take(size)
+        self._address, self._live = _take(size), True
+
+    def __int__(self):
+        return self._address
 
     def free(self):
-        size, self._size = self._size, 0
-        self._gpu.give(size)
+        if not self._live:
+            raise LogicError("device_allocation::free failed: invalid resource handle")
+        self._live = False
+        card.give(self._address)
 
     def __del__(self):
-        if getattr(self, "_size", 0):
+        if self._live:
             self.free()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import card
+
 from memguard.frameworks import allocators
 from pycuda import driver
 
@@ -9,12 +11,15 @@ from pycuda import driver
 class PooledDeviceAllocation:
     """Keeps its pool alive, the Python object too, as Boost.Python's shared pointers do."""
 
-    def __init__(self, pool, size, number):
-        self._pool, self.size, self._number = pool, size, number
+    def __init__(self, pool, size, number, address):
+        self._pool, self.size, self._number, self._address = pool, size, number, address
+
+    def __int__(self):
+        return self._address
 
     def free(self):
         pool, self._pool = self._pool, None
-        pool._blocks.release(self._number, self.size)
+        pool._blocks.release(self._number, self.size, self._address)
 
     def __del__(self):
         if getattr(self, "_pool", None) is not None:
@@ -25,27 +30,31 @@ class _Blocks:
     """What a pool holds."""
 
     def __init__(self):
-        self.free, self.gpu = {}, None
+        self.free = {}  # by bin: addresses, of which the last goes first
         self.active_blocks = self.managed_bytes = self.active_bytes = 0
 
     @property
     def held_blocks(self):
-        return sum(self.free.values())
+        return sum(len(addresses) for addresses in self.free.values())
 
-    def release(self, number, size):
+    def release(self, number, size, address):
         if not self.held_blocks and driver._current() is None:
             driver.counters["aborts"] += 1  # the process ends here: it takes the context for its first idle block
-        self.free[number] = self.free.get(number, 0) + 1
+        self.free.setdefault(number, []).append(address)
         self.active_blocks -= 1
         self.active_bytes -= size
 
-    def drop(self, number):
-        self.free[number] -= 1
+    def pop(self, number):
+        address = self.free[number].pop()
         if not self.free[number]:
             del self.free[number]
-        size = allocators.alloc_size(number)
-        self.managed_bytes -= size
-        self.gpu.give(size)
+        return address
+
+    def drop(self):
+        """The driver gets one block back, of the largest."""
+        number = max(self.free)
+        self.managed_bytes -= allocators.alloc_size(number)
+        card.give(self.pop(number))
 
 
 class DeviceMemoryPool:
@@ -69,25 +78,22 @@ class DeviceMemoryPool:
         if size < 0:
             raise driver.LogicError("a block of no size")
         blocks, number = self._blocks, allocators.bin_number(size)
-        context = driver._required()
+        driver._required()
         if number in blocks.free:
-            blocks.free[number] -= 1
-            if not blocks.free[number]:
-                del blocks.free[number]
+            address = blocks.pop(number)
         else:
-            blocks.gpu = driver.gpus[context.ordinal]
             while True:
                 try:
-                    blocks.gpu.take(allocators.alloc_size(number))
+                    address = driver._take(allocators.alloc_size(number))
                     break
                 except driver.MemoryError:
                     if not blocks.free:
                         raise
-                    blocks.drop(max(blocks.free))
+                    blocks.drop()
             blocks.managed_bytes += allocators.alloc_size(number)
         blocks.active_blocks += 1
         blocks.active_bytes += size
-        return PooledDeviceAllocation(self, size, number)
+        return PooledDeviceAllocation(self, size, number, address)
 
     def free_held(self):
         driver.counters["free_held"] += 1
@@ -95,4 +101,4 @@ class DeviceMemoryPool:
 
     def __del__(self):
         while self._blocks.free:
-            self._blocks.drop(max(self._blocks.free))
+            self._blocks.drop()

@@ -7,6 +7,7 @@ import threading
 import types
 import weakref
 
+import card
 import fake_card
 
 from cupy.cuda import runtime
@@ -30,17 +31,19 @@ class Memory:
 
     def __del__(self):
         if getattr(self, "ptr", 0):
-            fake_card.gpus[self.device_id].free(self.ptr)
+            card.give(self.ptr)
 
 
 class MemoryAsync:
-    """From the driver's own pool of the device, which everybody shares."""
+    """From the driver's own pool of the device, which everybody shares, and whose addresses are not modelled."""
+
+    ptr = 0
 
     def __init__(self, size):
         self._gpu = fake_card.gpu_here()
         try:
             self._gpu.malloc_async(size)
-        except fake_card.OutOfMemory:
+        except card.OutOfMemory:
             raise runtime.CUDARuntimeError(runtime._OUT_OF_MEMORY) from None
         self.size = size
 
@@ -58,7 +61,7 @@ class UnownedMemory:
 
 class MemoryPointer:
     def __init__(self, mem, offset):
-        self.mem, self._offset = mem, offset
+        self.mem, self.ptr = mem, mem.ptr + offset
 
 
 def _malloc(module, size):
@@ -92,11 +95,12 @@ def alloc(size):
 class _Chunk:
     """A part of a block from the driver, between its neighbours."""
 
-    def __init__(self, block, size):
-        self.block, self.size, self.before, self.behind, self.idle = block, size, None, None, False
+    def __init__(self, block, offset, size):
+        self.block, self.offset, self.size = block, offset, size
+        self.before, self.behind, self.idle = None, None, False
 
     def split(self, size):
-        rest = _Chunk(self.block, self.size - size)
+        rest = _Chunk(self.block, self.offset + size, self.size - size)
         rest.before, rest.behind, self.behind, self.size = self, self.behind, rest, size
         if rest.behind is not None:
             rest.behind.before = rest
@@ -112,7 +116,7 @@ class _Chunk:
 class PooledMemory:
     def __init__(self, pool, chunk):
         self._pool, self._chunk, self.size = weakref.ref(pool), chunk, chunk.size
-        self.device_id = chunk.block.mem.device_id
+        self.ptr, self.device_id = chunk.block.ptr + chunk.offset, chunk.block.mem.device_id
 
     def __del__(self):
         pool = self._pool()
@@ -143,7 +147,7 @@ class _OfOneDevice:
             if chunk.size > size:
                 self._keep(chunk.split(size))
         else:
-            chunk = _Chunk(self._from_driver(size), size)
+            chunk = _Chunk(self._from_driver(size), 0, size)
         self._used += chunk.size
         return MemoryPointer(PooledMemory(self, chunk), 0)
 

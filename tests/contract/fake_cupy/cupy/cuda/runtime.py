@@ -1,5 +1,6 @@
 """`cupy.cuda.runtime`."""
 
+import card
 import fake_card
 
 _OUT_OF_MEMORY, _CONTEXT_IS_DESTROYED, _CAPTURE_IMPLICIT = 2, 709, 906
@@ -32,6 +33,6 @@ def memGetInfo():  # noqa: N802
 
 def malloc(size):
     try:
-        return fake_card.gpu_here().malloc(size)
-    except fake_card.OutOfMemory:
+        return fake_card.gpu_here().card.take(size)
+    except card.OutOfMemory:
         raise CUDARuntimeError(_OUT_OF_MEMORY) from None

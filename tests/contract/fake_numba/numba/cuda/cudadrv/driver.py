@@ -1,10 +1,9 @@
-"""`numba.cuda.cudadrv.driver` with the names and rules of numba-cuda, over a driver that counts its pages.
+"""`numba.cuda.cudadrv.driver` with the names and rules of numba-cuda, over the model of the driver's memory.
 
 `cards` and `current` are for tests to look at and to set; Numba has no such thing.
 """
 
 import contextlib
-import gc
 import os
 import threading
 import types
@@ -12,8 +11,8 @@ import weakref
 from collections import deque, namedtuple
 from enum import IntEnum
 
-MIB = 1 << 20
-PAGE = 2 * MIB
+import card
+from card import cards
 
 config = types.SimpleNamespace(
     CUDA_MEMORY_MANAGER=os.environ.get("NUMBA_CUDA_MEMORY_MANAGER", "default"),
@@ -42,84 +41,6 @@ class CudaAPIError(CudaDriverError):
         super().__init__(code, msg)
 
 
-class Card:
-    """What the driver has handed out on one GPU, as measured: whole pages, and slabs in which a piece never crosses."""
-
-    def __init__(self, number, total):
-        self.number, self.total, self.contexts, self.most = number, total, 0, 0
-        self.sizes = {}
-        self.slabs = {}  # by page: the pieces in it, as (offset, size)
-        self._next = (number + 1) << 40
-        self._free = {}  # addresses by size, to be used again
-        self._lock = threading.RLock()
-
-    @property
-    def taken(self):
-        with self._alone():
-            return sum(-(-size // PAGE) * PAGE for size in self.sizes.values() if size > MIB) + PAGE * len(self.slabs)
-
-    def take(self, size):
-        with self._alone():
-            address = self._place(size)
-            if self.taken > self.total:
-                self.give(address)
-                raise CudaAPIError(CUresult.CUDA_ERROR_OUT_OF_MEMORY, "Call to cuMemAlloc results in OUT_OF_MEMORY")
-            self.most = max(self.most, self.taken)
-            return address
-
-    def give(self, address):
-        with self._alone():
-            size = self.sizes.pop(address)
-            if size > MIB:
-                self._free.setdefault(-(-size // PAGE), []).append(address)
-                return
-            slab = self.slabs[address // PAGE]
-            slab.remove((address % PAGE, size))
-            if not slab:
-                del self.slabs[address // PAGE]
-                self._free.setdefault(1, []).append(address // PAGE * PAGE)
-
-    @contextlib.contextmanager
-    def _alone(self):
-        """No other thread, and no finalizer of the garbage collector's: a real driver is not Python."""
-        with self._lock:
-            collecting = gc.isenabled()
-            gc.disable()
-            try:
-                yield
-            finally:
-                if collecting:
-                    gc.enable()
-
-    def _place(self, size):
-        if size > MIB:
-            address = self._fresh(size)
-        else:
-            address = next((a for page in self.slabs if (a := self._hole(page, size)) is not None), None)
-            if address is None:
-                address = self._fresh(PAGE)
-                self.slabs[address // PAGE] = []
-            self.slabs[address // PAGE].append((address % PAGE, size))
-        self.sizes[address] = size
-        return address
-
-    def _hole(self, page, size):
-        end = 0
-        for offset, length in sorted(self.slabs[page]):
-            if offset - end >= size:
-                break
-            end = -(-(offset + length) // 512) * 512
-        return page * PAGE + end if PAGE - end >= size else None
-
-    def _fresh(self, size):
-        if free := self._free.get(-(-size // PAGE)):
-            return free.pop()
-        address = self._next
-        self._next += -(-size // PAGE) * PAGE
-        return address
-
-
-cards = [Card(0, 16 << 30), Card(1, 16 << 30)]
 current = threading.local()
 
 
@@ -146,18 +67,24 @@ class Driver:
             self.devices[number] = Device(number)
         return self.devices[number]
 
+    def _take(self, call, size):
+        try:
+            return self._here(call).take(size)
+        except card.OutOfMemory:
+            raise CudaAPIError(CUresult.CUDA_ERROR_OUT_OF_MEMORY, f"Call to {call} results in OUT_OF_MEMORY") from None
+
     def cuMemAlloc(self, size):  # noqa: N802
-        return self._here("cuMemAlloc").take(size)
+        return self._take("cuMemAlloc", size)
 
     def cuMemAllocManaged(self, size):  # noqa: N802
-        return self._here("cuMemAllocManaged").take(size)
+        return self._take("cuMemAllocManaged", size)
 
     def cuMemFree(self, address):  # noqa: N802
-        cards[(int(address) >> 40) - 1].give(int(address))
+        card.give(int(address))
 
     def cuMemGetInfo(self):  # noqa: N802
-        card = self._here("cuMemGetInfo")
-        return card.total - card.taken, card.total
+        here = self._here("cuMemGetInfo")
+        return here.total - here.taken, here.total
 
     def cuEventCreate(self):  # noqa: N802
         self.events.add(handle := len(self.events) + 1)
@@ -187,8 +114,7 @@ class Device:
             self.primary_context.memory_manager.reset()
             self.primary_context.deallocations.clear()
             self.primary_context = None
-        cards[self.id].sizes.clear()
-        cards[self.id].slabs.clear()
+        cards[self.id].clear()
 
 
 class BaseCUDAMemoryManager:
