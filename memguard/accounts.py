@@ -7,8 +7,9 @@ lies above that is in `unaccounted`, whose row then says so. `unaccounted` is si
 
 Overhead (context, modules, library workspaces) is charged when it appears, never as what is left over: the
 context, a framework's modules and NCCL's communicators in the first reading after they turn up (what a
-communicator takes only at its first collective, then), a library's first use as one step of at most 112 MiB,
-all within what `policy` knows of the frameworks that are live. What grows otherwise, or beyond that, is unaccounted.
+communicator takes only at its first collective, then), a library's first use as one step of at most 112 MiB, or
+two at once in the reading after that, all within what `policy` knows of the frameworks that are live. What grows
+otherwise, or beyond that, is unaccounted. The gaps in the driver's slabs are counted by address.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Overhead:
     `gap` is the largest so far: what goes and comes back, or was counted a moment too early, is not charged twice.
     `last` is that of the last reading: what appears is charged with what it grew since, whatever came and went before.
     `owed` is what communicators may still take: one that is made eagerly takes most of it at its first collective.
+    `slabs` is what the driver holds of its slabs beyond what frameworks count: of this reading, and no part of a gap.
+    `fresh` where something appeared in the last reading.
     """
 
     charged: int = 0
@@ -44,6 +47,12 @@ class Overhead:
     appeared: frozenset[str] = frozenset()
     owed: int = 0
     last: int = 0
+    slabs: int = 0
+    fresh: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.charged + self.slabs
 
     def after(self, gap: int, appeared: frozenset[str], exact: bool = True) -> Overhead:
         """The state after a reading: `gap` is the process's bytes less what frameworks hold.
@@ -57,7 +66,10 @@ class Overhead:
         if new:
             growth = max(growth, min(since, expected - expected_overhead(self.appeared, exact)))
         owed = min(self.owed, _of_libraries(appeared)) + _of_libraries(new)
-        charge = max(min(growth, expected - self.charged), 0) if new or growth <= max(STEP, owed) else 0
+        step = max(STEP, owed)
+        if self.fresh:  # what has just turned up is put to work, and two libraries' first uses come at once
+            step = max(step, min(expected_overhead(appeared, exact=False) - self.charged, 2 * STEP))
+        charge = max(min(growth, expected - self.charged), 0) if new or growth <= step else 0
         if charge > STEP:
             owed = max(owed - charge, 0)
         shrunk = self.charged
@@ -65,7 +77,8 @@ class Overhead:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
             shrunk = max(shrunk + max(since, -sum(workspace(name) for name in gone)), 0)
-        return Overhead(shrunk + charge, gap if gone else max(gap, self.gap), appeared, owed, gap)
+        most = gap if gone else max(gap, self.gap)
+        return Overhead(shrunk + charge, most, appeared, owed, gap, self.slabs, bool(new))
 
 
 def _of_libraries(names: frozenset[str]) -> int:
@@ -217,15 +230,15 @@ def device_ledger(
             )
         )
     if own is None:
-        rest = memory.used - counted - overhead.charged
-        rows.append(Row("overhead", "overhead", overhead.charged))
+        rest = memory.used - counted - overhead.total
+        rows.append(Row("overhead", "overhead", overhead.total))
         note = "this process and others together: NVML does not name this process here"
         rows.append(Row("unaccounted", "unaccounted", rest, note=note))
         rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
     else:
         note = f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
-        rows.append(Row("overhead", "overhead", overhead.charged))
-        rows.append(Row("unaccounted", "unaccounted", own - counted - overhead.charged, note=note))
+        rows.append(Row("overhead", "overhead", overhead.total))
+        rows.append(Row("unaccounted", "unaccounted", own - counted - overhead.total, note=note))
         rows.append(Row("other processes", "other processes", memory.used - own))
     reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
     rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
@@ -243,12 +256,12 @@ def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> in
     return None if active else 0
 
 
-def gap(own: int | None, usages: Iterable[Usage | None]) -> int | None:
-    """This process's bytes less what its frameworks are known to hold."""
+def gap(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> int | None:
+    """This process's bytes less what its frameworks are known to hold and the gaps in the driver's slabs."""
     if own is None:
         return None
     known = (u.held if u.held is not None else u.held_at_least or 0 for u in usages if u is not None)
-    return own - sum(known)
+    return own - sum(known) - slabs
 
 
 def _table(part: DeviceLedger, simulated: bool) -> RenderableType:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from memguard import accounts
 from memguard.devices.host import Host
-from memguard.frameworks import registry
+from memguard.frameworks import _driver_bytes, registry
 from memguard.frameworks.base import Framework
 from memguard.model import DevicePlan, Enforcement
 from memguard.units import MIB, format_size
@@ -52,6 +53,7 @@ class Books:
             moved = (memory, processes.get(self._host.pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
+        steady = processes.get(self._host.pid) == before[1]  # else another thread allocates: no time to charge anything
         usages.update({n: u for n, f in self.strangers().items() if (u := f.usage(device)) is not None})
         live = frozenset(name for name, usage in usages.items() if usage is not None)
         active = self._host.context_active(device)
@@ -61,15 +63,16 @@ class Books:
         if active or own:
             appeared |= {"context"}
         state = self._overhead.get(device.uuid, accounts.Overhead())
-        gap = accounts.gap(own, usages.values())
-        steady = processes.get(self._host.pid) == before[1]  # else another thread allocates: no time to charge anything
+        slabs = _driver_bytes.slabs[device.uuid].gaps
+        gap = accounts.gap(own, usages.values(), slabs)
         if gap is not None and steady:
             exact = all(usage is None or usage.held is not None for usage in usages.values())
             state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
-        if state.charged > part.reserve and device.uuid not in self._warned:
+        state = replace(state, slabs=slabs)
+        if state.total > part.reserve and device.uuid not in self._warned:
             self._warned.add(device.uuid)
             self._warn(
-                f"{device.name}: overhead is {format_size(state.charged)}, more than the reserve of "
+                f"{device.name}: overhead is {format_size(state.total)}, more than the reserve of "
                 f"{format_size(part.reserve)}; fix: {self._remedy(state, part)}"
             )
         stated = {**dict.fromkeys(self._strangers, Enforcement.WATCHED.value), **enforcements}
@@ -80,4 +83,4 @@ class Books:
         communicators = sum(1 for name in state.appeared if name.startswith("nccl "))
         if communicators and part.reserve_source == "auto":
             return f"frameworks.torch.nccl: {communicators} in the budget"
-        return f"device: {{reserve: {-(-state.charged // MIB)}MiB}}"
+        return f"device: {{reserve: {-(-state.total // MIB)}MiB}}"

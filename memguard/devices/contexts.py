@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _initialised: ctypes.CDLL | None = None
 """libcuda once it was seen initialised: it stays so, and asking again would cost more than the calls themselves."""
 _lost = False
@@ -85,6 +86,25 @@ def pushed(ordinal: int) -> Iterator[bool]:
             driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
     finally:
         driver.cuDevicePrimaryCtxRelease_v2(device)
+
+
+def allocation(address: int) -> tuple[int, int] | None:
+    """Start and size in bytes of the driver's allocation that an address of the current context lies in."""
+    driver = _driver()
+    start, size = ctypes.c_uint64(), ctypes.c_size_t()
+    if driver is None or driver.cuMemGetAddressRange_v2(
+        ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address)
+    ):
+        return None
+    return start.value, size.value
+
+
+def buffer(address: int) -> int | None:
+    """The id of the driver's allocation at an address, which no other ever gets; None where there is none."""
+    driver, found = _driver(), ctypes.c_uint64()
+    if driver is None or driver.cuPointerGetAttribute(ctypes.byref(found), _BUFFER_ID, ctypes.c_uint64(address)):
+        return None
+    return found.value
 
 
 @contextlib.contextmanager

@@ -1,11 +1,16 @@
 """What the driver makes of single allocations: the pages it takes for them, which no library counts.
 
 Measured on an H200: an allocation above 1 MiB is rounded up to 2 MiB, smaller ones are packed into slabs of
-2 MiB. 200 arrays of 1.1 MiB took 398 MiB where CuPy's pool counted 220. Slabs lie at multiples of 2 MiB, the pieces in
-them at multiples of 512 bytes, and a piece never lies in two: 60 pieces of 0.7 MiB take 60 MiB.
+2 MiB. 200 arrays of 1.1 MiB took 398 MiB where CuPy's pool counted 220. Slabs lie at multiples of 2 MiB, the first
+piece at a slab's start, each at a multiple of 512 bytes and none in two: 60 pieces of 0.7 MiB take 60 MiB. A slab
+serves whoever asks in its context, and goes back with its last piece.
 """
 
 from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
 
 from memguard.units import GRANULE, MIB, round_down, round_up
 
@@ -13,9 +18,10 @@ SMALL = MIB
 """Up to here the driver packs allocations into slabs."""
 TINY = MIB // 8
 """Up to here so many fit a slab that what is lost at its end does not count."""
+UNIT = 512
 
 
-def whole_share(size: int, unit: int = 512) -> int:
+def whole_share(size: int, unit: int = UNIT) -> int:
     """`size` rounded up so that the driver wastes nothing on it: whole pages, or an even part of a slab."""
     if size <= TINY:
         return size
@@ -26,65 +32,106 @@ def whole_share(size: int, unit: int = 512) -> int:
     return part if part >= size else round_up(size, unit) if pieces == 1 else round_down(GRANULE // (pieces - 1), unit)
 
 
-class DriverBytes:
-    """Allocations on one GPU that go to the driver one by one: bytes asked for, and the pages it takes for them.
+@dataclass
+class _Shared:
+    """A slab, everybody's pieces in it, and what the frameworks' rows count of it."""
 
-    `remove` is for finalizers, which run inside any call, `add` too: no call stands between reading a sum and writing
-    it.
+    pieces: int = 0
+    counted: int = 0
+    known: bool = False
+
+
+class Slabs:
+    """The slabs of one GPU that this process's frameworks have pieces in.
+
+    `gaps` is what the driver holds of them beyond what the frameworks' rows count: ends that nothing fits into,
+    holes that freed pieces leave. Below zero where rows count more, as guests of a slab that another counts whole.
+    A slab whose first piece nobody here has counted is somebody else's, and so are its gaps.
     """
 
     def __init__(self) -> None:
-        self.large = self.small = self._slabs = 0
+        self.gaps = 0
+        self._lock = threading.Lock()
+        self._slabs: dict[int, _Shared] = {}
 
-    def growth(self, size: int) -> int:
-        """Bytes by which `held` grows with one more allocation of `size`."""
-        return whole_share(size) if size > SMALL else max(round_up(self.small + whole_share(size)) - self._slabs, 0)
+    def enter(self, address: int) -> bool:
+        """One more piece. Whether it opened its slab."""
+        with self._lock:
+            slab = self._slabs.setdefault(address // GRANULE, _Shared())
+            slab.pieces += 1
+            if address % GRANULE == 0 and not slab.known:
+                slab.known = True
+                self.gaps += GRANULE - slab.counted
+                return slab.pieces == 1
+            return False
 
-    def add(self, size: int) -> None:
-        share = whole_share(size)
-        if size > SMALL:
-            self.large += share
-        else:
-            self.small += share
-            slabs = round_up(self.small)
-            if slabs > self._slabs:
-                self._slabs = slabs
+    def count(self, address: int, change: int) -> None:
+        """A row counts so much more of the slab."""
+        with self._lock:
+            slab = self._slabs[address // GRANULE]
+            slab.counted += change
+            if slab.known:
+                self.gaps -= change
 
-    def remove(self, size: int) -> None:
-        share = whole_share(size)
-        if size > SMALL:
-            self.large -= share
-        else:
-            self.small -= share
-            self._slabs = self._slabs if self.small else 0  # a slab goes back when its last piece does
+    def leave(self, address: int) -> None:
+        """One piece less; nothing is counted of the slab any more where it was the last."""
+        with self._lock:
+            slab = self._slabs[address // GRANULE]
+            slab.pieces -= 1
+            if not slab.pieces:
+                if slab.known:
+                    self.gaps -= GRANULE - slab.counted
+                del self._slabs[address // GRANULE]
 
-    def held(self) -> int:
-        return self.large + self._slabs
 
-    def in_use(self) -> int:
-        return self.large + self.small
+slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
+"""By the GPU's UUID. Of the process, as the driver's are: a framework's count outlives the budget it began under."""
+
+
+@dataclass
+class _Own:
+    """One framework's pieces in one slab: how many, their bytes, how many of them are going."""
+
+    whole: bool
+    pieces: int = 0
+    bytes: int = 0
+    going: int = 0
+
+    @property
+    def counted(self) -> int:
+        return GRANULE if self.whole else self.bytes
 
 
 class DriverPages:
-    """The same by address, and so to the byte: it says which slab a small one lies in. Not for finalizers."""
+    """One framework's allocations on one GPU, by address: the pages that the driver takes for them.
 
-    def __init__(self) -> None:
-        self.in_use = self._large = self._going = 0
-        self._slabs: dict[int, list[int]] = {}  # by slab: pieces in it, their bytes, and how many of them are going
+    A slab is counted whole by whoever opened it, if `whole`; of others' slabs the pieces are. Not for finalizers.
+    """
+
+    def __init__(self, shared: Slabs, whole: bool = True) -> None:
+        self.in_use = 0
+        self._shared, self._whole = shared, whole
+        self._large = self._small = self._going = 0
+        self._slabs: dict[int, _Own] = {}
 
     def growth(self, size: int) -> int:
-        """Bytes by which `held` grows with one more allocation of `size`, at least: a slab may have gaps."""
+        """Bytes by which `held` grows with one more allocation of `size`, at least: a slab's room may be in holes."""
         if size > SMALL:
             return round_up(size)
-        return 0 if any(GRANULE - filled >= size for _, filled, _ in self._slabs.values()) else GRANULE
+        return 0 if any(GRANULE - slab.bytes >= size for slab in self._slabs.values() if slab.whole) else GRANULE
+
+    def fits(self, size: int, cap: int) -> bool:
+        """Whether `held` may stay within the cap with one more. Looks into the slabs only where it is close."""
+        return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap
 
     def add(self, address: int, size: int) -> None:
         self.in_use += size
         if size > SMALL:
             self._large += round_up(size)
-        else:
-            slab = self._slabs.setdefault(address // GRANULE, [0, 0, 0])
-            slab[:] = slab[0] + 1, slab[1] + round_up(size, 512), slab[2]
+            return
+        opened = self._shared.enter(address)
+        slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
+        self._change(slab, address, 1, size, 0)
 
     def going(self, address: int, size: int) -> None:
         """No longer in use, and still with the driver."""
@@ -92,7 +139,7 @@ class DriverPages:
         if size > SMALL:
             self._going += round_up(size)
         else:
-            self._slabs[address // GRANULE][2] += 1
+            self._change(self._slabs[address // GRANULE], address, 0, 0, 1)
 
     def remove(self, address: int, size: int) -> None:
         """What was going is gone."""
@@ -101,13 +148,30 @@ class DriverPages:
             self._going -= round_up(size)
             return
         slab = self._slabs[address // GRANULE]
-        slab[:] = slab[0] - 1, slab[1] - round_up(size, 512), slab[2] - 1
-        if not slab[0]:
+        self._change(slab, address, -1, -size, -1)
+        if not slab.pieces:
             del self._slabs[address // GRANULE]
+        self._shared.leave(address)
+
+    def gone(self, address: int, size: int) -> None:
+        """No longer in use, and not with the driver either."""
+        self.going(address, size)
+        self.remove(address, size)
 
     def held(self) -> int:
-        return self._large + GRANULE * len(self._slabs)
+        return self._large + self._small
 
     def reclaimable(self) -> int:
         """What goes back with all that is going: a slab does with its last piece."""
-        return self._going + GRANULE * sum(pieces == going for pieces, _, going in self._slabs.values())
+        return self._going
+
+    def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int) -> None:
+        """Every sum follows, so that asking costs nothing."""
+        before = slab.counted if slab.pieces else 0
+        self._going -= before if slab.pieces == slab.going else 0
+        slab.pieces, slab.going = slab.pieces + pieces, slab.going + going
+        slab.bytes += round_up(size, UNIT) if size > 0 else -round_up(-size, UNIT)
+        after = slab.counted if slab.pieces else 0
+        self._going += after if slab.pieces == slab.going else 0
+        self._small += after - before
+        self._shared.count(address, after - before)

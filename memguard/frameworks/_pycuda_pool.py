@@ -7,65 +7,92 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from memguard.frameworks._driver_bytes import SMALL, whole_share
-from memguard.units import round_up
+from memguard.frameworks._driver_bytes import DriverPages
 
 _log = logging.getLogger("memguard")
 
 
-class Pool:
-    """A PyCUDA pool with what it does not tell: how many blocks of each bin exist and are handed out.
+class Active:
+    """What of a pool is handed out: how many allocations at each address, and of each size, have not died yet.
 
-    `active` may count too many (an allocation freed by hand counts until its object dies), never too few,
-    so a block reported as free is free.
+    It may count too many (an allocation freed by hand counts until its object dies), never too few.
+    """
+
+    def __init__(self) -> None:
+        self.at: Counter[int] = Counter()
+        self.of: Counter[int] = Counter()
+
+    def born(self, address: int, size: int) -> None:
+        self.at[address] += 1
+        self.of[size] += 1
+
+    def gone(self, address: int, size: int) -> None:
+        self.at[address] -= 1
+        self.of[size] -= 1
+        if not self.at[address]:
+            del self.at[address]
+
+
+class Pitched:
+    """Pitched allocations, which no pool serves."""
+
+    def __init__(self, pages: DriverPages) -> None:
+        self.in_use = 0
+        self._pages = pages
+
+    def add(self, address: int, size: int) -> None:
+        self.in_use += size
+        self._pages.add(address, size)
+
+    def gone(self, address: int, size: int) -> None:
+        self.in_use -= size
+        self._pages.gone(address, size)
+
+
+class Pool:
+    """A PyCUDA pool with what it does not tell: which blocks it has, and which of them are handed out.
 
     One small block always lies idle in the pool: PyCUDA's pool takes the current context when its first block
     is given back, and where none is current, as at exit or on another thread, that aborts the process (measured).
     """
 
-    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, raw: Any) -> None:
+    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: Any) -> None:
         self.context, self.uuid = context, uuid
-        self.active: Counter[int] = Counter()
+        self.active = Active()
         self._pool, self._raw = pool, raw  # a pool of the user's own is referred to weakly
-        self._blocks: Counter[int] = Counter()
-        self._slabs = 0
+        self._pages = pages
+        self._blocks: dict[int, int] = {}  # size by address
+        self._by_size: Counter[int] = Counter()
 
     def bin_size(self, size: int) -> int:
         pool = self._pool()
         return int(pool.alloc_size(pool.bin_number(size)))
 
     def has_free(self, bin_size: int) -> bool:
-        return self._there() and self._blocks[bin_size] > self.active[bin_size]
-
-    def growth(self, bin_size: int) -> int:
-        """Bytes by which `held` grows with one more block of this size."""
-        there = self._there()
-        large = round_up(bin_size) if bin_size > SMALL else 0
-        slabs = max(self._slabs, self._slabs_with(0 if large else bin_size))
-        return large + (slabs - max(self._slabs, self._slabs_with(0)) if there else slabs)
+        return self._there() and self._by_size[bin_size] > self.active.of[bin_size]
 
     def take(self, size: int, bin_size: int) -> Any:
         allocation = self._take(size, bin_size)
-        self.active[bin_size] += 1
+        self.active.born(int(allocation), bin_size)
         self._keep_one_idle()
         return allocation
+
+    def give_back(self, allocation: Any, bin_size: int) -> None:
+        """One that was just taken: its block is idle now."""
+        self.active.gone(int(allocation), bin_size)
+        allocation.free()
 
     def free_held(self) -> None:
         pool = self._pool()
         if pool is None:
             return
         self._raw.free_held(pool)
-        self._blocks &= self.active
-        if not self._small():  # a slab goes back when its last piece does: until then none is counted as gone
-            self._slabs = 0
+        self._only_active()
         self._keep_one_idle()
 
-    def held(self) -> int:
-        """Bytes taken from the driver: what it rounds the pool's blocks up to."""
-        if not self._there():
-            return 0
-        large = sum(round_up(size) * count for size, count in self._blocks.items() if size > SMALL)
-        return large + max(self._slabs, self._slabs_with(0))
+    def look(self) -> None:
+        """Let go of the blocks of a pool that has no memory any more."""
+        self._there()
 
     def active_bytes(self) -> int:
         pool = self._pool()
@@ -77,8 +104,7 @@ class Pool:
 
     def _take(self, size: int, bin_size: int) -> Any:
         pool = self._pool()
-        before = pool.managed_bytes
-        counted = self.has_free(bin_size)  # freed by hand and given back already, it may not be there any more
+        before, idle = pool.managed_bytes, self.has_free(bin_size)
         try:
             allocation = self._raw.allocate(pool, size)
         except BaseException:
@@ -89,10 +115,14 @@ class Pool:
         if grown not in (0, bin_size):
             # The driver refused once, and PyCUDA gave idle blocks back, who knows which: now all of them are gone.
             self._raw.free_held(pool)
-            self._blocks, counted = self._blocks & self.active, False
-        if grown != 0 and not counted:
-            self._blocks[bin_size] += 1
-            self._slabs = max(self._slabs, round_up(self._small()))
+            self._only_active()
+        elif grown and idle:  # those were freed by hand and given back before their objects died
+            self._only_active(bin_size)
+        if grown or int(allocation) not in self._blocks:
+            self._forget(int(allocation))
+            self._blocks[int(allocation)] = bin_size
+            self._by_size[bin_size] += 1
+            self._pages.add(int(allocation), bin_size)
         return allocation
 
     def _keep_one_idle(self) -> None:
@@ -108,14 +138,22 @@ class Pool:
         pool = self._pool()
         if pool is not None and pool.managed_bytes:
             return True
-        self._blocks.clear()
-        self._slabs = 0
+        self.forget()
         return False
 
-    def _slabs_with(self, size: int) -> int:
-        """Slabs for the small blocks, one of `size` and the idle one."""
-        idle = self.bin_size(1) if self._pool() is not None else 0
-        return round_up(self._small() + whole_share(size) + (0 if self._blocks[idle] > self.active[idle] else idle))
+    def _only_active(self, size: int | None = None) -> None:
+        """Every other block, or every other one of this size, is gone."""
+        idle = [at for at, of in self._blocks.items() if not self.active.at[at] and size in (None, of)]
+        for address in idle:
+            self._forget(address)
 
-    def _small(self) -> int:
-        return sum(whole_share(size) * count for size, count in self._blocks.items() if size <= SMALL)
+    def forget(self) -> None:
+        """Nothing of it is counted any more."""
+        for address in list(self._blocks):
+            self._forget(address)
+
+    def _forget(self, address: int) -> None:
+        size = self._blocks.pop(address, None)
+        if size is not None:
+            self._by_size[size] -= 1
+            self._pages.gone(address, size)

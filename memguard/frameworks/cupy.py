@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 from memguard.devices import contexts
 from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks import _rmm
-from memguard.frameworks._driver_bytes import TINY, whole_share
+from memguard.frameworks._cupy_pieces import Pieces
+from memguard.frameworks._driver_bytes import SMALL, TINY, slabs, whole_share
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import format_size, gpu_uuid
@@ -44,6 +45,7 @@ class CuPy(Framework):
         self._lock = threading.RLock()
         self._caps: dict[str, int] = {}
         self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
+        self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] | None = None
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
@@ -77,7 +79,7 @@ class CuPy(Framework):
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
         residual: dict[str, int] = {}
-        capped = self._capped(cupy, pool.malloc)
+        capped = self._capped(cupy, pool)
         try:
             if contexts.initialised():
                 residual = self._limit_live(cupy)
@@ -180,20 +182,27 @@ class CuPy(Framework):
     def forked(self) -> None:
         self._lock, self._caps, self._limited = threading.RLock(), {}, {}
 
-    def _capped(self, cupy: Any, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-        get_device, count = cupy.cuda.runtime.getDevice, 0
+    def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
+        get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
+        count = last = 0
         seen: set[int] = set()
 
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: pages as the driver counts them, the pool's own limit."""
-            nonlocal count
+            nonlocal count, last
             if len(seen) != count or not count:  # until every device has been seen; then nothing is left to be done
                 count = count or _device_count(cupy)
                 ordinal = get_device()
                 if ordinal not in seen:
                     self._limit_here(cupy, ordinal)
                     seen.add(ordinal)
-            return malloc(size if size <= TINY else whole_share(size))
+            memory = malloc(size if size <= TINY else whole_share(size))
+            if size <= SMALL and (total := total_bytes()) != last:  # 0.15 µs
+                last = total
+                pieces = self._pieces.get(get_device())
+                if pieces is not None:
+                    pieces.took(memory.ptr)
+            return memory
 
         return allocate
 
@@ -220,6 +229,7 @@ class CuPy(Framework):
                     "report this with the version; until then leave cupy out of the budget",
                 )
             self._limited[ordinal] = (before, cap)
+            self._pieces[ordinal] = Pieces(slabs[uuid])
 
     def _limit_live(self, cupy: Any) -> dict[str, int]:
         """Limit every pool whose device has a context already. Returns what is held above the cap, by UUID."""
@@ -270,6 +280,9 @@ class CuPy(Framework):
                 if self._on(ordinal, _get_limit) == cap:
                     self._on(ordinal, functools.partial(_set_limit, before))
             self._limited.clear()
+            for pieces in self._pieces.values():
+                pieces.forget()
+            self._pieces.clear()
             ours, self._caps, self._allocate, self._pool = self._allocate, {}, None, None
         if ours is not None and cupy.cuda.get_allocator() is ours:
             self._set_allocator(cupy, allocator)
@@ -292,7 +305,13 @@ class CuPy(Framework):
             ) from error
 
     def _totals(self, ordinal: int) -> tuple[int, int] | None:
-        found: tuple[int, int] | None = self._on(ordinal, lambda pool: (pool.total_bytes(), pool.used_bytes()))
+        def ask(pool: Any) -> tuple[int, int]:
+            total = int(pool.total_bytes())
+            if ordinal in self._pieces:
+                self._pieces[ordinal].settle(total)
+            return total, int(pool.used_bytes())
+
+        found: tuple[int, int] | None = self._on(ordinal, ask)
         return found if found != (0, 0) or ordinal in self._limited else None
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:

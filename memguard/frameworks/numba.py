@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from memguard.devices import contexts
 from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks import _rmm
-from memguard.frameworks._driver_bytes import DriverPages
+from memguard.frameworks._driver_bytes import DriverPages, slabs
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, State, Usage
 from memguard.units import format_size, round_up
@@ -35,10 +35,10 @@ class _Count:
     Finalizers run at any time and on any thread, also inside `taken`: they append to the log, and that is all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uuid: str) -> None:
         self.lock = threading.RLock()
         self.peak = 0
-        self._pages = DriverPages()
+        self._pages = DriverPages(slabs[uuid])
         self._sizes: dict[int, int] = {}  # by address, of the live ones
         self._log: deque[tuple[Callable[[int, int], None], int, int]] = deque()
 
@@ -210,7 +210,7 @@ class Numba(Framework):
         """`ask` the driver; Numba's own error where that passes the cap, even without the frees that are pending."""
         count, cap = manager.deallocations.count, self._caps.get(manager.uuid)
         for _ in range(2):
-            if cap is None or count.pages().held() + count.pages().growth(size) <= cap:
+            if cap is None or count.pages().fits(size, cap):
                 memory = ask(size)
                 count.taken(int(memory.device_pointer_value or 0), size)
                 if cap is None or count.pages().held() <= cap:
@@ -246,9 +246,9 @@ def _capped(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
         """Numba's pending frees; the count hears when one is pending, and when the driver has it back."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.count = _Count()
+        def __init__(self, uuid: str) -> None:
+            super().__init__()
+            self.count = _Count(uuid)
 
         def add_item(self, dtor: Callable[..., None], handle: Any, size: int = 0) -> None:
             super().add_item(self.count.freeing(dtor, handle), handle, size)
@@ -260,8 +260,8 @@ def _capped(driver: Any) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.deallocations = Pending()
             self.uuid = "" if self.context is None else _uuid(self.context)
+            self.deallocations = Pending(self.uuid)
 
         def memalloc(self, size: int) -> Any:
             count: _Count = self.deallocations.count

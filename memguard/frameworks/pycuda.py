@@ -11,24 +11,26 @@ Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugM
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from memguard.errors import CapNotApplied
-from memguard.frameworks._driver_bytes import SMALL, DriverBytes
-from memguard.frameworks._pycuda_pool import Pool
+from memguard.frameworks._driver_bytes import SMALL, DriverPages, slabs
+from memguard.frameworks._pycuda_pool import Active, Pitched, Pool
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard.units import format_size, round_up
 
 _log = logging.getLogger("memguard")
+_Taken = TypeVar("_Taken")
 
 
 class PyCUDA(Framework):
@@ -45,12 +47,11 @@ class PyCUDA(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._own: dict[int, Pool] = {}  # by context handle
-        self._others: weakref.WeakKeyDictionary[Any, Pool] = weakref.WeakKeyDictionary()  # the user's own pools
-        self._pitched: defaultdict[str, DriverBytes] = defaultdict(DriverBytes)
+        self._others: dict[weakref.ref[Any], Pool] = {}  # the user's own pools
+        self._pages: dict[str, DriverPages] = {}
+        self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._gone: deque[tuple[Counter[int] | DriverBytes, int]] = (
-            deque()
-        )  # left by finalizers, worked in with the lock
+        self._gone: deque[tuple[Active | Pitched, int, int]] = deque()  # of finalizers, worked in with the lock
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -161,12 +162,24 @@ class PyCUDA(Framework):
             uuid = self._uuid(drv, current)
             with self._lock:
                 self._settle()
-                pitched = self._pitched[uuid]
-                self._make_room(drv, uuid, lambda: pitched.growth(round_up(width, 512) * height))
-                allocation, pitch = raw_pitch(width, height, access_size)
-                pitched.add(pitch * height)
+                pages = self._pages_of(uuid)
+                pitched = self._pitched.setdefault(uuid, Pitched(pages))
+
+                def take() -> tuple[Any, int]:
+                    allocation, pitch = raw_pitch(width, height, access_size)
+                    pitched.add(int(allocation), pitch * height)
+                    return allocation, pitch
+
+                def give_back(taken: tuple[Any, int]) -> None:
+                    pitched.gone(int(taken[0]), taken[1] * height)
+                    taken[0].free()
+
+                asked = round_up(width, 512) * height
+                fits = functools.partial(pages.fits, asked)
+                allocation, pitch = self._within_cap(drv, uuid, asked, fits, take, give_back)
                 self._in_use(uuid)
-            weakref.finalize(allocation, self._gone.append, (pitched, pitch * height)).atexit = False
+            gone = pitched, int(allocation), pitch * height
+            weakref.finalize(allocation, self._gone.append, gone).atexit = False
             return allocation, pitch
 
         def make_context(device: Any, flags: int = 0) -> Any:
@@ -187,17 +200,18 @@ class PyCUDA(Framework):
                 if current is None or size <= 0:
                     return super().allocate(size)
                 with framework._lock:
-                    tracked = framework._others.get(self)
+                    reference = weakref.ref(self)
+                    tracked = framework._others.get(reference)
                     if tracked is None:
                         uuid = framework._uuid(drv, current)
-                        tracked = Pool(weakref.ref(self), current.handle, uuid, raw_pool)
-                        framework._others[self] = tracked
+                        tracked = Pool(reference, current.handle, uuid, framework._pages_of(uuid), raw_pool)
+                        framework._others[reference] = tracked
                 return framework._allocate(drv, tracked, size)
 
             def free_held(self) -> None:
                 with framework._lock:
                     framework._settle()
-                    tracked = framework._others.get(self)
+                    tracked = framework._others.get(weakref.ref(self))
                     if tracked is None:
                         super().free_held()
                     else:
@@ -224,6 +238,8 @@ class PyCUDA(Framework):
                 for pool in self._own.values():
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
+                for pool in (*self._own.values(), *self._others.values()):
+                    pool.forget()
                 self._own.clear()  # live arrays keep their pool alive; it goes with the last of them
                 self._caps, self._mem_alloc = {}, None
 
@@ -234,7 +250,8 @@ class PyCUDA(Framework):
             pool = self._own.get(current.handle)
             if pool is None:
                 made = make()
-                pool = Pool(lambda: made, current.handle, self._uuid(drv, current), make)
+                uuid = self._uuid(drv, current)
+                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), make)
                 self._own[current.handle] = pool
             return pool
 
@@ -242,9 +259,15 @@ class PyCUDA(Framework):
         with self._lock:
             self._settle()
             bin_size = pool.bin_size(size)
-            if not pool.has_free(bin_size):
-                self._make_room(drv, pool.uuid, lambda: pool.growth(bin_size), size)
-            allocation = pool.take(size, bin_size)
+            pages = self._pages_of(pool.uuid)
+            allocation = self._within_cap(
+                drv,
+                pool.uuid,
+                size,
+                lambda cap: pool.has_free(bin_size) or pages.fits(bin_size, cap),
+                lambda: pool.take(size, bin_size),
+                lambda taken: pool.give_back(taken, bin_size),
+            )
             self._in_use(pool.uuid)
             self._serial += 1
             serial = self._serial
@@ -253,54 +276,72 @@ class PyCUDA(Framework):
                 self._events.append(
                     TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid))
                 )
-        weakref.finalize(allocation, self._released, pool, bin_size, serial).atexit = False
+        gone = pool.active, int(allocation), bin_size
+        weakref.finalize(allocation, self._released, gone, pool.uuid, serial).atexit = False
         return allocation
 
-    def _make_room(self, drv: Any, uuid: str, growth: Callable[[], int], asked: int | None = None) -> None:
-        """Raise PyCUDA's own MemoryError where growing passes the cap, even without the idle blocks."""
+    def _within_cap(
+        self,
+        drv: Any,
+        uuid: str,
+        asked: int,
+        fits: Callable[[int], bool],
+        take: Callable[[], _Taken],
+        give_back: Callable[[_Taken], None],
+    ) -> _Taken:
+        """What `take` gives; PyCUDA's own MemoryError where that passes the cap, even without the idle blocks."""
         cap = self._caps.get(uuid)
-        if cap is None or self._held(uuid) + growth() <= cap:
-            return
-        current = _current_context(drv)
-        self._settle()  # what the collector has freed meanwhile
-        for pool in self._pools(uuid):
-            if current is not None and pool.context == current.handle:
-                pool.free_held()
-        held, wanted = self._held(uuid), growth()
-        if held + wanted > cap:
-            raise drv.MemoryError(
-                f"out of memory: asked for {format_size(asked or wanted)} (takes {format_size(wanted)}), "
-                f"holds {format_size(held)} of the {format_size(cap)} that the memguard budget gives pycuda"
-            )
+        for _ in range(2):
+            held = self._held(uuid)
+            if cap is None or fits(cap):
+                taken = take()
+                if cap is None or self._held(uuid) <= max(cap, held):
+                    return taken
+                give_back(taken)  # no hole in a slab was large enough for it, and the driver opened another
+                del taken
+            self._settle()  # what the collector has freed meanwhile
+            current = _current_context(drv)
+            for pool in self._pools(uuid):
+                if current is not None and pool.context == current.handle:
+                    pool.free_held()
+        raise drv.MemoryError(
+            f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
+            f"{format_size(self._held(uuid))} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+        )
+
+    def _pages_of(self, uuid: str) -> DriverPages:
+        return self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
 
     def _held(self, uuid: str) -> int:
-        return sum(p.held() for p in self._pools(uuid)) + self._pitched[uuid].held()
+        for pool in self._pools(uuid):
+            pool.look()
+        return self._pages_of(uuid).held()
 
     def _in_use(self, uuid: str) -> int:
         """Bytes of live allocations; the peak follows."""
-        in_use = sum(p.active_bytes() for p in self._pools(uuid)) + self._pitched[uuid].in_use()
+        pitched = self._pitched.get(uuid)
+        in_use = sum(p.active_bytes() for p in self._pools(uuid)) + (pitched.in_use if pitched else 0)
         self._peak[uuid] = max(self._peak[uuid], in_use)
         return in_use
 
     def _settle(self) -> None:
         """Count what finalizers left behind. With the lock, and before an idle block is looked for or given back."""
         while self._gone:
-            count, size = self._gone.popleft()
-            if isinstance(count, DriverBytes):
-                count.remove(size)
-            else:
-                count[size] -= 1
+            count, address, size = self._gone.popleft()
+            count.gone(address, size)
 
     def _pools(self, uuid: str) -> list[Pool]:
+        for reference in [r for r in self._others if r() is None]:
+            self._others.pop(reference).forget()
         return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
 
-    def _released(self, pool: Pool, bin_size: int, serial: int) -> None:
+    def _released(self, gone: tuple[Active, int, int], uuid: str, serial: int) -> None:
         # May run inside any allocation, on any thread: appends, no lock, no CUDA call. The count alone goes into the
         # log: the pool would keep its memory there.
-        self._gone.append((pool.active, bin_size))
+        self._gone.append(gone)
         events = self._events
         if events is not None and serial in self._recorded:
-            events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(pool.uuid)))
+            events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
 
     def _position(self, uuid: str) -> int:
         return list(self._by_ordinal.values()).index(uuid)

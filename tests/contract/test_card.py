@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from memguard.frameworks import _driver_bytes
+from memguard.frameworks._driver_bytes import DriverPages, Slabs
 from memguard.units import GIB, MIB
 
 HERE = Path(__file__).parent
@@ -19,6 +21,7 @@ PAGE = 2 * MIB
 
 
 def forget() -> None:
+    _driver_bytes.slabs.clear()
     gc.collect()
     for name in [n for n in sys.modules if n.partition(".")[0] in ("card", "cupy", "fake_card", "numba", "pycuda")]:
         del sys.modules[name]
@@ -116,3 +119,111 @@ def test_cupys_pool_splits_a_chunk_and_its_pointers_lie_in_it(card: Any, monkeyp
     assert card.buffer(second.ptr) is None and card.cards[0].taken == 4 * MIB
     del first, second
     assert cupy.cuda.alloc(4 * MIB).ptr == start, "merged again"
+
+
+class Counted:
+    """Frameworks that count their own pieces on one card, as DriverPages, and what the driver really takes."""
+
+    def __init__(self, card: Any, *whole: bool) -> None:
+        self.card, self.slabs = card.cards[0], Slabs()
+        self.pages = [DriverPages(self.slabs, one) for one in whole]
+        self.live: list[list[tuple[int, int]]] = [[] for _ in whole]
+
+    def take(self, who: int, size: int) -> None:
+        address = self.card.take(size)
+        self.pages[who].add(address, size)
+        self.live[who].append((address, size))
+
+    def give(self, who: int, which: int) -> None:
+        address, size = self.live[who].pop(which)
+        self.card.give(address)
+        self.pages[who].gone(address, size)
+
+    def check(self) -> None:
+        assert sum(pages.held() for pages in self.pages) + self.slabs.gaps == self.card.taken
+        for pages, live in zip(self.pages, self.live, strict=True):
+            assert pages.in_use == sum(size for _, size in live) <= pages.held()
+
+
+def test_rows_and_gaps_come_to_what_the_driver_takes(card: Any) -> None:
+    """Two that count slabs whole and one that counts bytes, in the same slabs, in any order."""
+    rng = random.Random(5)
+    counted = Counted(card, True, True, False)
+    for _ in range(4000):
+        who = rng.randrange(3)
+        live = counted.live[who]
+        if live and rng.random() < 0.48:
+            counted.give(who, rng.randrange(len(live)))
+        else:
+            counted.take(who, int(2 ** rng.uniform(0, 23)) if rng.random() < 0.9 else MIB)
+        counted.check()
+    for who, live in enumerate(counted.live):
+        while live:
+            counted.give(who, -1)
+            counted.check()
+    assert counted.slabs.gaps == 0 == sum(pages.held() for pages in counted.pages)
+
+
+def test_one_that_counts_slabs_whole_is_exact_alone(card: Any) -> None:
+    rng, counted = random.Random(6), Counted(card, True)
+    for _ in range(3000):
+        if counted.live[0] and rng.random() < 0.5:
+            counted.give(0, rng.randrange(len(counted.live[0])))
+        else:
+            size = int(2 ** rng.uniform(0, 22))
+            before, growth = counted.pages[0].held(), counted.pages[0].growth(size)
+            counted.take(0, size)
+            assert counted.pages[0].held() - before >= growth
+        assert counted.pages[0].held() == counted.card.taken and counted.slabs.gaps == 0
+
+
+def test_a_piece_in_a_slab_that_nobody_here_opened_counts_its_bytes(card: Any) -> None:
+    """A raw cudaMalloc of an extension: its slab is not ours, nor are the gaps in it."""
+    counted = Counted(card, True)
+    raw = counted.card.take(600_000)
+    counted.take(0, 1000)
+    assert (counted.pages[0].held(), counted.slabs.gaps) == (1024, 0)
+    counted.card.give(raw)
+    counted.give(0, 0)
+    assert (counted.pages[0].held(), counted.slabs.gaps, counted.card.taken) == (0, 0, 0)
+
+
+def test_what_is_going_goes_back_with_the_last_piece_of_its_slab(card: Any) -> None:
+    counted = Counted(card, True)
+    for size in (600_000, 700_000, 3 * MIB):
+        counted.take(0, size)
+    pages, ((first, a), (second, b), (large, c)) = counted.pages[0], counted.live[0]
+    pages.going(first, a)
+    pages.going(large, c)
+    assert pages.reclaimable() == 4 * MIB
+    pages.going(second, b)
+    assert pages.reclaimable() == 6 * MIB == pages.held()
+    pages.remove(first, a)
+    assert pages.reclaimable() == 6 * MIB
+    pages.remove(second, b)
+    pages.remove(large, c)
+    assert pages.reclaimable() == 0 == pages.held()
+
+
+def test_cupys_pieces_follow_the_driver(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its pool gave back is seen at the next reading, also where another piece lies at the same address."""
+    from memguard.devices import contexts
+    from memguard.frameworks._cupy_pieces import Pieces
+
+    gpu, slabs = card.cards[0], Slabs()
+    monkeypatch.setattr(contexts, "allocation", gpu.allocation)
+    monkeypatch.setattr(contexts, "buffer", gpu.buffer)
+    pieces = Pieces(slabs)
+    first, second, large = gpu.take(300_032), gpu.take(MIB), gpu.take(4 * MIB)
+    for address in (first, second, large, first + 512):
+        pieces.took(address)
+    pieces.settle(1)
+    assert slabs.gaps == PAGE - 300_032 - MIB
+    gpu.give(first)
+    assert gpu.take(300_032) == first
+    pieces.settle(1)
+    assert slabs.gaps == PAGE - 300_032 - MIB, "its total has not changed, so nothing is asked"
+    pieces.settle(2)
+    assert slabs.gaps == PAGE - MIB, "another allocation lies there now"
+    pieces.forget()
+    assert slabs.gaps == 0

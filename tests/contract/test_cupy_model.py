@@ -19,7 +19,7 @@ from memguard import config
 from memguard.conductor import Guard
 from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied, ConflictingSetting
-from memguard.frameworks import _rmm
+from memguard.frameworks import _driver_bytes, _rmm
 from memguard.frameworks._driver_bytes import TINY
 from memguard.frameworks.cupy import CuPy
 from memguard.frameworks.late import ImportHook
@@ -98,6 +98,7 @@ Model = Callable[..., Setting]
 
 
 def forget() -> None:
+    _driver_bytes.slabs.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "rmm", "fake_card", "card")]:
         del sys.modules[name]
 

@@ -23,7 +23,7 @@ from memguard import config, policy
 from memguard.devices import contexts
 from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied
-from memguard.frameworks import registry, simulated
+from memguard.frameworks import _driver_bytes, registry, simulated
 from memguard.frameworks.base import Framework
 from memguard.frameworks.simulated import SimulatedFramework
 from memguard.model import Applied, Enforcement, State, TraceEvent
@@ -303,6 +303,7 @@ def modelled() -> list[str]:
 def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
     for name in modelled():
         monkeypatch.delitem(sys.modules, name)
+    _driver_bytes.slabs.clear()
     for folder in MODELS:
         monkeypatch.syspath_prepend(HERE / folder)
     subject = SUBJECTS[request.param]()

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from memguard.devices import contexts
 from memguard.devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied, ConflictingSetting
+from memguard.frameworks import _driver_bytes
 from memguard.frameworks.late import ImportHook
 from memguard.frameworks.numba import Numba
 from memguard.model import Applied, Device, Enforcement, State, Usage
@@ -30,6 +31,7 @@ HERE = Path(__file__).parent
 
 
 def forget() -> None:
+    _driver_bytes.slabs.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm", "card")]:
         del sys.modules[name]
 

@@ -14,7 +14,8 @@ from memguard.accounts import DeviceLedger
 from memguard.books import Books
 from memguard.config import from_mapping
 from memguard.devices.simulated import PID, SimulatedHost
-from memguard.frameworks import registry
+from memguard.frameworks import _driver_bytes, registry
+from memguard.frameworks._driver_bytes import Slabs
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, DevicePlan, Enforcement, Usage
 from memguard.units import GIB, MIB
@@ -97,6 +98,28 @@ class Setting:
 
 def nccl(count: int) -> frozenset[str]:
     return frozenset(f"nccl {number}" for number in range(1, count + 1))
+
+
+def test_gaps_in_the_drivers_slabs_are_overhead_and_not_charged() -> None:
+    """They come and go with the pieces in them; what was charged stays as it was."""
+    setting, shared = Setting(), Slabs()
+    setting.live()
+    assert setting.figures() == [612, 0]
+    uuid = setting.gpu.uuid
+    _driver_bytes.slabs[uuid] = shared
+    try:
+        shared.enter(0)
+        shared.count(0, MIB)
+        setting.torch.usages[uuid] = Usage(MIB, MIB, 0)
+        setting.host.take(setting.gpu, 2 * MIB)
+        assert setting.figures() == [613, 0]
+        shared.count(0, -MIB)
+        shared.leave(0)
+        setting.torch.usages[uuid] = Usage(0, 0, 0)
+        setting.host.give(setting.gpu, 2 * MIB)
+        assert setting.figures() == [612, 0]
+    finally:
+        del _driver_bytes.slabs[uuid]
 
 
 # communicators

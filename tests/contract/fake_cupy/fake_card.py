@@ -115,3 +115,5 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(contexts, "pushed", pushed)
     monkeypatch.setattr(contexts, "current", current)
     monkeypatch.setattr(contexts, "initialised", lambda: initialised)
+    monkeypatch.setattr(contexts, "allocation", lambda address: gpu_here().card.allocation(address))
+    monkeypatch.setattr(contexts, "buffer", lambda address: gpu_here().card.buffer(address))
