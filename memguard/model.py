@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class State(Enum):
@@ -158,3 +158,62 @@ class WorkloadReport:
     def delta(self) -> int | None:
         """What the block left allocated."""
         return None if self.after is None or self.before is None else self.after - self.before
+
+
+class Pressure(Enum):
+    """How close a framework is to its cap, or the process to its limit on a GPU."""
+
+    OK = "ok"
+    WARN = "warn"
+    CRITICAL = "critical"
+
+    @property
+    def rank(self) -> int:
+        return list(Pressure).index(self)
+
+
+class FrameworkSample(NamedTuple):
+    """One framework on one GPU at one moment, in bytes; None where it does not say."""
+
+    held: int | None
+    in_use: int | None
+    reclaimable: int | None
+    cap: int | None
+
+
+class DeviceSample(NamedTuple):
+    """One GPU at one moment, in bytes. `process` is what NVML says this process holds; None where it will not say."""
+
+    uuid: str
+    total: int
+    used: int
+    free: int
+    process: int | None
+    limit: int | None
+    overhead: int
+    unaccounted: int | None
+    frameworks: Mapping[str, FrameworkSample]
+
+
+class Sample(NamedTuple):
+    """What the monitor sees in one tick: the ledger's figures without its rows. `time` is that of `time.time()`."""
+
+    time: float
+    devices: tuple[DeviceSample, ...]
+
+
+class Event(NamedTuple):
+    """Something that the monitor noticed, or that was done.
+
+    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
+    behind each time), probe (a probe failed, or came back), trim, oom, note.
+    """
+
+    time: float
+    kind: str
+    text: str
+    level: Pressure | None = None
+    uuid: str | None = None
+    framework: str | None = None
+    seconds: float | None = None
+    bytes: int | None = None
