@@ -12,6 +12,8 @@ import functools
 import os
 from collections.abc import Iterator
 
+from memguard.units import gpu_uuid
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _initialised: ctypes.CDLL | None = None
@@ -56,6 +58,25 @@ def current() -> int | None:
     driver = _driver()
     ordinal = ctypes.c_int()
     return ordinal.value if driver is not None and driver.cuCtxGetDevice(ctypes.byref(ordinal)) == 0 else None
+
+
+def ordinals() -> dict[str, int]:
+    """CUDA's ordinal of each GPU that it shows this process, by UUID; empty where nothing has initialised CUDA.
+
+    Not from CuPy's `getDeviceProperties`: its `uuid` ends at the first byte that is zero (measured).
+    """
+    driver = _driver()
+    if driver is None:
+        return {}
+    found: dict[str, int] = {}
+    count, device, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    for ordinal in range(count.value):
+        if not driver.cuDeviceGet(ctypes.byref(device), ordinal) and not driver.cuDeviceGetUuid(
+            ctypes.byref(raw), device
+        ):
+            found[gpu_uuid(bytes(raw))] = ordinal
+    return found
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from memguard.frameworks._cupy_pieces import Pieces
 from memguard.frameworks._driver_bytes import SMALL, TINY, slabs, whole_share
 from memguard.frameworks.base import Framework
 from memguard.model import Applied, Device, Enforcement, Usage
-from memguard.units import format_size, gpu_uuid
+from memguard.units import format_size
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be asked beside a capture
@@ -46,7 +46,7 @@ class CuPy(Framework):
         self._caps: dict[str, int] = {}
         self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
         self._pieces: dict[int, Pieces] = {}
-        self._ordinals: dict[str, int] | None = None
+        self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
         self._rmm: _rmm.Limit | None = None
@@ -66,7 +66,7 @@ class CuPy(Framework):
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if _rmm.is_cupys(allocator):
             asked = contexts.initialised()  # else asking CuPy would initialise CUDA
-            ordinals = self._by_uuid(cupy) if asked else _rmm.ordinals(self.name, self.host)
+            ordinals = self._by_uuid() if asked else _rmm.ordinals(self.name, self.host)
             self._rmm, applied = _rmm.apply(self.name, caps, ordinals)
             return applied
         if not isinstance(pool, cupy.cuda.MemoryPool):
@@ -95,7 +95,7 @@ class CuPy(Framework):
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return None
-        ordinal = self._by_uuid(cupy).get(device.uuid)
+        ordinal = self._by_uuid().get(device.uuid)
         if ordinal is None:
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
@@ -111,19 +111,18 @@ class CuPy(Framework):
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return
-        ordinal = self._by_uuid(cupy).get(device.uuid)
+        ordinal = self._by_uuid().get(device.uuid)
         if ordinal is not None:
             self._on(ordinal, lambda pool: pool.free_all_blocks())
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self._rmm is not None:
             return super().resize(caps)
-        cupy: Any = sys.modules["cupy"]
         with self._lock:
             caps_before, limited_before = self._caps, dict(self._limited)
             self._caps = dict(caps)
             try:
-                for uuid, ordinal in self._by_uuid(cupy).items() if contexts.initialised() else ():
+                for uuid, ordinal in self._by_uuid().items() if contexts.initialised() else ():
                     if ordinal in self._limited and uuid in caps:
                         before, _ = self._limited[ordinal]
                         cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of its own stays
@@ -209,9 +208,13 @@ class CuPy(Framework):
     def _limit_here(self, cupy: Any, ordinal: int) -> None:
         """Limit the pool of the device that is current on this thread; a stricter limit of its own stays."""
         with self._lock:
-            uuid = next((u for u, o in self._by_uuid(cupy).items() if o == ordinal), "")
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
             cap = self._caps.get(uuid)
             if cap is None or ordinal in self._limited:
+                if cap is None and self._caps:
+                    self._say(
+                        f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
+                    )
                 return
             before = self._pool.get_limit()
             if 0 < before < cap:
@@ -234,7 +237,7 @@ class CuPy(Framework):
     def _limit_live(self, cupy: Any) -> dict[str, int]:
         """Limit every pool whose device has a context already. Returns what is held above the cap, by UUID."""
         residual = {}
-        for uuid, ordinal in self._by_uuid(cupy).items():
+        for uuid, ordinal in self._by_uuid().items():
             if uuid not in self._caps:
                 continue
             with contexts.pushed(ordinal) as there:
@@ -325,13 +328,10 @@ class CuPy(Framework):
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
         return pool if known else cupy.get_default_memory_pool()
 
-    def _by_uuid(self, cupy: Any) -> dict[str, int]:
-        """CUDA ordinal by UUID, from CuPy itself (`cudaGetDeviceProperties`). Initialises CUDA: ask when it is."""
-        if self._ordinals is None:
-            found = {}
-            for ordinal in range(_device_count(cupy)):
-                found[gpu_uuid(cupy.cuda.runtime.getDeviceProperties(ordinal)["uuid"])] = ordinal
-            self._ordinals = found
+    def _by_uuid(self) -> dict[str, int]:
+        """CUDA ordinal by UUID, once CUDA is initialised."""
+        if not self._ordinals:
+            self._ordinals = contexts.ordinals()
         return self._ordinals
 
 

@@ -17,8 +17,24 @@ UNIT = 512
 CONTEXT = 518 * MIB
 
 
+_lock = threading.RLock()
+
+
 class OutOfMemory(Exception):
     pass
+
+
+@contextlib.contextmanager
+def alone():
+    """No other thread, and no finalizer of the garbage collector's: a driver, or a library's core, is not Python."""
+    with _lock:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
 
 
 class Card:
@@ -30,20 +46,19 @@ class Card:
         self._slabs = {}  # by address, the oldest first: the gaps in it, in order
         self._unused = (number + 1) << 40
         self._given_back = {}  # addresses by size, to be used again
-        self._lock = threading.RLock()
 
     def take(self, size):
         """The address of an allocation."""
         assert size > 0, "the driver refuses it"
         unit = PAGE if size > MIB else UNIT
         size = -(-size // unit) * unit
-        with self._alone():
+        with alone():
             address = self._pages(size) if size > MIB else self._piece(size)
             self._live[address] = size, next(_ids)
             return address
 
     def give(self, address):
-        with self._alone():
+        with alone():
             size, _ = self._live.pop(address)
             if size > MIB:
                 self._back(address, size)
@@ -56,20 +71,20 @@ class Card:
 
     def allocation(self, address):
         """Start and size, as it was rounded, of the live allocation that an address lies in."""
-        with self._alone():
+        with alone():
             found = ((start, size) for start, (size, _) in self._live.items() if start <= address < start + size)
             return next(found, None)
 
     def set_aside(self, size):
         """The driver's own pools take so much of the total, or give it back: as contexts, it is not in `taken`."""
-        with self._alone():
+        with alone():
             if size > 0:
                 self._room(size)
             self.aside += size
 
     def clear(self):
         """Everybody's memory is destroyed."""
-        with self._alone():
+        with alone():
             self._live.clear()
             self._slabs.clear()
             self.taken = 0
@@ -115,18 +130,6 @@ class Card:
     def _room(self, size):
         if self.taken + self.aside + size > self.total:
             raise OutOfMemory
-
-    @contextlib.contextmanager
-    def _alone(self):
-        """No other thread, and no finalizer of the garbage collector's: a real driver is not Python."""
-        with self._lock:
-            collecting = gc.isenabled()
-            gc.disable()
-            try:
-                yield
-            finally:
-                if collecting:
-                    gc.enable()
 
 
 cards = [Card(0, 16 << 30), Card(1, 16 << 30)]

@@ -109,11 +109,18 @@ def pushed(ordinal):
         stack().pop()
 
 
+def ordinals():
+    from memguard.units import gpu_uuid
+
+    return {gpu_uuid(gpu.uuid): number for number, gpu in enumerate(gpus)} if initialised else {}
+
+
 def stand_in(monkeypatch):
     from memguard.devices import contexts
 
     monkeypatch.setattr(contexts, "pushed", pushed)
     monkeypatch.setattr(contexts, "current", current)
     monkeypatch.setattr(contexts, "initialised", lambda: initialised)
+    monkeypatch.setattr(contexts, "ordinals", ordinals)
     monkeypatch.setattr(contexts, "allocation", lambda address: gpu_here().card.allocation(address))
     monkeypatch.setattr(contexts, "buffer", lambda address: gpu_here().card.buffer(address))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import card
 
 from memguard.frameworks import allocators
@@ -30,6 +32,7 @@ class _Blocks:
     """What a pool holds."""
 
     def __init__(self):
+        self.lock = threading.RLock()  # a real pool is not Python: one call of it is one step
         self.free = {}  # by bin: addresses, of which the last goes first
         self.active_blocks = self.managed_bytes = self.active_bytes = 0
 
@@ -40,9 +43,10 @@ class _Blocks:
     def release(self, number, size, address):
         if not self.held_blocks and driver._current() is None:
             driver.counters["aborts"] += 1  # the process ends here: it takes the context for its first idle block
-        self.free.setdefault(number, []).append(address)
-        self.active_blocks -= 1
-        self.active_bytes -= size
+        with self.lock:
+            self.free.setdefault(number, []).append(address)
+            self.active_blocks -= 1
+            self.active_bytes -= size
 
     def pop(self, number):
         address = self.free[number].pop()
@@ -77,8 +81,11 @@ class DeviceMemoryPool:
     def allocate(self, size):
         if size < 0:
             raise driver.LogicError("a block of no size")
-        blocks, number = self._blocks, allocators.bin_number(size)
         driver._required()
+        with self._blocks.lock:
+            return self._allocate(size, self._blocks, allocators.bin_number(size))
+
+    def _allocate(self, size, blocks, number):
         if number in blocks.free:
             address = blocks.pop(number)
         else:
@@ -100,5 +107,6 @@ class DeviceMemoryPool:
         self.__del__()
 
     def __del__(self):
-        while self._blocks.free:
-            self._blocks.drop()
+        with self._blocks.lock:
+            while self._blocks.free:
+                self._blocks.drop()

@@ -23,7 +23,7 @@ def getDeviceCount():  # noqa: N802
 
 def getDeviceProperties(ordinal):  # noqa: N802
     fake_card.runtime()
-    return {"uuid": fake_card.gpus[ordinal].uuid}
+    return {"uuid": fake_card.gpus[ordinal].uuid.partition(b"\0")[0]}  # as CuPy does
 
 
 def memGetInfo():  # noqa: N802
