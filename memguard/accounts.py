@@ -264,6 +264,14 @@ def gap(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> int 
     return own - sum(known) - slabs
 
 
+def totals(usages: Iterable[Usage | None]) -> tuple[int | None, int | None]:
+    """What one framework has in use on all GPUs together, and its peak; each None where one does not say."""
+    known = [usage for usage in usages if usage is not None]
+    peaks = [usage.peak for usage in known if usage.peak is not None]
+    unsaid = any(usage.in_use is None for usage in known)
+    return None if unsaid else sum(usage.in_use or 0 for usage in known), sum(peaks) if peaks else None
+
+
 def _table(part: DeviceLedger, simulated: bool) -> RenderableType:
     from rich import box
     from rich.table import Table

@@ -13,8 +13,8 @@ from memguard import accounts
 from memguard.devices.host import Host
 from memguard.frameworks import _driver_bytes, registry
 from memguard.frameworks.base import Framework
-from memguard.model import DevicePlan, Enforcement
-from memguard.units import MIB, format_size
+from memguard.model import DevicePlan, DeviceSample, Enforcement, FrameworkSample
+from memguard.units import GRANULE, MIB, format_size
 
 _ATTEMPTS = 3
 
@@ -27,11 +27,13 @@ class Books:
         self._strangers: dict[str, Framework] = {}
         self._overhead: dict[str, accounts.Overhead] = {}
         self._warned: set[str] = set()
+        self._rest: dict[str, int] = {}
 
     def clear(self) -> None:
         """Forget what was charged: another budget begins."""
         self._overhead.clear()
         self._warned.clear()
+        self._rest.clear()
 
     def strangers(self) -> Mapping[str, Framework]:
         """The frameworks that the budget does not name and somebody imported: until then their files stay unread."""
@@ -77,6 +79,37 @@ class Books:
             )
         stated = {**dict.fromkeys(self._strangers, Enforcement.WATCHED.value), **enforcements}
         return accounts.device_ledger(device, memory, own, usages, stated, state, part, moved)
+
+    def sample(
+        self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
+    ) -> DeviceSample:
+        """One device's figures, each asked for once: what the monitor can afford several times a second.
+
+        What has changed and is nobody's yet is looked at with the care of `read`, which charges it where it belongs.
+        """
+        device = part.device
+        usages = {name: framework.usage(device) for name, framework in frameworks.items()}
+        usages.update({n: u for n, f in self.strangers().items() if (u := f.usage(device)) is not None})
+        memory, processes = self._host.memory(device), self._host.processes(device)
+        own = accounts.own_bytes(processes, self._host.pid, any(usages.values()))
+        state, slabs = self._overhead.get(device.uuid, accounts.Overhead()), _driver_bytes.slabs[device.uuid].gaps
+        gap = accounts.gap(own, usages.values(), slabs)
+        rest = None if gap is None else gap - state.charged
+        if rest is not None and abs(rest - self._rest.get(device.uuid, 0)) >= GRANULE:
+            self.read(part, frameworks, enforcements)
+            state = self._overhead.get(device.uuid, state)
+            rest = self._rest[device.uuid] = (gap or 0) - state.charged
+        return DeviceSample(
+            device.uuid,
+            device.total,
+            memory.used,
+            memory.free,
+            own,
+            part.limit,
+            state.charged + slabs,
+            rest,
+            {n: FrameworkSample(u.held, u.in_use, u.reclaimable, part.caps.get(n)) for n, u in usages.items() if u},
+        )
 
     @staticmethod
     def _remedy(state: accounts.Overhead, part: DevicePlan) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memguard import policy
+from memguard import accounts, policy
 from memguard.accounts import Ledger, own_bytes
 from memguard.books import Books
 from memguard.devices import contexts
@@ -20,7 +20,8 @@ from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotAct
 from memguard.frameworks import registry
 from memguard.frameworks.base import Framework
 from memguard.frameworks.late import ImportHook
-from memguard.model import Device, DevicePlan, Enforcement, State, Usage, WorkloadReport
+from memguard.model import Device, DevicePlan, Enforcement, Sample, State, Usage, WorkloadReport
+from memguard.observer import Observer
 from memguard.undo import Undo
 from memguard.units import format_size, parse_size
 
@@ -55,6 +56,7 @@ class Guard:
         self._entries: dict[str, _Entry] = {}
         self._drifted: set[str] = set()
         self._started = False
+        self.observer = Observer()
         # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
         unnamed = () if host.simulated else tuple(n for n in registry.NAMES if n not in budget.frameworks)
         self._books = Books(host, unnamed, self._warn)
@@ -97,6 +99,7 @@ class Guard:
 
     def stop(self) -> list[str]:
         """Undo everything, last first. Returns what stays, as sentences."""
+        self.observer.stop()  # without the lock, which its thread may be waiting for
         with self._lock:
             stays = self._undo.run() + self.permanent
             self._entries.clear()
@@ -109,6 +112,7 @@ class Guard:
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
+        self.observer.forked()
         self._hook.clear()
         for entry in self._entries.values():
             entry.framework.forked()
@@ -118,16 +122,28 @@ class Guard:
         with self._lock:
             self._check_active()
             drifted = self._drift()
-            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+            enforcements = self._enforcements()
             enforcements.update({name: Enforcement.WATCHED.value for name, said in drifted.items() if said})
             parts = [self._books.read(part, self.frameworks, enforcements) for part in self.plan.devices]
             notes = [*self._all_notes(), *(note for said in drifted.values() for note in said)]
             notes += [note for part in self.plan.devices for _, note in self._above_cap(part)]
             return Ledger(time.time(), tuple(parts), self.host.simulated, tuple(notes))
 
+    def sample(self) -> Sample:
+        """The same figures without the rows, each asked for once: for several readings a second, on any thread."""
+        with self._lock, contexts.beside_captures():
+            self._check_active()
+            frameworks, enforcements = self.frameworks, self._enforcements()
+            parts = [self._books.sample(part, frameworks, enforcements) for part in self.plan.devices]
+            return Sample(time.time(), tuple(parts))
+
+    def _enforcements(self) -> dict[str, str]:
+        return {name: entry.enforcement.value for name, entry in self._entries.items()}
+
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded where `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
+        self.observer.checkpoint()
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -166,20 +182,24 @@ class Guard:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
         if needs is not None:
             self.require(framework, needs)
+        else:
+            self.observer.checkpoint()
         report = WorkloadReport(name, framework)
-        report.before = self._in_use(framework)
-        earlier = self._peak(framework)
+        report.before, earlier = accounts.totals(self._usages_of(framework))
         try:
             yield report
+        except Exception as error:
+            self.observer.failed(error)
+            raise
         finally:
             try:
                 self._check_active()
-                report.after = self._in_use(framework)
-                peak = self._peak(framework)
+                report.after, peak = accounts.totals(self._usages_of(framework))
                 report.peak = peak if peak is not None and peak > (earlier or 0) else None
             except MemguardError as error:  # shut down in the block, or a GPU lost: the user's own error goes first
                 text = str(error)  # as an object it would keep the block's frames alive in a log that keeps records
                 _log.debug("workload %s: no figures at its end: %s", name, text)
+        self.observer.finished(report)
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every device. Lowering trims, and reports what is still held above it."""
@@ -308,15 +328,12 @@ class Guard:
 
     def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, where both are in the budget and installed."""
-        if self.host.simulated or not {"torch", "tensorflow"} <= self._entries.keys():
-            return
-        if State.ABSENT in (states["torch"], states["tensorflow"]):
+        both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
+        if self.host.simulated or State.ABSENT in both:
             return
         from memguard.frameworks import cudart
-        from memguard.frameworks._torch_settings import cuda_version
 
-        version = cuda_version()
-        done = cudart.cure(version) if version is not None else None
+        done = cudart.cure_installed()
         if done is not None:
             self._note(f"torch and tensorflow in one process: {done}")
             self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
@@ -341,16 +358,8 @@ class Guard:
         entry = self._entry(framework)
         return [entry.framework.usage(part.device) for part in self.plan.devices]
 
-    def _peak(self, framework: str) -> int | None:
-        peaks = [u.peak for u in self._usages_of(framework) if u is not None and u.peak is not None]
-        return sum(peaks) if peaks else None
-
     def _all_notes(self) -> list[str]:
         return [*self.notes, *(note for entry in self._entries.values() for note in entry.framework.notes)]
-
-    def _in_use(self, framework: str) -> int | None:
-        known = [u.in_use for u in self._usages_of(framework) if u is not None]
-        return None if any(value is None for value in known) else sum(value or 0 for value in known)
 
     def _is_current(self, framework: str, device: Device) -> bool:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""

@@ -21,6 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memguard.errors import CapNotApplied
+from memguard.frameworks import _torch_settings
+
+
+def cure_installed() -> str | None:
+    """`cure` for the PyTorch that is installed; None where it is built without CUDA."""
+    version = _torch_settings.cuda_version()
+    return None if version is None else cure(version)
 
 
 def cure(cuda_version: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,7 @@ from memguard.devices.simulated import PID, SimulatedHost
 from memguard.frameworks import _driver_bytes, registry
 from memguard.frameworks._driver_bytes import Slabs
 from memguard.frameworks.base import Framework
-from memguard.model import Applied, Device, DevicePlan, Enforcement, Usage
+from memguard.model import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
 from memguard.units import GIB, MIB
 
 FIRST = 518 * MIB + 94 * MIB
@@ -120,6 +120,66 @@ def test_gaps_in_the_drivers_slabs_are_overhead_and_not_charged() -> None:
         assert setting.figures() == [612, 0]
     finally:
         del _driver_bytes.slabs[uuid]
+
+
+class Asked(SimulatedHost):
+    asked = 0
+
+    def processes(self, device: Device) -> Mapping[int, int | None]:
+        self.asked += 1
+        return super().processes(device)
+
+
+class TestSample:
+    """The monitor's reading: the ledger's figures, and each asked for once where nothing has changed."""
+
+    def figures(self, setting: Setting) -> None:
+        enforcements = dict.fromkeys(setting.stubs, Enforcement.ENFORCED.value)
+        sample = setting.books.sample(setting.part, setting.stubs, enforcements)
+        part = setting.read()
+        rows = {row.name: row.bytes for row in part.rows}
+        assert (sample.uuid, sample.process, sample.limit) == (setting.gpu.uuid, part.process, part.limit)
+        assert (sample.overhead, sample.unaccounted, sample.free) == (
+            rows["overhead"],
+            rows["unaccounted"],
+            rows["free"],
+        )
+        row = part.row("torch")
+        usage = sample.frameworks.get("torch", FrameworkSample(0, None, None, row.cap))
+        assert usage == (row.bytes, row.in_use, row.reclaimable, row.cap)
+
+    def test_it_says_what_the_ledger_says(self) -> None:
+        setting = Setting()
+        self.figures(setting)
+        setting.live()
+        self.figures(setting)
+        setting.torch.usages[setting.gpu.uuid] = Usage(GIB, GIB // 2, GIB // 4)
+        setting.host.take(setting.gpu, GIB)
+        self.figures(setting)
+        setting.host.take(setting.gpu, 3 * GIB)  # nobody's
+        self.figures(setting)
+        setting.host.take(setting.gpu, 66 * MIB)  # cuBLAS
+        self.figures(setting)
+
+    def test_it_asks_once_until_something_is_nobodys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Setting, "kind", Asked)
+        setting = Setting()
+        setting.live()
+        setting.read()
+        host = cast("Asked", setting.host)
+
+        def asked() -> int:
+            before = host.asked
+            setting.books.sample(setting.part, setting.stubs, {})
+            return host.asked - before
+
+        assert [asked(), asked()] == [1, 1]
+        setting.host.take(setting.gpu, 3 * GIB)
+        assert asked() > 1 and asked() == 1, "it stays nobody's, and is looked at once"
+        setting.host.take(setting.gpu, 66 * MIB)
+        assert asked() > 1, "it may be a library's first use"
+        setting.books.clear()
+        assert asked() > 1
 
 
 # communicators
