@@ -32,6 +32,9 @@ _FORKED = (
 
 simulated_by_default: Sequence[str] | None = None
 """The GPUs of `memguard run --simulate`: an `init` of the program's own that names none means these too."""
+from_environment: Guard | None = None
+"""What MEMGUARD_CONFIG applied: an `init` of the program's own replaces it without being asked to."""
+_environment: Any = sys.modules.get("_memguard_environment")  # there where that variable was set when Python started
 _active: Guard | None = None
 _why_none = _NONE
 _lock = threading.RLock()
@@ -51,7 +54,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     with `spawn`, MEMGUARD_CHILDREN=1 is set, and the script's own applies in each. A program that is started by itself
     (torchrun, subprocess) is like any other.
     """
-    global _active, _why_none
+    global _active, _why_none, from_environment
     if not passive.wanted(passive.reimporting(sys.modules), os.environ):
         return _stay_passive()
     loaded = _load(budget)
@@ -61,7 +64,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         if before is not None:
             if before.budget == loaded and _simulated_names(before.host) == _names(simulate):
                 return before
-            if not replace:
+            if not replace and before is not from_environment:
                 raise AlreadyActive(
                     "another budget is active in this process\n"
                     "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
@@ -81,8 +84,11 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
             _active = None
             if before is not None:
                 _active = _again(before)
+                from_environment = _active if before is from_environment else from_environment
             raise
-        _why_none = _NONE
+        _why_none, from_environment = _NONE, None
+        if _environment is not None:
+            _environment.disarm()
         return guard
 
 
@@ -131,6 +137,8 @@ def shutdown() -> list[str]:
     """Undo the active budget. Returns what stays, as sentences; an empty list where nothing does, or none is active."""
     global _active
     with _lock:
+        if _environment is not None:
+            _environment.disarm()
         current, _active = _active, None
         return current.stop() if current is not None and current.active else []
 
@@ -164,9 +172,11 @@ def trim(framework: str | None = None) -> int:
 
 def current() -> Guard:
     """The active guard. Raises NotActive where none is."""
+    if _active is None and _environment is not None:
+        _environment.activate()
     found = _active  # once: another thread may shut it down meanwhile. Without the lock, which init may hold long
     if found is None:
-        raise NotActive(_why_none)
+        raise NotActive(getattr(_environment, "why", None) or _why_none)
     return found
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ def activate(folder: str) -> None:
         return
     try:
         memguard = _memguard(os.path.dirname(folder))
-        _show_warnings()
+        show_warnings()
         names = simulated.split(",") if simulated else None
         memguard.init(budget, simulate=names)
         if names is not None:
@@ -95,11 +96,13 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-def _show_warnings() -> None:
+def show_warnings() -> Callable[[], None]:
+    """Show them until the returned call takes that back."""
     handler = _Stderr()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("memguard: %(message)s"))
     logging.getLogger("memguard").addHandler(handler)
+    return lambda: logging.getLogger("memguard").removeHandler(handler)
 
 
 def _end(text: str, code: int) -> NoReturn:

@@ -1,0 +1,33 @@
+"""A Python whose site-packages have `memguard.pth`, as where the wheel was installed, and everything this one has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import memguard
+
+PACKAGE = Path(memguard.__file__).parent
+PTH = next(p for p in (PACKAGE / "_activate" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file())
+"""In a checkout; as the wheel has it."""
+
+
+def make(folder: Path, *, pth: bool = True) -> Path:
+    """The interpreter of a new environment in `folder`: `_all.pth` adds folders, whose .pth files do not count."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    seen = [str(PACKAGE.parent), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
+    (packages / "_all.pth").write_text("\n".join(dict.fromkeys(seen)) + "\n")
+    if pth:
+        shutil.copy(PTH, packages)
+    return python
+
+
+def environ(**more: str) -> dict[str, str]:
+    """This process's environment with nothing of memguard's in it, and `more`."""
+    return {n: v for n, v in os.environ.items() if not n.startswith(("MEMGUARD_", "PYTHON"))} | more
