@@ -157,3 +157,9 @@ def accept_standing(
                 f"write {name}: {{limit: {limit // MIB}MiB}}, or restart the process",
             )
     return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
+
+
+def with_size(error: BaseException, asked: int) -> BaseException:
+    """The refusal, with the bytes asked for as `memguard_requested`. A call, so that no frame keeps the error alive."""
+    error.memguard_requested = asked  # type: ignore[attr-defined]
+    return error

@@ -22,7 +22,7 @@ from memguard.devices import contexts
 from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks import _rmm
 from memguard.frameworks._driver_bytes import DriverPages, slabs
-from memguard.frameworks.base import Framework
+from memguard.frameworks.base import Framework, with_size
 from memguard.model import Applied, Device, Enforcement, State, Usage
 from memguard.units import format_size, round_up
 
@@ -211,16 +211,23 @@ class Numba(Framework):
         count, cap = manager.deallocations.count, self._caps.get(manager.uuid)
         for _ in range(2):
             if cap is None or count.pages().fits(size, cap):
-                memory = ask(size)
+                try:
+                    memory = ask(size)
+                except driver.CudaAPIError as error:  # whose text names no size
+                    with_size(error, size)
+                    raise
                 count.taken(int(memory.device_pointer_value or 0), size)
                 if cap is None or count.pages().held() <= cap:
                     return memory
                 del memory  # no hole in a slab was large enough for it, and the driver opened another
             manager.deallocations.clear()
-        raise driver.CudaAPIError(
-            driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2,
-            f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
-            f"{format_size(count.pages().held())} of the {format_size(cap)} that the memguard budget gives numba",
+        raise with_size(
+            driver.CudaAPIError(
+                driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2,
+                f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
+                f"{format_size(count.pages().held())} of the {format_size(cap)} that the memguard budget gives numba",
+            ),
+            size,
         )
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:

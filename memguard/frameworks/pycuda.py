@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 from memguard.errors import CapNotApplied
 from memguard.frameworks._driver_bytes import SMALL, DriverPages, slabs
 from memguard.frameworks._pycuda_pool import Active, Pitched, Pool
-from memguard.frameworks.base import Framework
+from memguard.frameworks.base import Framework, with_size
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard.units import format_size, round_up
 
@@ -294,7 +294,11 @@ class PyCUDA(Framework):
         for _ in range(2):
             held = self._held(uuid)
             if cap is None or fits(cap):
-                taken = take()
+                try:
+                    taken = take()
+                except drv.MemoryError as error:  # the driver's, whose text names no size
+                    with_size(error, asked)
+                    raise
                 if cap is None or self._held(uuid) <= max(cap, held):
                     return taken
                 give_back(taken)  # no hole in a slab was large enough for it, and the driver opened another
@@ -304,9 +308,12 @@ class PyCUDA(Framework):
             for pool in self._pools(uuid):
                 if current is not None and pool.context == current.handle:
                     pool.free_held()
-        raise drv.MemoryError(
-            f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
-            f"{format_size(self._held(uuid))} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+        raise with_size(
+            drv.MemoryError(
+                f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
+                f"{format_size(self._held(uuid))} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+            ),
+            asked,
         )
 
     def _pages_of(self, uuid: str) -> DriverPages:

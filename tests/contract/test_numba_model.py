@@ -319,7 +319,8 @@ def test_the_drivers_own_refusal_comes_through(model: Model) -> None:
     gone = setting.cuda.device_array(20 * MIB)
     del gone
     array = setting.cuda.device_array(30 * MIB)  # the card is full, and Numba flushes by itself
-    assert "memguard" not in setting.refused(4 * MIB).msg
+    refusal = setting.refused(4 * MIB)
+    assert "memguard" not in refusal.msg and refusal.memguard_requested == 4 * MIB
     assert setting.usage().held == setting.taken() == 30 * MIB and setting.usage().in_use == 30 * MIB
     del array
 

@@ -348,6 +348,17 @@ def test_pitched_memory_is_counted_and_given_back(model: Model) -> None:
     assert setting.usage().held == 0 and setting.taken == 0
 
 
+@pytest.mark.parametrize("cap", [64 * MIB, 64 * GIB])
+def test_a_refusal_carries_the_size_that_was_asked_for(model: Model, cap: int) -> None:
+    """PyCUDA's own text names none where the driver refuses."""
+    setting = model()
+    setting.apply(cap)
+    for take in (setting.drv.mem_alloc, lambda n: setting.drv.mem_alloc_pitch(1024, n // 1024, 4)):
+        with pytest.raises(setting.drv.MemoryError) as caught:
+            take(20 * GIB)
+        assert caught.value.memguard_requested == 20 * GIB
+
+
 def test_a_slab_counts_until_its_last_piece_is_gone(model: Model) -> None:
     """The driver packs small blocks into 2 MiB slabs, three of these into each; their addresses say which."""
     setting = model()
