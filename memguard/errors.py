@@ -12,7 +12,8 @@
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
-    └── TraceError           an allocation trace that cannot be read (exit code 2)
+    ├── TraceError           an allocation trace that cannot be read (exit code 2)
+    └── TimelineError        a timeline that cannot be read or begun (exit code 2)
 
 The out-of-memory errors of the frameworks stay their own: memguard never replaces them.
 """
@@ -126,5 +127,11 @@ class AlreadyActive(MemguardError):
 
 class TraceError(MemguardError):
     """An allocation trace that cannot be read or written."""
+
+    exit_code = 2
+
+
+class TimelineError(MemguardError):
+    """A timeline that cannot be read, or not be begun where it was asked for."""
 
     exit_code = 2

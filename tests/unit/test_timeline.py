@@ -1,0 +1,679 @@
+"""Timelines: what is written is read back, the files keep their bound and their owner, wrong ones are refused."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timelines import START, Clock, busy, plan_of, sample_of, total
+
+from memguard.errors import TimelineError
+from memguard.model import DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard.timeline import Dropped, Oom, Writer, _files, _writer, load_timeline, rank_of
+from memguard.timeline._records import MAX_LINE
+from memguard.units import GIB, KIB, MAX_SIZE, MIB
+
+PLAN = plan_of()
+SMALL = 256 * KIB
+
+
+def test_a_run_is_read_back(tmp_path: Path) -> None:
+    event = Event(START + 1, "pressure", "torch is at 86 %", Pressure.WARN, "GPU-1", "torch", 3.5, GIB)
+    usage = FrameworkSample(3 * GIB, 2 * GIB, None, PLAN.devices[0].caps["torch"])
+    samples = [sample_of(PLAN, START + t, torch=usage._replace(in_use=t)) for t in range(5)]
+    with Writer(tmp_path / "run.jsonl", PLAN, clock=Clock(), rank=3, frameworks={"torch": {"version": "2.11"}}) as out:
+        assert out.path == str(tmp_path / f"run-{os.getpid()}-3.jsonl")
+        for sample in samples:
+            out.sample(sample)
+        out.event(event)
+        out.event(Event(START + 2, "note", "nothing else"))
+        out.oom({"time": START + 3, "requested": GIB, "processes": {7: None}, "remedies": ({"bytes": 1},)})
+    timeline = load_timeline(out.path)
+    assert list(timeline.samples()) == samples
+    assert list(timeline.events()) == [event, Event(START + 2, "note", "nothing else")]
+    report = {"time": START + 3, "requested": GIB, "processes": {"7": None}, "remedies": [{"bytes": 1}]}
+    assert list(timeline.ooms()) == [Oom(START + 3, report)]
+    assert [type(record) for record in timeline.records()] == [Sample] * 5 + [Event] * 2 + [Oom]
+    assert timeline.plan == PLAN and timeline.notes == () and not timeline.dropped
+    header = timeline.header
+    assert (header.pid, header.rank, header.simulated, header.part) == (os.getpid(), 3, True, 1)
+    assert header.frameworks == {"torch": {"version": "2.11"}} and header.recorded == "2025-11-21T15:00:00.000+00:00"
+    assert stat.S_IMODE(os.stat(out.path).st_mode) == 0o600
+    out.sample(samples[0])
+    assert len(list(timeline.samples())) == 5, "nothing is written after close"
+
+
+sizes = st.integers(0, MAX_SIZE)
+maybe = st.none() | sizes
+usages = st.builds(FrameworkSample, maybe, maybe, maybe, maybe)
+devices = st.builds(
+    DeviceSample, st.sampled_from(["GPU-a", "GPU-b", PLAN.devices[0].device.uuid]), sizes, sizes, sizes, maybe, maybe,
+    sizes, st.none() | st.integers(-MAX_SIZE, MAX_SIZE),
+    st.dictionaries(st.sampled_from(["torch", "jax", "rmm", 'a"b', "None"]), usages),
+)  # fmt: skip
+times = st.integers(0, 4 * 10**12).map(lambda ms: ms / 1000)
+samples_ = st.builds(Sample, times, st.lists(devices, max_size=3, unique_by=lambda d: d.uuid).map(tuple))
+events_ = st.builds(
+    Event, times, st.text(max_size=20), st.text(max_size=400), st.none() | st.sampled_from(Pressure),
+    st.none() | st.text(max_size=50), st.none() | st.text(max_size=50),
+    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe,
+)  # fmt: skip
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+ooms_ = st.builds(
+    Oom, times, st.dictionaries(st.text(max_size=8).filter(lambda key: key != "time"), values, max_size=4)
+)
+
+
+@given(st.lists(samples_ | events_ | ooms_, max_size=30), st.none() | st.integers(0, 10**6))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: Any, rank: int | None) -> None:
+    said: list[str] = []
+    with Writer(tmp_path_factory.mktemp("run") / "run.jsonl", PLAN, rank=rank, say=said.append) as out:
+        for record in records:
+            if isinstance(record, Sample):
+                out.sample(record)
+            elif isinstance(record, Event):
+                out.event(record)
+            else:
+                out.oom({**record.report, "time": record.time})
+    expected = [Oom(r.time, {**r.report, "time": r.time}) if isinstance(r, Oom) else r for r in records]
+    timeline = load_timeline(out.path)
+    assert list(timeline.records()) == expected and said == []
+    assert list(timeline.events()) == [record for record in expected if isinstance(record, Event)]
+    assert timeline.header.rank == rank
+
+
+weird = st.recursive(
+    st.none() | st.floats() | st.integers() | st.binary(max_size=4) | st.builds(object) | st.text(max_size=9)
+    | st.builds(pow, st.just(10), st.just(5000)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=2)
+    | st.sets(st.integers(), max_size=2),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(max_size=5), weird, max_size=4))
+def test_a_report_of_anything_leaves_a_timeline_that_can_be_read(
+    tmp_path_factory: pytest.TempPathFactory, report: dict[str, Any]
+) -> None:
+    with Writer(tmp_path_factory.mktemp("run") / "run.jsonl", PLAN, clock=Clock()) as out:
+        out.oom(report)
+        out.sample(sample_of(PLAN, START))
+    assert [type(record) for record in load_timeline(out.path).records()] == [Oom, Sample]
+
+
+def test_numbers_that_json_does_not_have_are_unknown(tmp_path: Path) -> None:
+    inf = float("inf")
+    with Writer(tmp_path / "run.jsonl", PLAN) as out:
+        out.event(Event(inf, "forecast", "\ud800 None", seconds=inf, bytes=1 << 70))
+        out.oom({"time": float("nan"), "seconds": -inf})
+    timeline = load_timeline(out.path)
+    assert list(timeline.events()) == [Event(0.0, "forecast", "\ud800 None")]
+    assert list(timeline.ooms()) == [Oom(0.0, {"time": None, "seconds": None})]
+
+
+def test_long_texts_are_cut_and_reports_lose_what_is_largest(tmp_path: Path) -> None:
+    with Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=SMALL, clock=Clock()) as out:
+        out.event(Event(START, "k" * 100, "\U0001f600" * 9999, framework="f" * 9999, uuid="u" * 9999))
+        out.oom({"samples": ["x" * 100] * 9999, "more": "y" * 99999, "requested": GIB})
+    timeline = load_timeline(out.path)
+    (event,), (oom,) = timeline.events(), timeline.ooms()
+    assert event.text == "\U0001f600" * 500 and event.framework == "f" * 100
+    assert oom.report == {"requested": GIB, "cut": ["samples", "more"]}
+
+
+def test_a_sample_of_six_frameworks_is_short(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    with Writer(tmp_path / "run.jsonl", PLAN) as out:
+        before = os.path.getsize(out.path)
+        for at in range(100):
+            out.sample(busy(PLAN, START + at / 2, rng))
+    assert (os.path.getsize(out.path) - before) / 100 <= 300
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("run.jsonl", "run-7-2.jsonl"), ("run", "run-7-2"), ("a.b.jsonl", "a.b-7-2.jsonl"),
+        ("{pid}.jsonl", "7.jsonl"), ("r{rank}", "r2"), ("{pid}-{rank}-{pid}.x", "7-2-7.x"), ("{x}", "{x}-7-2"),
+        (".hidden", ".hidden-7-2"),
+    ],
+)  # fmt: skip
+def test_the_name(tmp_path: Path, pattern: str, name: str) -> None:
+    assert _files.expand(tmp_path / pattern, 7, 2) == str(tmp_path / name)
+
+
+def test_the_rank_in_the_folder_is_enough() -> None:
+    assert _files.expand("/x/{rank}/run.jsonl", 7, None) == "/x/0/run.jsonl"
+
+
+def test_ranks() -> None:
+    assert rank_of({}) is None and rank_of({"RANK": "", "SLURM_PROCID": "x"}) is None
+    assert rank_of({"RANK": " 3 ", "SLURM_PROCID": "4"}) == 3
+    assert rank_of({"SLURM_PROCID": "4"}) == 4 and rank_of({"OMPI_COMM_WORLD_RANK": "0"}) == 0
+
+
+def test_what_is_in_the_way_is_refused_and_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = tmp_path / "0.jsonl"
+
+    def refused(message: str, fix: str = "name another file") -> None:
+        with pytest.raises(TimelineError, match=message) as caught:
+            Writer(tmp_path / "{rank}.jsonl", PLAN)
+        assert str(caught.value).startswith(str(path)) and f"\n    fix: {fix}" in str(caught.value)
+
+    path.symlink_to(victim)
+    refused("is a symbolic link, which is not followed")
+    path.unlink()
+    path.symlink_to(tmp_path / "absent")
+    refused("is a symbolic link")
+    path.unlink()
+    path.mkdir()
+    refused("is a folder")
+    path.rmdir()
+    os.mkfifo(path)
+    refused("is not a regular file")
+    path.unlink()
+    os.link(victim, path)
+    refused("is there already, and is no timeline")
+    path.unlink()
+    path.write_text('{"memguard_trace": 1}\n')
+    refused("is there already, and is no timeline")
+    path.unlink()
+    Writer(tmp_path / "{rank}.jsonl", PLAN).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        refused("belongs to another user")
+    with Writer(tmp_path / "{rank}.jsonl", PLAN):
+        refused("it is being written", "put {pid} and {rank} into its name")
+    assert victim.read_text() == "precious" and not (tmp_path / "absent").exists()
+
+
+def test_where_it_cannot_be_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TimelineError, match=r"No such file or directory\n    fix: make the folder"):
+        Writer(tmp_path / "no" / "run.jsonl", PLAN)
+    for name in ("", "\0", "folder/"):
+        with pytest.raises(TimelineError, match=r"names no file\n    fix: "):
+            Writer(name, PLAN)
+    with pytest.raises(TimelineError, match=r"255\.0 KiB are not enough .*\n    fix: .*256\.0 KiB"):
+        Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=255 * KIB)
+    many = plan_of(*["h200"] * 30)
+    with pytest.raises(TimelineError, match="not enough for a timeline of this plan"):
+        Writer(tmp_path / "run.jsonl", many, limit_bytes=SMALL)
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(TimelineError, match="No space left"):
+        Writer(tmp_path / "run.jsonl", PLAN)
+    monkeypatch.undo()
+    Writer(tmp_path / "run.jsonl", PLAN).close()  # the empty file that was left is its own
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def fill(out: Writer, count: int, begin: float = START, seed: int = 5) -> list[Sample]:
+    rng = random.Random(seed)
+    samples = [busy(PLAN, begin + at / 2, rng) for at in range(count)]
+    for sample in samples:
+        out.sample(sample)
+    return samples
+
+
+def test_rotation_keeps_everything_while_there_is_room(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{pid}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        samples = fill(out, 500)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert f"{os.getpid()}.jsonl" in names and f"{os.getpid()}.1.jsonl" in names and len(names) > 5
+    timeline = load_timeline(out.path)
+    assert list(timeline.samples()) == samples and timeline.notes == ()
+    assert timeline.header.part == len(names)
+    alone = load_timeline(tmp_path / f"{os.getpid()}.2.jsonl")
+    assert alone.plan == PLAN and alone.header.part == 2
+    part = list(alone.samples())
+    assert part == samples[samples.index(part[0]) :][: len(part)], "each file can be read alone"
+
+
+def test_a_day_stays_within_its_bound(tmp_path: Path) -> None:
+    """24 hours of six frameworks at 500 ms, in 8 MiB: reports, events, peaks and an overview of the whole are left."""
+    limit, rng, clock = 8 * MIB, random.Random(20261121), Clock()
+    out = Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=limit, clock=clock)
+    some = [busy(PLAN, 0, rng) for _ in range(997)]
+    largest, peaks = 0, {}
+    for at in range(24 * 3600 * 2):
+        clock.now = START + at / 2
+        sample = some[at % len(some)]._replace(time=clock.now)
+        if at in (50, 20_000, 100_001):  # peaks of a single sample, when everything else has long been thinned out
+            name = {50: "torch", 20_000: "jax", 100_001: "tensorflow"}[at]
+            usage = FrameworkSample(None if name == "tensorflow" else 30 * GIB, 29 * GIB, 0, 40 * GIB)
+            sample = peaks[name] = sample_of(PLAN, clock.now, **{name: usage})
+        out.sample(sample)
+        if at % 3600 == 7:
+            out.event(Event(clock.now, "pressure", f"event {at}", Pressure.WARN))
+        if at in (12, 90_000):
+            out.oom({"time": clock.now, "requested": at})
+        if at % 500 == 0 or (at % 97 == 0 and at < 40_000):
+            largest = max(largest, total(tmp_path))
+    out.close()
+    largest = max(largest, total(tmp_path))
+    assert limit * 0.7 < largest <= limit
+    timeline = load_timeline(out.path)
+    read = list(timeline.samples())
+    assert [s.time for s in read] == sorted(s.time for s in read)
+    assert all(s in read for s in peaks.values())
+    assert [e.text for e in timeline.events()] == [f"event {at}" for at in range(7, 24 * 7200, 3600)]
+    assert [oom.report["requested"] for oom in timeline.ooms()] == [12, 90_000]
+    assert timeline.dropped == Dropped(24 * 7200 - len(read)), "what was dropped is counted"
+    gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(read)]
+    assert max(gaps) < 130, "no hole in the overview"
+    (note,) = timeline.notes
+    assert note.startswith("not in the files any more, or never written: 1") and note.endswith("is left, and the peaks")
+    newest = [s for s in read if s.time >= START + 21 * 3600]
+    assert len(newest) == 3 * 7200, "the last hours are whole"
+
+
+def test_events_beyond_the_bound_go_last(tmp_path: Path) -> None:
+    """A storm of events may not crowd the reports out, nor grow the files."""
+    with Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=SMALL, clock=Clock()) as out:
+        out.oom({"requested": 1})
+        for at in range(4000):
+            out.event(Event(START + at, "note", "x" * 200))
+            assert at % 50 or total(tmp_path) <= SMALL
+        samples = fill(out, 300)
+    timeline = load_timeline(out.path)
+    assert len(list(timeline.ooms())) == 1
+    events = list(timeline.events())
+    assert timeline.dropped.events == 4000 - len(events) > 1000 and events[-1].time == START + 3999
+    assert list(timeline.samples())[-300:] == samples
+
+
+def test_columns_that_change_survive_thinning(tmp_path: Path) -> None:
+    """A cap that is resized now and then: every sample that is left has the cap of its time."""
+    written = {}
+    with Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=SMALL) as out:
+        for at in range(6000):
+            cap = GIB + (at // 100) * MIB
+            sample = sample_of(PLAN, START + at, torch=FrameworkSample(at, at % 77, 0, cap))
+            written[sample.time] = sample
+            out.sample(sample)
+            assert at % 100 or total(tmp_path) <= SMALL
+    timeline = load_timeline(out.path)
+    read = list(timeline.samples())
+    assert all(written[sample.time] == sample for sample in read)
+    assert timeline.dropped.samples == 6000 - len(read) > 0
+
+
+def test_an_earlier_run_of_the_same_name_is_set_aside(tmp_path: Path) -> None:
+    """A container's program has the same PID each time: its timeline from before the restart is worth most."""
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        first = fill(out, 40)
+        out.oom({"requested": 1})
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        second = fill(out, 40, seed=6)
+    timeline = load_timeline(out.path)
+    assert list(timeline.samples()) == second and not list(timeline.ooms())
+    old = tmp_path / "0.1.jsonl"
+    assert timeline.notes == (f"of an earlier run, and left out: {old}; each can be read alone",)
+    assert list(load_timeline(old).samples()) == first
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        fill(out, 3000)
+        assert total(tmp_path) <= SMALL
+    assert load_timeline(out.path).notes[0].startswith("not in the files"), "earlier runs go first"
+    assert not any("earlier run" in note for note in load_timeline(out.path).notes)
+
+
+def test_nothing_but_its_own_files_is_ever_removed(tmp_path: Path) -> None:
+    (tmp_path / "0.3.jsonl").write_text("precious")
+    (tmp_path / "0.0.jsonl").write_text("kept by somebody")
+    (tmp_path / "0.tmp.jsonl").symlink_to(tmp_path / "0.3.jsonl")
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        fill(out, 3000)
+    assert (tmp_path / "0.3.jsonl").read_text() == "precious"
+    assert (tmp_path / "0.0.jsonl").read_text() == "kept by somebody" and (tmp_path / "0.tmp.jsonl").is_symlink()
+    timeline = load_timeline(out.path)
+    assert len(list(timeline.samples())) + timeline.dropped.samples == 3000
+    assert len([note for note in timeline.notes if note.startswith("left out: ")]) == 2
+
+
+def test_a_part_that_was_thinned_out_and_not_removed_is_not_read_twice(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        fill(out, 100)
+        saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        fill(out, 1200, START + 1000)
+    oldest = min(number for number, _ in _files.numbered(out.path) if number)
+    (tmp_path / "0.1.jsonl").write_bytes(saved["0.1.jsonl"])  # as if killed between the two steps
+    timeline = load_timeline(out.path)
+    times = [sample.time for sample in timeline.samples()]
+    assert oldest > 1 and len(times) == len(set(times))
+
+
+def test_a_damaged_part_is_dropped_whole(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        fill(out, 100)
+        part = tmp_path / "0.1.jsonl"
+        part.write_bytes(part.read_bytes().replace(b'"sample":[[0', b'"sample":[["x"'))
+        fill(out, 900, START + 1000)
+    timeline = load_timeline(out.path)
+    assert len(list(timeline.samples())) + timeline.dropped.samples == 1000
+
+
+def test_a_full_disk_is_said_once_and_again_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = Clock()
+    out = Writer(tmp_path / "run.jsonl", PLAN, clock=clock, say=said.append)
+    before = fill(out, 5)
+    usage = FrameworkSample(GIB, GIB, 0, 7 * GIB)  # with another cap: columns that do not get to the disk
+    real, full, attempts = os.write, True, 0
+
+    def write(handle: int, data: bytes) -> int:
+        nonlocal attempts
+        attempts += 1
+        if full and attempts % 2:
+            return real(handle, data[: len(data) // 2])
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", write)
+    for at in range(100):
+        clock.now = START + at / 2
+        out.sample(sample_of(PLAN, clock.now, torch=usage))
+    assert attempts < 15, "it is not tried at every sample"
+    out.event(Event(clock.now, "note", "lost"))
+    full = False
+    assert len(said) == 1 and "cannot be written: No space left on device; it goes on" in said[0]
+    clock.now += 60
+    out.sample(sample_of(PLAN, clock.now, torch=usage))
+    assert len(said) == 2 and "is written again; left out: 1 event, 100 samples" in said[1]
+    out.close()
+    timeline = load_timeline(out.path)
+    assert list(timeline.samples()) == [*before, sample_of(PLAN, clock.now, torch=usage)]
+    (event,) = timeline.events()
+    assert event.kind == "note" and "left out: 1 event, 100 samples" in event.text
+
+
+def test_a_disk_that_is_full_when_a_file_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = Clock()
+    out = Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL, clock=clock, say=said.append)
+    written = len(fill(out, 700))
+    real, lost = os.write, 0
+
+    def write(handle: int, data: bytes) -> int:
+        if os.fstat(handle).st_size == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(handle, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        while not said:
+            fill(out, 1)
+            lost += 1
+    clock.now += 60
+    fill(out, 10)
+    out.close()
+    assert len(said) == 2
+    timeline = load_timeline(out.path)
+    assert len(list(timeline.samples())) + timeline.dropped.samples in (written + lost + 10, written + lost + 9)
+    assert total(tmp_path) <= SMALL
+
+
+def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
+    folder, said, clock = tmp_path / "x", [], Clock()
+    folder.mkdir()
+    out = Writer(folder / "run.jsonl", PLAN, clock=clock, say=said.append)
+    fill(out, 3)
+    os.unlink(out.path)
+    folder.rmdir()
+    for _ in range(5):
+        clock.now += 10
+        fill(out, 1)
+    out.oom({"requested": 1})
+    assert len(said) == 1 and "No such file or directory" in said[0]
+    folder.mkdir()
+    fill(out, 1)
+    clock.now += 10
+    samples = fill(out, 2)
+    assert len(said) == 2
+    out.close()
+    assert list(load_timeline(out.path).samples()) == samples
+
+
+def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path) -> None:
+    with Writer(tmp_path / "run.jsonl", PLAN) as out:
+        fill(out, 3)
+        os.unlink(out.path)
+        samples = fill(out, 2)
+    assert list(load_timeline(out.path).samples()) == samples
+
+
+def test_a_file_that_somebody_moved_or_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=SMALL, say=said.append) as out:
+        fill(out, 10)
+        os.rename(out.path, tmp_path / "moved")
+        Path(out.path).write_text("precious")
+        fill(out, 100)
+        assert Path(out.path).read_text() == "precious"
+        assert len(said) == 1 and "File exists" in said[0]
+
+
+def test_a_callback_that_fails_or_writes_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(text: str) -> None:
+        out.event(Event(START, "note", text))
+        raise RuntimeError
+
+    out = Writer(tmp_path / "run.jsonl", PLAN, say=say)
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    fill(out, 3)
+    monkeypatch.undo()
+    out.event(Event(START, "note", "again"))
+    out.close()
+    assert "again" in [event.text for event in load_timeline(out.path).events()]
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    with Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=4 * MIB) as out:
+        threads = [threading.Thread(target=fill, args=(out, 200), kwargs={"seed": n}) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(list(load_timeline(out.path).samples())) == 1200
+
+
+def test_a_disk_that_hangs_does_not_hang_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_writer, "_PATIENCE", 0.05)
+    out = Writer(tmp_path / "run.jsonl", PLAN)
+    with out._lock:
+        out.event(Event(START, "note", "lost"))
+    fill(out, 1)
+    assert out._unsaid == Dropped(events=1)
+    out.close()
+
+
+def written(tmp_path: Path) -> Path:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, clock=Clock()) as out:
+        fill(out, 2)
+    return Path(out.path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "malformed JSON"),
+        ("", "malformed JSON"),
+        ("\xff", "malformed JSON"),
+        ("[" * 100_000, "malformed JSON: nested too deeply"),
+        ("[]", "not a JSON object"),
+        ('{"t":NaN,"sample":[]}', "malformed JSON: .*NaN is not a number"),
+        ('{"t":"1","sample":[]}', "t: '1' is not a time"),
+        ('{"sample":[]}', "t: None is not a time"),
+        ('{"t":true,"sample":[]}', "t: True is not a time"),
+        ('{"t":1e99,"sample":[]}', "is not a time"),
+        ('{"t":1}', "not a time and one record"),
+        ('{"t":1,"sample":[],"event":{}}', "not a time and one record"),
+        ('{"t":1,"new":[]}', "'new' is no record of version 1"),
+        ('{"t":1,"sample":5}', "the sample is damaged"),
+        ('{"t":1,"sample":[[0]]}', "the sample is damaged"),
+        ('{"t":1,"sample":[[9,1,1,1,1,1]]}', "more columns than were named"),
+        ('{"t":1,"sample":[[-1,1,1,1,1,1]]}', "more columns than were named"),
+        ('{"t":1,"sample":[[0,1,1,1,1,1,0,0,0,0,0,0,0]]}', "more columns than were named"),
+        ('{"t":1,"sample":[[0,1,1.5,1,1,1]]}', "1.5 is not a whole number"),
+        ('{"t":1,"sample":[[0,1,1,"x",1,1]]}', "'x' is neither a whole number in range nor null"),
+        ('{"t":1,"sample":[[0,1,1,1,1,1,[1,true,1]]]}', "True is neither"),
+        ('{"t":1,"sample":[[0,1,1,1,1,1,[1,2]]]}', "the sample is damaged"),
+        ('{"t":1,"sample":[[0,1,1,1,1,1,[1,2,9999999999999999999]]]}', "is neither a whole number in range"),
+        ('{"t":1,"event":[]}', "the event is damaged"),
+        ('{"t":1,"event":{"kind":"note"}}', "the event is damaged"),
+        ('{"t":1,"event":{"kind":"note","text":5}}', "text is 5"),
+        ('{"t":1,"event":{"kind":"note","text":"","new":5}}', "the event is damaged: .*new"),
+        ('{"t":1,"event":{"kind":"note","text":"","level":"high"}}', "the event is damaged: .*high"),
+        ('{"t":1,"oom":[]}', "the oom is damaged"),
+        ('{"t":1,"columns":{}}', "the columns is damaged"),
+        ('{"t":1,"columns":{"devices":[["a",1,null]],"frameworks":["x"],"caps":[[]]}}', "caps do not belong"),
+    ],
+)  # fmt: skip
+def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = written(tmp_path)
+    lines = path.read_bytes().split(b"\n")
+    lines.insert(2, line.encode("latin-1"))
+    path.write_bytes(b"\n".join(lines))
+    timeline = load_timeline(path)
+    with pytest.raises(TimelineError, match=message) as caught:
+        list(timeline.records())
+    assert str(caught.value).startswith(f"{path}:3: ") and "\n    fix: " in str(caught.value)
+    assert len(next(iter(timeline.samples())).devices) == 1, "what stands before it is read"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memguard_timeline": 2}, "timeline version 2; this memguard reads 1"),
+        ({"memguard_timeline": True}, "timeline version True"),
+        ({"memguard_timeline": None}, "timeline version None"),
+        ({"recorded": "yesterday"}, "the header is damaged: .*yesterday"),
+        ({"pid": "7"}, "pid is '7'"),
+        ({"rank": 1.5}, "rank is 1.5"),
+        ({"dropped": {"samples": -1}}, "-1 is not a whole number"),
+        ({"dropped": {"other": 1}}, "the header is damaged"),
+        ({"plan": {}}, "the header is damaged: .*devices"),
+        ({"plan": None}, "the header is damaged"),
+        ({"frameworks": []}, "the header is damaged"),
+        ({"columns": []}, "the header is damaged"),
+        ({"every": "often"}, "every is 'often'"),
+    ],
+)  # fmt: skip
+def test_wrong_headers_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = written(tmp_path)
+    first, _, rest = path.read_text().partition("\n")
+    path.write_text(json.dumps(json.loads(first) | change) + "\n" + rest)
+    with pytest.raises(TimelineError, match=message) as caught:
+        load_timeline(path)
+    assert str(caught.value).startswith(f"{path}:1: ") and "\n    fix: " in str(caught.value)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_damaged_header_is_a_timeline_error_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = written(tmp_path_factory.mktemp("run"))
+    first, _, rest = path.read_text().partition("\n")
+    header = json.loads(first)
+    here: Any = header
+    while True:
+        key = data.draw(st.sampled_from(sorted(here) if isinstance(here, dict) else range(len(here))))
+        if not here[key] or not isinstance(here[key], (dict, list)) or data.draw(st.booleans()):
+            break
+        here = here[key]
+    here[key] = data.draw(values)
+    path.write_text(json.dumps(header) + "\n" + rest)
+    try:
+        list(load_timeline(path).records())
+    except TimelineError as error:
+        assert "\n    fix: " in str(error)
+
+
+def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(first, len(whole)):
+        path.write_bytes(whole[:cut])
+        timeline = load_timeline(path)
+        left = whole[:cut].count(b"\n") - 1
+        assert len(list(timeline.samples())) == left
+        torn = not whole[:cut].endswith(b"\n")
+        assert timeline.notes == ((f"{path}: the last line was cut short, and is left out",) if torn else ())
+    for cut in (0, 1, first - 2):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(TimelineError, match=r"no line of it is whole\n    fix: "):
+            load_timeline(path)
+
+
+def test_a_process_that_was_killed_while_it_began_a_file(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        samples = fill(out, 200)
+    path = Path(out.path)
+    rest = len(list(load_timeline(path).samples()))
+    os.rename(path, tmp_path / "aside")
+    before = list(load_timeline(path).samples())
+    assert samples[: len(before)] == before and 0 < len(before) < rest
+    assert load_timeline(path).notes == (f"{path} is not there: only its older parts are",)
+    path.write_bytes(b'{"memguard_time')
+    assert list(load_timeline(path).samples()) == before
+    assert "the header was cut short" in load_timeline(path).notes[0]
+
+
+def test_a_line_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with open(path, "ab") as file:
+        file.write(b'{"t":1,"oom":{"x":"' + b"y" * MAX_LINE)
+    with pytest.raises(TimelineError, match=r":4: longer than 1048576 bytes"):
+        list(load_timeline(path).records())
+    path.write_bytes(b"y" * (MAX_LINE + 5))
+    with pytest.raises(TimelineError, match=r":1: longer than"):
+        load_timeline(path)
+
+
+def test_what_is_no_timeline_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(TimelineError, match=r"cannot be read: No such file or directory\n    fix: "):
+        load_timeline(tmp_path / "absent.jsonl")
+    with pytest.raises(TimelineError, match="not a regular file"):
+        load_timeline(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(TimelineError, match="not a regular file"):
+        load_timeline(tmp_path / "fifo")
+    (tmp_path / "trace.jsonl").write_text('{"memguard_trace": 1}\n')
+    with pytest.raises(TimelineError, match=":1: the first line is not the header of a timeline"):
+        load_timeline(tmp_path / "trace.jsonl")
+    with pytest.raises(TimelineError, match="cannot be read"):
+        load_timeline("a\0b")
+
+
+def test_a_timeline_that_is_read_while_it_is_written(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        before = fill(out, 300)
+        timeline = load_timeline(out.path)
+        reading = timeline.samples()
+        read = [next(reading) for _ in range(5)]
+        fill(out, 60, START + 1000)  # the newest file becomes a part, and another takes its place
+        read += reading
+        assert read[:300] == before
+        reading = timeline.samples()
+        read = [next(reading) for _ in range(5)]
+        fill(out, 3000, START + 2000)  # and here its files go
+        read += reading
+        assert read[:30] == before[:30] and any("went while the timeline was read" in note for note in timeline.notes)
