@@ -10,7 +10,7 @@ import click
 from memguard import __version__
 from memguard.errors import MemguardError, ProblemsError
 
-_COMMANDS = ("check", "plan", "run", "schema", "simulate")
+_COMMANDS = ("check", "plan", "replay", "run", "schema", "simulate")
 
 
 class _Group(click.Group):
@@ -42,5 +42,5 @@ class _Group(click.Group):
 def main() -> None:
     """GPU memory budgets for Python processes that mix TensorFlow, PyTorch, JAX, CuPy, PyCUDA and Numba.
 
-    Exit codes: 2 a wrong budget, trace or command line; 3 no GPU to budget; 1 anything else.
+    Exit codes: 2 a wrong budget, trace, timeline or command line; 3 no GPU to budget; 1 anything else.
     """

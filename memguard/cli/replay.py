@@ -1,0 +1,46 @@
+"""`memguard replay`: what another budget would have meant for a run that was recorded."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command("replay")
+@click.argument("timeline", type=click.Path())
+@click.option("--budget", type=click.Path(), help="The budget to try; else the caps that it was recorded with.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@click.option("--smallest", is_flag=True, help="Print only the smallest budget that fits, as YAML.")
+@click.pass_context
+def replay(context: click.Context, timeline: str, budget: str | None, as_json: bool, smallest: bool) -> None:
+    """Replay the timeline TIMELINE of a run under another budget: who would have hit a cap, and when.
+
+    Exit code 0: it would have fitted; 1: a framework would have been refused, or its arrays had to lie closer; 2: the
+    budget or the timeline is wrong.
+    """
+    from dataclasses import replace
+
+    from memguard import config, policy
+    from memguard import replay as replaying
+    from memguard.errors import TimelineError
+    from memguard.timeline import load_timeline
+
+    declared = None if budget is None else config.load(budget)
+    recorded = load_timeline(timeline)
+    devices = [part.device for part in recorded.plan.devices]
+    plan = recorded.plan if declared is None else policy.plan(declared, devices)
+    outcome = replaying.replay(
+        recorded.records(),
+        plan,
+        recorded=declared is None,
+        simulated=recorded.header.simulated,
+    )
+    outcome = replace(outcome, notes=(*outcome.notes, *plan.notes, *recorded.notes))
+    if not smallest:
+        click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
+        context.exit(0 if outcome.fits else 1)
+    if outcome.smallest is None or outcome.smallest.problem is not None:
+        why = "no framework held anything" if outcome.smallest is None else outcome.smallest.problem
+        raise TimelineError(f"{timeline}: no budget can be told from it: {why}\n    fix: replay another run")
+    click.echo(outcome.smallest.yaml(), nl=False)
