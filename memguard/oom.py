@@ -39,11 +39,15 @@ figures do not say; or it was no GPU memory at all."""
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds memory of this GPU: `kind` is framework, process, overhead or unaccounted."""
+    """Who holds memory of this GPU: `kind` is framework, process, overhead or unaccounted.
+
+    `cached` and `reclaimable` are of frameworks; None where they do not say.
+    """
 
     kind: str
     name: str
     bytes: int
+    cached: int | None = None
     reclaimable: int | None = None
 
 
@@ -126,6 +130,10 @@ class Report:
         import html
 
         return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(str(self))
 
     def _lines(self) -> list[tuple[str, str, str]]:
         """Style, label and text of each line; remedies as far as there is room, the best first."""
@@ -242,7 +250,7 @@ def _reason(case: Case) -> tuple[Reason, str]:
 def _holders(case: Case) -> tuple[Holder, ...]:
     """Everybody on this GPU, largest first."""
     found = [
-        Holder(row.kind, row.name, row.bytes, row.reclaimable if row.kind == "framework" else None)
+        Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
         for row in case.part.rows
         if row.kind in ("framework", "overhead", "unaccounted") and row.bytes is not None and row.bytes > 0
     ]
@@ -261,6 +269,8 @@ def _described(holder: Holder, requester: str | None) -> str:
         about.append("never gives back")
     elif holder.reclaimable:
         about.append(f"{format_size(holder.reclaimable)} reclaimable")
+    elif holder.reclaimable is None and holder.cached:
+        about.append(f"{format_size(holder.cached)} cached")
     return f"{holder.name} {format_size(holder.bytes)}" + (f" ({', '.join(about)})" if about else "")
 
 

@@ -163,7 +163,7 @@ _FAMILIES = {
 """Framework by the first part of a type's name."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
-_VERB = r"(?:[Aa]llocat(?:e|ing)|request for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
+_VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
 _ASKED = re.compile(rf"{_VERB} \(?{_SIZE}(?: \((\d+) ?B(?:ytes)?\)| \((\d+) bytes\))?")
 _BYTES = re.compile(r"(?:buffer of size|Requested memory:|Requested bytes) (\d+)")
 _TENSOR = re.compile(r"tensor (?:with|of) shape ?\[([\d, ]+)\] and type (\w+)")
@@ -199,23 +199,23 @@ def classify(facts: Facts) -> Verdict:
 
 def family(facts: Facts) -> str | None:
     """The framework that raised the exception, by its type."""
-    named = facts.attributes.get("framework")  # of a simulated one
-    if isinstance(named, str):
-        return named
+    if facts.type.startswith("memguard."):  # a simulated one
+        return facts.attributes.get("framework")
     names = (*facts.mro, *_wrapped(facts.text))
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)
 
 
 def asked(facts: Facts) -> int | None:
     """The bytes asked for, as exactly as attributes or text have them; None where they do not."""
-    for name in ("_size", "requested"):  # CuPy's, memguard's simulated ones
+    own = "requested" if facts.type.startswith("memguard.") else "_size" if family(facts) == "cupy" else ""
+    for name in ("memguard_requested", own):  # of memguard's allocators, whose drivers do not say it; simulated; CuPy's
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
     if found := _ASKED.search(text):
-        number, unit, *exact = found.groups()
+        number, unit, *in_bytes = found.groups()
         printed = Fraction(number.replace(",", "").rstrip(".")) * _SCALE[unit[0].upper()]
-        return next((int(size) for size in exact if size), round(printed)) or None
+        return next((int(size) for size in in_bytes if size), round(printed)) or None
     if found := _BYTES.search(text):
         return int(found[1]) or None
     if (found := _TENSOR.search(text)) and found[2] in _DTYPES:

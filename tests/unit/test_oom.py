@@ -231,6 +231,36 @@ def test_nothing_of_the_report_is_zero_where_it_is_unknown() -> None:
     assert "tensorflow" not in [holder.name for holder in found.holders]
 
 
+def test_a_recommendation_at_the_very_edge_still_fits() -> None:
+    """A cap can be a granule less than its share is: what looks free by the caps is not all free."""
+    asked, odd = 8 * GIB, {"cupy": {"share": "33.3333%"}, "numba": {"share": "11.1111%"}, "torch": {"limit": "40GiB"}}
+    plan = plan_of(odd)
+    part = plan.devices[0]
+    for short in range(8):
+        size = part.caps["torch"] + part.unallocated - short * 2 * MIB - (asked + 20 * MIB + asked // 16)
+        found = report({"torch": Usage(size, size, 0)}, facts=torch_error(), plan=plan)
+        if match := re.match(r"raise frameworks\.torch\.(share|limit) to (\S+?),? ", found.remedies[0].text):
+            plan_of({**odd, "torch": {match[1]: match[2].rstrip(",")}})
+    assert match is not None
+
+
+def test_a_cap_that_is_recommended_leaves_room_for_rounding() -> None:
+    """PyCUDA takes 271 MiB for 256 (measured)."""
+    facts = Facts("pycuda._driver.MemoryError", ("pycuda._driver.MemoryError",), "cuMemAlloc failed: out of memory",
+                  {"memguard_requested": 16 * GIB})  # fmt: skip
+    found = report({"pycuda": Usage(2 * GIB, 2 * GIB, 0)}, facts=facts, plan=plan_of({"pycuda": {"limit": "4GiB"}}))
+    assert found.verdict.requested == 16 * GIB and found.remedies[0].bytes is not None
+    assert 4 * GIB + found.remedies[0].bytes >= 2 * GIB + 16 * GIB * 271 // 256
+
+
+def test_nobody_is_told_to_trim_the_requester_or_a_pool_that_never_gives_back() -> None:
+    plan = plan_of({"torch": {"share": "40%"}, "jax": {"share": "30%"}})
+    usages = {"torch": Usage(12 * GIB, 4 * GIB, GIB), "jax": Usage(30 * GIB, 2 * GIB, None)}
+    found = report(usages, {4242: 96 * GIB}, plan=plan)
+    assert found.reason == "card" and "trim" not in " ".join(remedy.text for remedy in found.remedies)
+    assert "jax's pool of 30.00 GiB (2.00 GiB in use) never gives back" in str(found)
+
+
 @given(
     shares=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     asked=st.integers(1, 60 * 1024),

@@ -1,0 +1,247 @@
+"""Out-of-memory errors as they come by: recognised, explained once, noted on the exception, printed, remembered.
+
+The user's exception goes on as it came. What is kept of it is text and figures: no exception, traceback, frame or
+array outlives its own time because of this module. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+from memguard.accounts import Ledger
+from memguard.model import Plan, Sample
+from memguard.oom import Facts, Report, Verdict, classify, diagnose
+
+_log = logging.getLogger("memguard")
+
+_MARK = "_memguard_incident"
+"""What a reported exception carries: process and number. Pickled with it, it means nothing elsewhere."""
+_ATTRIBUTES = (
+    "errno", "status", "code", "error_code", "_error_code", "result", "value", "_size", "_limit", "framework",
+    "requested", "memguard_requested",
+)  # fmt: skip
+"""Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
+_TEXT = 20_000
+"""Characters of a text that are looked at: TensorFlow's tell the whole graph."""
+_WALKED = 100
+"""Exceptions of one chain that are looked at."""
+_KEPT = 8
+"""Reports that are remembered, for exceptions that come by again."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a diagnosis is made of, read while the error is alive. `processes`: the others, by UUID and PID."""
+
+    ledger: Ledger | None = None
+    plan: Plan | None = None
+    processes: Mapping[str, Mapping[int, int | None]] | None = None
+    samples: tuple[Sample, ...] = ()
+
+
+class Source(Protocol):
+    """Who knows the scene: the active budget."""
+
+    def scene(self) -> Scene:
+        """Read it now, on this thread. May raise: the report then says what the error itself tells."""
+        ...
+
+    def diagnosed(self, report: Mapping[str, Any]) -> None:
+        """A report was made: `Report.as_dict()`."""
+        ...
+
+
+_source: Source | None = None
+_undo: Callable[[], None] | None = None
+_pid: int | None = None
+_numbers = itertools.count(1)
+_reports: dict[int, Report] = {}
+
+
+def install(source: Source) -> Callable[[], None]:
+    """Look at what nobody catches, in the main thread and in others, until the returned call undoes it.
+
+    The hooks that are there go on being called. Installed already, only the source changes; an undo of a source
+    that was replaced does nothing. Hooks that came after ours stay in place when ours goes.
+    """
+    global _source, _undo, _pid
+    if _source is source and _undo is not None:
+        return _undo
+    if _undo is not None:
+        _undo()
+    if _pid != os.getpid():  # a forked child: what its parent was told is not its own
+        _reports.clear()
+    hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
+
+    def undo() -> None:
+        global _source, _undo
+        for hook in hooks:
+            hook.remove()
+        if _source is source:
+            _source = _undo = None
+
+    _source, _undo, _pid = source, undo, os.getpid()
+    return undo
+
+
+def seen(error: BaseException, *, show: bool = True) -> Report | None:
+    """The report, if an out-of-memory error is in it or in what it came from; made, noted and printed once.
+
+    None too where no budget is active, and the error was not reported while one was.
+    """
+    report, fresh = _examine(error)
+    if report is not None and fresh and show:
+        _show(report)
+    return report
+
+
+def last_oom() -> Report | None:
+    """The report of the last out-of-memory error of this process; None where there was none."""
+    return _reports[max(_reports)] if _reports and _pid == os.getpid() else None
+
+
+def facts_of(error: BaseException) -> Facts:
+    """The exception as plain data: nothing of it is kept alive."""
+    kind = type(error)
+    try:
+        text = str.__getitem__(str(error), slice(_TEXT))  # a plain one, whatever class of text it was
+    except Exception:  # its own code
+        text = ""
+    attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
+    return Facts(_named(kind), tuple(_named(base) for base in kind.__mro__ if base is not object), text, attributes)
+
+
+def _examine(error: BaseException) -> tuple[Report | None, bool]:
+    """The report, and whether it was made now."""
+    try:
+        for one in _chain(error):
+            if (number := _marked(one)) is not None:
+                return _reports.get(number), False
+            if not isinstance(one, Exception):
+                continue
+            facts = facts_of(one)
+            verdict = classify(facts)
+            if verdict.memory == "none":
+                continue
+            if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
+                return _reports.get(number), False  # `raise ... from` an error that was reported
+            if _source is None or _pid != os.getpid():
+                return None, False
+            return _explained(one, facts, verdict, _source), True
+    except Exception as failure:
+        _log.debug("an error could not be looked at: %s: %s", type(failure).__name__, str(failure))
+    return None, False
+
+
+def _explained(error: BaseException, facts: Facts, verdict: Verdict, source: Source) -> Report:
+    number = next(_numbers)
+    _quietly("the error cannot be marked", lambda: setattr(error, _MARK, (os.getpid(), number)))
+    scene = _quietly("no reading at an out-of-memory error", source.scene) or Scene()
+    report = diagnose(facts, verdict, scene.ledger, scene.plan, scene.processes or {}, scene.samples, time=time.time())
+    _reports[number] = report
+    for old in sorted(_reports)[:-_KEPT]:
+        _reports.pop(old, None)
+    if hasattr(error, "add_note"):  # Python 3.11
+        note, add = report.note, error.add_note
+        _quietly("no note on the error", lambda: add(note))
+    _quietly("an out-of-memory error was not recorded", lambda: source.diagnosed(report.as_dict()))
+    return report
+
+
+def _quietly(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as failure:
+        _log.debug("%s: %s: %s", what, type(failure).__name__, str(failure))
+        return None
+
+
+def _show(report: Report) -> None:
+    """To standard error: drawn on a terminal, plain elsewhere."""
+    try:
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            Console(file=sys.stderr, highlight=False).print(report, soft_wrap=True)
+        else:
+            sys.stderr.write(f"{report}\n")
+    except Exception as failure:  # closed, or none at all under pythonw and services
+        _log.debug("the report could not be shown: %s", str(failure))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, those of its group, what it was raised from, and what was being handled: nearest first."""
+    known: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting and len(known) < _WALKED:
+        one = waiting.pop()
+        if one is None or id(one) in known or isinstance(one, (GeneratorExit, KeyboardInterrupt, SystemExit)):
+            continue
+        known.add(id(one))
+        yield one
+        context = None if one.__suppress_context__ else one.__context__
+        members = getattr(one, "exceptions", ())  # an ExceptionGroup, of Python 3.11 or a package's
+        members = [m for m in members if isinstance(m, BaseException)] if isinstance(members, (list, tuple)) else []
+        waiting += [context, one.__cause__, *reversed(members)]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause, left = error.__cause__, _WALKED
+    while cause is not None and left:
+        yield cause
+        cause, left = cause.__cause__, left - 1
+
+
+def _marked(error: BaseException) -> int | None:
+    """The number of its incident, where it was reported in this process."""
+    mark = getattr(error, "__dict__", {}).get(_MARK)
+    return mark[1] if mark is not None and mark[0] == os.getpid() else None
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _plain(error: BaseException, name: str) -> int | str | None:
+    """An attribute that is a number or a short text; None for any other."""
+    try:
+        value = getattr(error, name, None)
+    except Exception:  # a property of its own
+        return None
+    if type(value) is int:
+        return value
+    return value if type(value) is str and len(value) <= 100 else None
+
+
+class _Hook:
+    """One of Python's hooks for what nobody catches, with ours before it and the report after it."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module, self._name, self._live = module, name, True
+        self._previous: Callable[..., Any] = getattr(module, name)
+        setattr(module, name, self)
+
+    def remove(self) -> None:
+        self._live = False  # where somebody hooked after us it stays in their way, and does nothing
+        if getattr(self._module, self._name) is self:
+            setattr(self._module, self._name, self._previous)
+
+    def __call__(self, *args: Any) -> None:
+        """`sys` gives type, value and traceback; `threading` one object with them."""
+        error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
+        report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, False)
+        del error
+        try:
+            self._previous(*args)
+        finally:
+            if report is not None and fresh:
+                _show(report)
