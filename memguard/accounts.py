@@ -180,13 +180,19 @@ class Ledger:
         from rich.console import Console
 
         out = StringIO()
-        Console(file=out, width=80, no_color=True, highlight=False, markup=False).print(self)
+        # In a notebook rich would show it there and then; where FORCE_COLOR is set, as Jupyter does, in italics.
+        options = {"force_jupyter": False, "force_terminal": False, "no_color": True}
+        Console(file=out, width=80, highlight=False, markup=False, **options).print(self)
         return out.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        import html
+        from memguard.tables import ledger_table
 
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return ledger_table(self.as_dict())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(str(self))
 
 
 def device_ledger(

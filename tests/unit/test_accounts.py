@@ -17,6 +17,7 @@ from memguard.accounts import STEP, DeviceLedger, Ledger, Overhead, device_ledge
 from memguard.config import from_mapping
 from memguard.model import Device, DevicePlan, MemoryInfo, Usage
 from memguard.policy import modules
+from memguard.tables import ledger_table
 from memguard.units import GIB, MIB, TIB
 
 H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
@@ -479,6 +480,21 @@ def test_every_gpu_has_its_table() -> None:
     assert "cuda:0, this process" in text and text.count("cuda:") == 1
 
 
-def test_a_notebook_shows_the_same_text_escaped() -> None:
-    ledger = Ledger(0.0, (), notes=("a <b> & c",))
-    assert ledger._repr_html_() == "<pre>note: a &lt;b&gt; &amp; c</pre>"
+def test_a_notebook_shows_tables_and_a_terminal_the_text() -> None:
+    ledger = sample()
+    assert ledger._repr_html_() == ledger_table(ledger.as_dict())
+
+    class Printer:
+        def text(self, text: str) -> None:
+            self.shown = text
+
+    printer = Printer()
+    ledger._repr_pretty_(printer, False)
+    assert printer.shown == str(ledger)
+
+
+def test_the_text_is_plain_wherever_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter sets FORCE_COLOR in its kernels, and rich would write italics into a file then."""
+    plain = str(sample())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(sample()) == plain and "\x1b" not in plain
