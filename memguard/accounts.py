@@ -181,8 +181,10 @@ class Ledger:
 
         out = StringIO()
         # In a notebook rich would show it there and then; where FORCE_COLOR is set, as Jupyter does, in italics.
-        options = {"force_jupyter": False, "force_terminal": False, "no_color": True}
-        Console(file=out, width=80, highlight=False, markup=False, **options).print(self)
+        plain = Console(
+            file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
+        )
+        plain.print(self)
         return out.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
