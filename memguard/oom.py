@@ -297,7 +297,8 @@ def _short(facts: Facts) -> str:
     lines = [line.strip() for line in facts.text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
     line = telling or (lines[0] if lines else "")
-    text = f"{facts.type.removeprefix('builtins.')}: {line}".rstrip(": ")
+    kind = facts.type.removeprefix("builtins.")
+    text = f"{kind if len(kind) <= 40 else kind.rpartition('.')[2]}: {line}".rstrip(": ")
     return text if len(text) <= 200 else text[:199] + "…"
 
 

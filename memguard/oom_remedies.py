@@ -227,7 +227,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     elif part.device.usable - part.limit >= missing:
         yield Remedy(f"{text}raise device.limit from {format_size(part.limit)}", missing)
     else:
-        yield Remedy(f"{text}no framework leaves that much of its cap unused, and nor does the GPU")
+        yield Remedy(f"{text}neither the other caps nor the GPU leave that: ask for less at once")
 
 
 def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[str, int]) -> str | None:

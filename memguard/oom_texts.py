@@ -81,6 +81,7 @@ RULES = (
     # What only reads like it.
     Rule("none", None, False, "cuInit takes no device memory", "Call to cuInit"),
     Rule("none", None, True, "a mistake in a program quotes what it stumbled over", type=rf"^builtins\.({_MISTAKES})"),
+    Rule("none", None, True, "a refusal of memguard's own, which explains itself", type=r"^memguard\.errors\."),
     Rule("none", None, True, "a server's quota or message size", type=r"^grpc\."),
     Rule("none", None, True, "a launch that wants more than a block has", "out of resource"),
     Rule("none", None, True, "the allocator goes on without it", "this is not a failure"),

@@ -141,6 +141,7 @@ OTHERS = [  # of the libraries' sources and documents, and in no entry of the co
     ("builtins.RuntimeError", "NCCL error: Last error:\nCuda failure 2 'out of memory'", "gpu", "nccl", False),
     ("builtins.RuntimeError", "NCCL error: Last error:\nFailed to CUDA host alloc 9 bytes", "pinned", "nccl", True),
     ("x.ResourceExhaustedError", PINNED, "pinned", "tensorflow", True),
+    ("memguard.errors.BudgetExceeded", "CUDA out of memory is what it would be", "none", None, True),
     ("memguard.frameworks.simulated.FrameworkOutOfMemory", "its cap is reached", "gpu", None, True),
     ("builtins.RuntimeError", "cudaHostAlloc of 5 bytes failed: out of memory", "pinned", None, True),
 ]  # fmt: skip
