@@ -1,4 +1,4 @@
-"""Sizes and percentages as people write them, and back.
+"""Sizes, percentages and durations as people write them, and back.
 
 Sizes are bytes in base 1024 (`KiB`, `MiB`, `GiB`, `TiB`), as NVML, CUDA and PyTorch print them.
 `GB` is refused rather than guessed: it means 10⁹ to some and 2³⁰ to others.
@@ -17,6 +17,8 @@ MAX_SIZE = 1 << 50
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _AMBIGUOUS = {"K": "KiB", "KB": "KiB", "M": "MiB", "MB": "MiB", "G": "GiB", "GB": "GiB", "T": "TiB", "TB": "TiB"}
+_SECONDS = {"ms": Fraction(1, 1000), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3600)}
+_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT = re.compile(r"\s*(\d{1,6}(?:\.\d{1,20})?)\s*%\s*", re.ASCII)
 
@@ -60,6 +62,23 @@ def parse_percent(value: object) -> Fraction:
     if not 0 < fraction <= 1:
         raise ValueError(f"a percentage must be above 0% and at most 100%, found {short(value)}")
     return fraction
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of `"500ms"`, `"2s"`, `"5min"`, `"1h"` or a plain number of seconds; 0 or more.
+
+    Raises ValueError with a sentence that says what is allowed.
+    """
+    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 <= value < 1e9:
+        return float(value)
+    if not (isinstance(value, str) and (match := _DURATION.fullmatch(value))):
+        raise ValueError(f"{short(value)} is not a duration; write '500ms', '2s' or a plain number of seconds")
+    number, unit = match.groups()
+    if unit.lower() in ("m", "minute", "minutes"):
+        raise ValueError(f"unknown unit {short(unit)}; write '{number}min'")
+    if unit.lower() not in ("", *_SECONDS):
+        raise ValueError(f"unknown unit {short(unit)}; allowed: {', '.join(_SECONDS)}")
+    return float(Fraction(number) * _SECONDS[unit.lower() or "s"])
 
 
 def format_size(size: int | None) -> str:

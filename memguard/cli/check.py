@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from memguard.config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget
+    from memguard.config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig
 
 
 @click.command("check")
@@ -24,6 +24,8 @@ def check(budget: str) -> None:
 
 
 def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
+    from memguard.config._values import text
+
     yield "device", _device(budget.device)
     for key, override in budget.devices.items():
         name = f"GPU {key}" if key.isdecimal() else key if key.startswith("GPU-") else repr(key)
@@ -33,6 +35,21 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
     yield "unallocated", _rest(budget)
     if budget.on_busy == "raise":
         yield "on_busy", "raise: init fails where others hold so much of a GPU that the limit cannot be had"
+    if budget.monitor is not None:
+        yield "monitor", _monitor(budget.monitor)
+        if budget.monitor.timeline is not None:
+            size = text(budget.monitor.timeline_size)
+            yield "timeline", f"{budget.monitor.timeline}, at most {size}"
+    if budget.on_pressure:
+        yield "on_pressure", f"{' and '.join(budget.on_pressure)} where the pressure becomes critical"
+
+
+def _monitor(monitor: MonitorConfig) -> str:
+    from memguard.config._values import duration_text, percent_text
+
+    said = f"every {duration_text(monitor.interval)}, warn from {percent_text(monitor.warn)}"
+    said += f", critical from {percent_text(monitor.critical)}"
+    return said + (f", forecast {duration_text(monitor.forecast)} ahead" if monitor.forecast else ", no forecast")
 
 
 def _device(device: DeviceBudget | DeviceOverride) -> str:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     PlainSerializer,
     PlainValidator,
@@ -31,7 +32,7 @@ from memguard.config._document import Document
 from memguard.config._problems import Origin, in_order, problems
 from memguard.config._schema import SCHEMA
 from memguard.errors import ConfigError, Problem
-from memguard.units import short
+from memguard.units import MIB, short
 
 FRAMEWORKS = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 """The frameworks that a budget may name."""
@@ -103,6 +104,23 @@ class FrameworkBudget(_Model):
     nccl: Annotated[int | None, PlainValidator(_values.nccl)] = None
 
 
+_SECONDS = PlainSerializer(_values.duration_text)
+
+
+class MonitorConfig(_Model):
+    """What watches the process. `interval` and `forecast` are seconds, `forecast` 0 where none is wanted; `warn` and
+    `critical` fractions of a cap or limit. `timeline` is a path as it is written, and a whole one where the budget was
+    read from a file: it is relative to that file's folder. `timeline_size` is bytes on disk.
+    """
+
+    interval: Annotated[float, PlainValidator(_values.interval), _SECONDS] = 0.5
+    warn: Annotated[Fraction, PlainValidator(_values.warn), _TEXT] = Fraction(85, 100)
+    critical: Annotated[Fraction, PlainValidator(_values.critical), _TEXT] = Fraction(95, 100)
+    forecast: Annotated[float, PlainValidator(_values.forecast), _SECONDS] = 20.0
+    timeline: Annotated[str | None, PlainValidator(_values.timeline)] = None
+    timeline_size: Annotated[int, PlainValidator(_values.timeline_size), _TEXT] = 64 * MIB
+
+
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"torch": {"nccl": 0}, "tensorflow": {"growth": True}}
 
 
@@ -128,7 +146,8 @@ class Budget(_Model):
     """A checked budget. Two are equal where they mean the same, however they were written.
 
     `devices` has a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `on_busy`
-    is what init does where other processes hold so much of a GPU that its limit cannot be had.
+    is what init does where other processes hold so much of a GPU that its limit cannot be had. `monitor` is None where
+    nothing watches; `on_pressure` is what is done besides warning where the pressure becomes critical.
     """
 
     version: Annotated[int, PlainValidator(_values.version)]
@@ -144,6 +163,12 @@ class Budget(_Model):
         WrapSerializer(_entries),
     ]
     on_busy: Annotated[Literal["warn", "raise"], PlainValidator(_values.on_busy)] = "warn"
+    monitor: Annotated[MonitorConfig | None, BeforeValidator(_values.monitor)] = None
+    on_pressure: Annotated[
+        tuple[Annotated[Literal["trim", "raise"], PlainValidator(_values.pressure)], ...],
+        BeforeValidator(_values.pressures),
+        PlainSerializer(list),
+    ] = ()
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @property
@@ -162,6 +187,7 @@ _NAMES = {
     "framework": ("share", "limit"),
     **{name: ("share", "limit", *settings) for name, settings in _DEFAULTS.items()},
     "frameworks": FRAMEWORKS,
+    "monitor": tuple(MonitorConfig.model_fields),
 }
 
 
@@ -178,7 +204,16 @@ def load(path: str | os.PathLike[str]) -> Budget:
             raw = file.read(_yaml.MAX_BYTES + 1)
     except (OSError, TypeError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError([_unreadable(error)], _printable(source)) from None
-    return parse(raw, source)
+    return _in_folder(parse(raw, source), os.path.dirname(os.path.abspath(source)))
+
+
+def _in_folder(budget: Budget, folder: str) -> Budget:
+    """A relative path in a file is one from its folder: the same whatever folder the program is started in."""
+    monitor = budget.monitor
+    if monitor is None or monitor.timeline is None:
+        return budget
+    whole = monitor.model_copy(update={"timeline": os.path.join(folder, monitor.timeline)})
+    return budget.model_copy(update={"monitor": whole})
 
 
 def parse(text: str | bytes, source: str = "budget") -> Budget:

@@ -63,6 +63,8 @@ def check(data: Mapping[str, Any], known: tuple[str, ...]) -> list[Finding]:
     if amounts.share < 1:
         findings += _sizes(_mapping(data.get("device")), _mapping(data.get("devices")), amounts)
     findings += _same_device(_mapping(data.get("devices")))
+    findings += _levels(_mapping(data.get("monitor")))
+    findings += _on_pressure(data)
     return findings
 
 
@@ -132,6 +134,32 @@ def _same_device(devices: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(("devices", key), message, "keep one of them", True)
         elif same is not None:
             seen[same] = key
+
+
+def _levels(monitor: Mapping[str, Any]) -> Iterator[Finding]:
+    warn = _read(values.warn, monitor.get("warn", "85%"))
+    critical = _read(values.critical, monitor.get("critical", "95%"))
+    if warn is None or critical is None or warn < critical:
+        return
+    at = [key for key in monitor if key in ("warn", "critical")][-1]
+    first, second = (
+        f"{name} at {percent_text(part)}{'' if name in monitor else ' by default'}"
+        for name, part in (("warn", warn), ("critical", critical))
+    )
+    fix = f"write a warn below {percent_text(critical)}" if at == "warn" else "raise critical, or lower warn"
+    yield Finding(("monitor", at), f"{first} must come before {second}", fix)
+
+
+def _on_pressure(data: Mapping[str, Any]) -> Iterator[Finding]:
+    listed = data.get("on_pressure")
+    if not isinstance(listed, (list, tuple)) or not listed:
+        return
+    if "monitor" not in data:
+        message = "nothing watches the pressure: on_pressure needs a monitor"
+        yield Finding(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True)
+    for index, name in enumerate(listed):
+        if name in listed[:index] and isinstance(name, str):
+            yield Finding(("on_pressure", index), f"{values.found(name)} is named twice", "keep one of them")
 
 
 def _about(size: int) -> str:

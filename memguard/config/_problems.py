@@ -14,7 +14,6 @@ from memguard.errors import Problem
 from memguard.units import short
 
 _PLANNED = {
-    "": ("monitor", "on_pressure"),
     "framework": ("min", "max"),
     "torch": ("min", "max"),
     "tensorflow": ("min", "max"),
@@ -29,6 +28,16 @@ _ALSO = {
     "gpu": "device",
     "gpus": "devices",
     "communicators": "nccl",
+    "period": "interval",
+    "every": "interval",
+    "warning": "warn",
+    "error": "critical",
+    "predict": "forecast",
+    "horizon": "forecast",
+    "file": "timeline",
+    "path": "timeline",
+    "log": "timeline",
+    "watch": "monitor",
 }
 _OTHERS = ("cudf", "cuml", "numpy")
 """Libraries whose names are close to a framework's and that are not misspelt ones."""
@@ -36,6 +45,7 @@ _HOMES = {
     # where a key belongs that was found elsewhere, as the fix names it
     "frameworks": "'frameworks:'",
     "device": "'device:'",
+    "monitor": "'monitor:'",
     "framework": "a framework, as in 'torch: {share: 50%}'",
     "torch": "'torch:'",
     "tensorflow": "'tensorflow:'",
@@ -54,7 +64,7 @@ def problems(
     names: Mapping[str, tuple[str, ...]],
 ) -> list[Problem]:
     """Everything wrong, in file order. `names` gives the keys allowed at '', 'device', 'frameworks', 'framework',
-    and at each framework with settings of its own.
+    'monitor', and at each framework with settings of its own.
     """
     listed = [*(_finding(error, names) for error in errors), *findings]
     alone = {finding.loc for finding in listed if finding.alone}
@@ -160,7 +170,7 @@ def _level(loc: Loc) -> str:
         return ""
     if loc[0] == "frameworks":
         return "frameworks" if len(loc) == 2 else str(loc[1]) if loc[1] in ("torch", "tensorflow") else "framework"
-    return "device"
+    return "monitor" if loc[0] == "monitor" else "device"
 
 
 def _shape(loc: Loc, value: object) -> tuple[str, str]:

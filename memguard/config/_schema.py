@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from memguard.config._values import MAX_NCCL
+from memguard.config._values import FORECAST, INTERVAL, MAX_NCCL, MAX_PATH, TIMELINE_SIZE
 from memguard.units import GRANULE, MAX_SIZE
 
 _UNIT = "([Bb]|[KkMmGgTt][Ii][Bb])"
 _SIZE_TEXT = rf"^\s*([0-9]{{1,40}}(\.[0-9]{{1,20}})?\s*{_UNIT}|[1-9][0-9]{{6,15}})\s*$"
 _PERCENT_TEXT = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
+_DURATION_TEXT = r"^\s*[0-9]{1,9}(\.[0-9]{1,20})?\s*([Mm][Ss]|[Ss]|[Mm][Ii][Nn]|[Hh])?\s*$"
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 _SIZE = {
@@ -71,6 +72,63 @@ _NCCL = {
     "default": 0,
 }
 
+
+def _duration(what: str, least: float, most: float, default: str, *more: object) -> dict[str, object]:
+    return {
+        "description": what,
+        "anyOf": [
+            {"type": "string", "pattern": _DURATION_TEXT},
+            {"type": "number", "minimum": least, "maximum": most},
+            *more,
+        ],
+        "default": default,
+    }
+
+
+_MONITOR = {
+    "interval": _duration(
+        "How often the GPUs are looked at: 500ms, 2s, or plain seconds; from 50ms to 1h. It slows down by itself "
+        "rather than take more than 1% of a core.",
+        *INTERVAL,
+        "500ms",
+    ),
+    "warn": {
+        "description": "The part of a framework's cap, or of the limit of a GPU, from which on a warning is given.",
+        "$ref": "#/$defs/percent",
+        "default": "85%",
+    },
+    "critical": {
+        "description": "The part from which on the pressure is critical; above warn.",
+        "$ref": "#/$defs/percent",
+        "default": "95%",
+    },
+    "forecast": _duration(
+        "How long before a cap or limit is reached, by a steady rise, a warning is given: 20s; from 1s to 1h, or 0 for "
+        "none.",
+        *FORECAST,
+        "20s",
+        {"const": 0},
+    ),
+    "timeline": {
+        "description": "A file that everything seen is written to, relative to the folder of this file. {pid} and "
+        "{rank} are filled in.",
+        "type": "string",
+        "minLength": 1,
+        "maxLength": MAX_PATH,
+        "pattern": r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$",
+        "not": {"pattern": r"(^|/)\.{0,2}$"},
+        "examples": ["memguard.jsonl", "runs/{rank}.jsonl"],
+    },
+    "timeline_size": {
+        "description": "The most that the timeline may take on disk; at least 1MiB.",
+        "anyOf": [
+            {"type": "string", "pattern": _SIZE_TEXT},
+            {"type": "integer", "minimum": TIMELINE_SIZE, "maximum": MAX_SIZE},
+        ],
+        "default": "64MiB",
+    },
+}
+
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "memguard budget",
@@ -124,6 +182,23 @@ SCHEMA: dict[str, Any] = {
             "enum": ["warn", "raise"],
             "default": "warn",
         },
+        "monitor": {
+            "description": "What watches the process while it runs: a thread that samples who holds what. Without this "
+            "key there is none; {} takes the defaults.",
+            "type": "object",
+            "additionalProperties": False,
+            "properties": _MONITOR,
+        },
+        "on_pressure": {
+            "description": "What is done besides warning where the pressure becomes critical. trim: idle caches are "
+            "given back. raise: the next checkpoint of memguard (workload, require) raises. Needs monitor.",
+            "type": "array",
+            "items": {"enum": ["trim", "raise"]},
+            "uniqueItems": True,
+            "default": [],
+        },
     },
+    "if": {"required": ["on_pressure"], "properties": {"on_pressure": {"minItems": 1}}},
+    "then": {"required": ["monitor"]},
     "$defs": {"percent": _PERCENT, "size": _SIZE},
 }

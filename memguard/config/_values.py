@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from pydantic_core import PydanticCustomError
 
-from memguard.units import GIB, GRANULE, KIB, MIB, TIB, parse_percent, parse_size, short
+from memguard.units import GIB, GRANULE, KIB, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
 
@@ -38,6 +38,19 @@ _ON_BUSY = {
 }
 MAX_NCCL = 64
 """Communicators on one GPU: more are a typing mistake, as 64 of them would take 31 GiB."""
+INTERVAL = 0.05, 3600.0
+"""Seconds between two samples of the monitor: the least and the most."""
+FORECAST = 1.0, 3600.0
+"""Seconds before a cap is reached at which that is said: the least and the most; 0 never says it."""
+TIMELINE_SIZE = MIB
+"""The least that a timeline may take on disk."""
+MAX_PATH = 1024
+_ON_PRESSURE = {
+    "empty_cache": "trim",
+    "free": "trim",
+    "reclaim": "trim",
+    **dict.fromkeys(("error", "exception", "fail", "abort", "stop"), "raise"),
+}
 
 
 def wrong(message: str, fix: str) -> PydanticCustomError:
@@ -68,6 +81,14 @@ def percent_text(fraction: Fraction) -> str:
         context.prec = 40
         percent = Decimal(fraction.numerator) * 100 / Decimal(fraction.denominator)
         return f"{percent.normalize():f}%"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration exactly, as a budget file takes it: `500ms`, `20s`."""
+    milliseconds = round(seconds * 1000)
+    if milliseconds % 1000 and milliseconds / 1000 == seconds:
+        return f"{milliseconds}ms"
+    return f"{int(seconds) if seconds == int(seconds) else seconds!r}s"
 
 
 def text(value: Fraction | int | str | None) -> str | None:
@@ -163,6 +184,97 @@ def on_busy(value: object) -> Literal["warn", "raise"]:
     raise wrong(f"on_busy is warn or raise, found {found(value)}", fix)
 
 
+def monitor(value: object) -> object:
+    """The settings of the monitor; the single keys are judged one by one."""
+    if isinstance(value, dict):
+        return value
+    fix = "write 'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"
+    off = value is False or found(value).strip("'").lower() in ("off", "no", "none", "never")
+    raise wrong(f"expected its settings, found {found(value)}", "remove the key: nothing watches then" if off else fix)
+
+
+def interval(value: object) -> float:
+    """Seconds between two samples of the monitor."""
+    return _duration("interval", value, "500ms", INTERVAL)
+
+
+def forecast(value: object) -> float:
+    """Seconds before a cap or limit is reached at which that is said; 0: never."""
+    word = found(value).strip("'").lower()
+    if value is False or word in ("off", "no", "none", "never"):
+        raise wrong(f"forecast is a duration, or 0 for none, found {found(value)}", "write '0'")
+    return _duration("forecast", value, "20s", FORECAST, ", or 0 for none")
+
+
+def warn(value: object) -> Fraction:
+    """The part of a cap or limit from which on the pressure is `warn`."""
+    _given(value, "'85%'")
+    return _fraction(value)
+
+
+def critical(value: object) -> Fraction:
+    """The part of a cap or limit from which on the pressure is `critical`."""
+    _given(value, "'95%'")
+    return _fraction(value)
+
+
+def timeline(value: object) -> str:
+    """The path of a file, as it is written: nothing in it is expanded but {pid} and {rank}, and those later."""
+    example = "write a path such as 'memguard.jsonl'"
+    _given(value, "'memguard.jsonl'")
+    if not isinstance(value, str):
+        raise wrong(f"timeline is the path of a file, found {found(value)}", example)
+    if not value.strip() or value.endswith(("/", "/.", "/..")) or value in (".", ".."):
+        raise wrong(f"timeline is the path of a file, found {found(value)}, which names none", example)
+    if not value.isprintable() or len(value) > MAX_PATH:
+        what = f"longer than {MAX_PATH} characters" if value.isprintable() else "not printable"
+        raise wrong(f"the path {found(value)} is {what}", example)
+    if value.startswith("~") or "$" in value:
+        raise wrong(f"memguard expands neither '~' nor '$' in {found(value)}", "write the path as it is")
+    unknown = [name for name in re.findall(r"[{}][^{}]*[{}]?", value) if name not in ("{pid}", "{rank}")]
+    if unknown:
+        raise wrong(f"{found(unknown[0])} is no part of a path that memguard fills in", "write '{pid}' or '{rank}'")
+    return value
+
+
+def timeline_size(value: object) -> int:
+    """The most that a timeline may take on disk, in bytes."""
+    _given(value, "'64MiB'")
+    size = _parsed(parse_size, value, "write a size such as '64MiB'")
+    if size < TIMELINE_SIZE:
+        unitless = not re.search("[A-Za-z]", found(value))
+        hint = f"; did you mean '{size}MiB'?" if unitless and size < KIB * KIB else ""
+        raise wrong(f"{found(value)} is less than 1MiB, the least a timeline may take", f"write '64MiB'{hint}")
+    return size
+
+
+def pressures(value: object) -> list[object]:
+    """What is done under pressure; the single entries are `pressure`'s to judge."""
+    _given(value, "'[trim]'")
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    name = value.strip().lower() if isinstance(value, str) else ""
+    fix = f"write '[{_ON_PRESSURE.get(name, name)}]'" if name in ("trim", "raise", *_ON_PRESSURE) else "write '[trim]'"
+    raise wrong(f"on_pressure is a list of trim and raise, found {found(value)}", fix)
+
+
+def pressure(value: object) -> Literal["trim", "raise"]:
+    """One thing that is done where the pressure becomes critical."""
+    if value == "trim":
+        return "trim"
+    if value == "raise":
+        return "raise"
+    name = value.strip().lower() if isinstance(value, str) else ""
+    fix = "write 'trim' to give idle caches back, or 'raise' to stop at the next checkpoint"
+    if name in ("trim", "raise", *_ON_PRESSURE):
+        fix = f"write '{_ON_PRESSURE.get(name, name)}'"
+    elif name in ("warn", "log", "print"):
+        fix = "remove it: a warning is logged wherever there is a monitor"
+    elif name in ("call", "callback", "function", "hook"):
+        fix = "remove it: functions are registered from Python, never named in a budget"
+    raise wrong(f"on_pressure knows trim and raise, found {found(value)}", fix)
+
+
 def device_key(value: object) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
     name = value.strip() if isinstance(value, str) else ""
@@ -212,6 +324,19 @@ def _size(value: object, allowed: str) -> int:
         shown = f"{size} byte{'s' if size > 1 else ''}" if unitless else f"{found(value)} ({size} bytes)"
         raise wrong(f"{shown}: less than 2MiB, the smallest piece that CUDA hands out", allowed + hint)
     return size
+
+
+def _duration(key: str, value: object, example: str, allowed: tuple[float, float], more: str = "") -> float:
+    least, most = allowed
+    _given(value, f"'{example}'")
+    seconds = _parsed(parse_duration, value, f"write a duration such as '{example}'{more}")
+    if least <= seconds <= most or (more and seconds == 0):
+        return seconds
+    between = f"from {duration_text(least)} to {duration_text(most)}{more}"
+    bare = re.sub(r"\.0*$", "", found(value).strip("' "))
+    meant = bare.isdecimal() and least <= int(bare[:9]) / 1000 <= most
+    hint = f"; did you mean '{bare}ms'?" if meant else ""
+    raise wrong(f"{key} is a duration {between}, found {found(value)}", f"write for example '{example}'{hint}")
 
 
 def _parsed(parse: Callable[[object], T], value: object, allowed: str) -> T:

@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budget_texts import GOOD, UUID, fw, problems
+from budget_texts import GOOD, UUID, WATCHED, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 from memguard.cli.check import check
 from memguard.cli.schema import schema
-from memguard.config import FRAMEWORKS, Budget, DeviceOverride, FrameworkBudget, from_mapping, json_schema, load, parse
+from memguard.config import (
+    FRAMEWORKS,
+    Budget,
+    DeviceOverride,
+    FrameworkBudget,
+    MonitorConfig,
+    from_mapping,
+    json_schema,
+    load,
+    parse,
+)
 from memguard.errors import ConfigError
 from memguard.units import GIB, MIB
 
@@ -82,6 +92,50 @@ def test_a_busy_gpu_is_a_warning_unless_said_otherwise() -> None:
     assert parse(GOOD + "on_busy: raise").on_busy == parse(GOOD + "on_busy: 'raise'").on_busy == "raise"
 
 
+def test_nothing_watches_unless_said() -> None:
+    assert parse(GOOD).monitor is None
+    assert parse(GOOD).on_pressure == parse(GOOD + "on_pressure: []").on_pressure == ()
+    assert parse(WATCHED).monitor == MonitorConfig()
+    default = MonitorConfig()
+    assert (default.interval, default.forecast) == (0.5, 20.0)
+    assert (default.warn, default.critical) == (Fraction(85, 100), Fraction(95, 100))
+    assert (default.timeline, default.timeline_size) == (None, 64 * MIB)
+
+
+def test_every_key_of_the_monitor() -> None:
+    text = "monitor: {interval: 2s, warn: 60%, critical: 80.5%, forecast: 1min, timeline: a.jsonl, timeline_size: 1MiB}"
+    budget = parse(GOOD + text + "\non_pressure: [trim, raise]")
+    assert budget.monitor == MonitorConfig(
+        interval=2.0,
+        warn=Fraction(6, 10),
+        critical=Fraction(805, 1000),
+        forecast=60.0,
+        timeline="a.jsonl",
+        timeline_size=MIB,
+    )
+    assert budget.on_pressure == ("trim", "raise")
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("50ms", 0.05), ("500ms", 0.5), ("500 MS", 0.5), ("0.5", 0.5), ("'0.5'", 0.5), ("1", 1.0), ("2s", 2.0),
+        ("1.5s", 1.5), ("90s", 90.0), ("5min", 300.0), ("1h", 3600.0), ("3600", 3600.0), ("'2 s'", 2.0),
+    ],
+)  # fmt: skip
+def test_intervals(written: str, seconds: float) -> None:
+    monitor = parse(GOOD + f"monitor: {{interval: {written}}}").monitor
+    assert monitor is not None and monitor.interval == seconds
+    assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"monitor: {{interval: {written}}}"))
+
+
+@pytest.mark.parametrize("written", ["0", "0s", "0.0", "'0'"])
+def test_a_forecast_of_0_is_none(written: str) -> None:
+    monitor = parse(GOOD + f"monitor: {{forecast: {written}}}").monitor
+    assert monitor is not None and monitor.forecast == 0
+    assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"monitor: {{forecast: {written}}}"))
+
+
 def test_equal_means_the_same_budget_however_written() -> None:
     one = parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%}}")
     two = parse("frameworks:\n  tensorflow: {growth: true, share: '50.0 %'}\n  torch: {limit: 1024 mib}\nversion: 1\n"
@@ -97,8 +151,28 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (GOOD, GOOD + "on_busy: warn", GOOD + "on_busy: raise"),
         (GOOD, fw("torch: {share: 50%, nccl: 0}"), fw("torch: {share: 50%, nccl: 1}")),
         (GOOD, GOOD, fw("numba: {share: 50%}")),
+        (GOOD, GOOD, WATCHED),
+        (WATCHED, GOOD + "monitor: {interval: 0.5, forecast: 20}", GOOD + "monitor: {interval: 1}"),
+        (WATCHED, GOOD + "monitor: {warn: 85.0%}", GOOD + "monitor: {warn: 80%}"),
+        (WATCHED, GOOD + "monitor: {critical: 95%}", GOOD + "monitor: {critical: 100%}"),
+        (WATCHED, GOOD + "monitor: {forecast: 20s}", GOOD + "monitor: {forecast: 0}"),
+        (WATCHED, WATCHED, GOOD + "monitor: {timeline: a.jsonl}"),
+        (WATCHED, GOOD + "monitor: {timeline_size: 64MiB}", GOOD + "monitor: {timeline_size: 1MiB}"),
+        (WATCHED, WATCHED + "on_pressure: []", WATCHED + "on_pressure: [trim]"),
     ],
-    ids=["on_busy", "nccl", "framework"],
+    ids=[
+        "on_busy",
+        "nccl",
+        "framework",
+        "monitor",
+        "interval",
+        "warn",
+        "critical",
+        "forecast",
+        "timeline",
+        "timeline_size",
+        "on_pressure",
+    ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
     one, same, other = parse(left_out), parse(written), parse(another)
@@ -122,7 +196,18 @@ def test_a_dump_says_what_a_file_would_say() -> None:
         "devices": {},
         "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}, "jax": {"share": "12.5%"}},
         "on_busy": "raise",
+        "on_pressure": [],
     }
+    text = GOOD + "monitor: {interval: 0.25, forecast: 0, warn: 70%, timeline_size: 2MiB}\non_pressure: [raise, trim]"
+    dumped = parse(text).model_dump(exclude_none=True)
+    assert dumped["monitor"] == {
+        "interval": "250ms",
+        "warn": "70%",
+        "critical": "95%",
+        "forecast": "0s",
+        "timeline_size": "2MiB",
+    }
+    assert dumped["on_pressure"] == ["raise", "trim"]
 
 
 def test_a_budget_cannot_be_changed_and_survives_pickling() -> None:
@@ -213,6 +298,26 @@ def plain(text: str) -> Any:
         GOOD + "on_busy: RAISE",
         GOOD + "on_busy: true",
         GOOD + "on_busy:",
+        GOOD + "monitor:",
+        GOOD + "monitor: on",
+        GOOD + "monitor: {intervall: 1s}",
+        GOOD + "monitor: {interval: 0}",
+        GOOD + "monitor: {interval: 5us}",
+        GOOD + "monitor: {interval: 5000}",
+        GOOD + "monitor: {warn: 85}",
+        GOOD + "monitor: {critical: 101%}",
+        GOOD + "monitor: {forecast: off}",
+        GOOD + "monitor: {timeline: runs/}",
+        GOOD + "monitor: {timeline: ''}",
+        GOOD + "monitor: {timeline: ~/a}",
+        GOOD + "monitor: {timeline: $HOME/a}",
+        GOOD + "monitor: {timeline: '{host}'}",
+        GOOD + "monitor: {timeline: 5}",
+        GOOD + "monitor: {timeline_size: 5}",
+        GOOD + "on_pressure: [trim]",
+        WATCHED + "on_pressure: trim",
+        WATCHED + "on_pressure: [warn]",
+        WATCHED + "on_pressure: [trim, trim]",
     ],
 )
 def test_the_schema_refuses_what_the_parser_refuses(text: str) -> None:
@@ -231,7 +336,13 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
         assert set(properties["frameworks"]["properties"][name]["properties"]) == keys
     assert {"share", "limit"}.union(*own.values()) == set(FrameworkBudget.model_fields)
     assert set(properties["device"]["properties"]) == set(DeviceOverride.model_fields)
+    assert set(properties["monitor"]["properties"]) == set(MonitorConfig.model_fields)
+    dumped = MonitorConfig().model_dump(exclude_none=True)
+    assert {k: v["default"] for k, v in properties["monitor"]["properties"].items() if "default" in v} == {
+        **dumped, "forecast": "20s",
+    }  # fmt: skip
     least = parse(GOOD)
+    assert properties["on_pressure"]["default"] == list(least.on_pressure)
     assert properties["on_busy"]["default"] == least.on_busy
     assert properties["frameworks"]["properties"]["torch"]["properties"]["nccl"]["default"] == 0
     json_schema()["properties"].clear()
@@ -247,11 +358,24 @@ def test_the_commands() -> None:
     assert "GPU 0: limit 50% of what CUDA can give" in output
     assert "'NVIDIA A100*': reserve 2GiB" in output
     assert "unallocated  10% of (limit − reserve)" in output
+    assert "monitor" not in output
     output = CliRunner().invoke(check, [str(CONFIGS / "budget.yaml")]).output
     assert "tensorflow   25% of (limit − reserve), grows as needed" in output
     assert "unallocated  25% of (limit − reserve) − 1GiB" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert isinstance(wrong.exception, ConfigError)
+
+
+def test_check_says_what_watches(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(WATCHED.replace("{}", "{timeline: a.jsonl}") + "on_pressure: [trim, raise]")
+    output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+    assert "  monitor      every 500ms, warn from 85%, critical from 95%, forecast 20s ahead\n" in output
+    assert f"  timeline     {tmp_path / 'a.jsonl'}, at most 64MiB\n" in output
+    assert "  on_pressure  trim and raise where the pressure becomes critical\n" in output
+    (tmp_path / "b.yaml").write_text(GOOD + "monitor: {interval: 2s, forecast: 0}")
+    output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+    assert "every 2s, warn from 85%, critical from 95%, no forecast\n" in output
+    assert "timeline" not in output
 
 
 def test_the_reference_shows_what_is_really_printed() -> None:

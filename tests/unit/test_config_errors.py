@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budget_texts import GOOD, UUID, fw, problems
+from budget_texts import GOOD, UUID, WATCHED, fw, problems
 
 from memguard.config import from_mapping, load, parse
 from memguard.errors import ConfigError
@@ -27,10 +27,9 @@ from memguard.errors import ConfigError
         ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
         # keys
         (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks, "
-         "on_busy", "'device'"),
+         "on_busy, monitor, on_pressure", "'device'"),
         (GOOD + "zzz: 1", 4, 1, "zzz", "unknown key 'zzz'", "remove it"),
         (GOOD + "'a\\nb': 1", 4, 1, "['a\\\\nb']", "unknown key", "remove it"),
-        (GOOD + "monitor: {interval: 1s}", 4, 1, "monitor", "not supported by this version", "remove it"),
         (GOOD + "limit: 90%", 4, 1, "limit", "unknown key 'limit' here", "move it below 'device:'"),
         (GOOD + "pycuda: {limit: 1GiB}", 4, 1, "pycuda", "unknown key 'pycuda' here", "move it below 'frameworks:'"),
         (GOOD + "growth: true", 4, 1, "growth", "unknown key 'growth' here", "move it below 'tensorflow:'"),
@@ -39,7 +38,6 @@ from memguard.errors import ConfigError
         (GOOD + "on_bussy: raise", 4, 1, "on_bussy", "unknown key 'on_bussy'", "did you mean 'on_busy'?"),
         (GOOD + "device: {on_busy: raise}", 4, 10, "device.on_busy", "here", "align it with 'version:'"),
         (fw("torch: {share: 5%, on_busy: raise}"), 3, 22, "torch.on_busy", "here", "align it with 'version:'"),
-        (GOOD + "on_pressure: trim", 4, 1, "on_pressure", "not supported by this version", "remove it"),
         (GOOD + "device: {limits: 90%}", 4, 10, "device.limits", "allowed: limit, reserve", "did you mean 'limit'?"),
         (GOOD + "device: {share: 9%}", 4, 10, "device.share", "unknown key 'share' here", "below a framework"),
         (GOOD + "device: {frameworks: {}}", 4, 10, "device.frameworks", "here", "align it with 'version:'"),
@@ -108,6 +106,88 @@ from memguard.errors import ConfigError
         (fw("tensorflow: {share: 5%, growth: 'true'}"), 3, 35, "tensorflow.growth",
          "the text 'true'", "write 'true' without quotes"),
         (fw("tensorflow: {share: 5%, growth: }"), 3, 34, "tensorflow.growth", "found nothing", "'true' or"),
+        # monitor
+        (GOOD + "monitor:", 4, 9, "monitor", "expected its settings, found nothing", "'monitor: {}' for the defaults"),
+        (GOOD + "monitor: true", 4, 10, "monitor", "expected its settings, found True", "'monitor: {}'"),
+        (GOOD + "monitor: on", 4, 10, "monitor", "found 'on'", "'monitor: {interval: 1s}'"),
+        (GOOD + "monitor: off", 4, 10, "monitor", "found 'off'", "remove the key: nothing watches then"),
+        (GOOD + "monitor: [1s]", 4, 10, "monitor", "found a list", "'monitor: {}'"),
+        (GOOD + "moniter: {}", 4, 1, "moniter", "unknown key 'moniter'", "did you mean 'monitor'?"),
+        (GOOD + "interval: 1s", 4, 1, "interval", "unknown key 'interval' here", "move it below 'monitor:'"),
+        (GOOD + "monitor: {intervall: 1s}", 4, 11, "monitor.intervall", "unknown key 'intervall'; allowed: interval, "
+         "warn, critical, forecast, timeline, timeline_size", "did you mean 'interval'?"),
+        (GOOD + "monitor: {file: x}", 4, 11, "monitor.file", "unknown key 'file'", "did you mean 'timeline'?"),
+        (GOOD + "monitor: {limit: 5%}", 4, 11, "monitor.limit", "unknown key 'limit' here", "below 'device:'"),
+        (GOOD + "monitor: {on_pressure: [trim]}", 4, 11, "monitor.on_pressure", "here", "align it with 'version:'"),
+        (GOOD + "monitor: {interval: }", 4, 20, "monitor.interval", "has no value", "write '500ms', or remove the key"),
+        (GOOD + "monitor: {interval: fast}", 4, 21, "monitor.interval", "'fast' is not a duration", "'500ms', '2s'"),
+        (GOOD + "monitor: {interval: 10ms}", 4, 21, "monitor.interval", "from 50ms to 3600s, found '10ms'", "'500ms'"),
+        (GOOD + "monitor: {interval: 0}", 4, 21, "monitor.interval", "from 50ms to 3600s, found 0", "example '500ms'"),
+        (GOOD + "monitor: {interval: 2h}", 4, 21, "monitor.interval", "from 50ms to 3600s, found '2h'", "'500ms'"),
+        (GOOD + "monitor: {interval: 5000}", 4, 21, "monitor.interval", "found 5000", "did you mean '5000ms'?"),
+        (GOOD + "monitor: {interval: 5m}", 4, 21, "monitor.interval", "unknown unit 'm'", "write '5min'"),
+        (GOOD + "monitor: {interval: 5us}", 4, 21, "monitor.interval", "unknown unit 'us'; allowed: ms, s,", "'500ms'"),
+        (GOOD + "monitor: {interval: -1s}", 4, 21, "monitor.interval", "'-1s' is not a duration", "'500ms'"),
+        (GOOD + "monitor: {interval: 1e-1}", 4, 21, "monitor.interval", "'1e-1' is not a duration", "'500ms'"),
+        (GOOD + "monitor: {interval: true}", 4, 21, "monitor.interval", "True is not a duration", "'500ms'"),
+        (GOOD + "monitor: {interval: 1:30}", 4, 21, "monitor.interval", "'1:30' is not a duration", "'500ms'"),
+        (GOOD + "monitor: {warn: 85}", 4, 17, "monitor.warn", "85 is not a percentage", "'85%'"),
+        (GOOD + "monitor: {warn: 0.85}", 4, 17, "monitor.warn", "'0.85' is not a percentage", "'85%'"),
+        (GOOD + "monitor: {warn: }", 4, 16, "monitor.warn", "has no value", "write '85%'"),
+        (GOOD + "monitor: {warn: 4GiB}", 4, 17, "monitor.warn", "'4GiB' is not a percentage", "'50%'"),
+        (GOOD + "monitor: {critical: 0%}", 4, 21, "monitor.critical", "above 0% and at most 100%", "'50%'"),
+        (GOOD + "monitor: {critical: }", 4, 20, "monitor.critical", "has no value", "write '95%'"),
+        (GOOD + "monitor: {warn: 95%, critical: 90%}", 4, 32, "monitor.critical",
+         "warn at 95% must come before critical at 90%", "raise critical, or lower warn"),
+        (GOOD + "monitor: {critical: 90%, warn: 90%}", 4, 32, "monitor.warn",
+         "warn at 90% must come before critical at 90%", "write a warn below 90%"),
+        (GOOD + "monitor: {warn: 96%}", 4, 17, "monitor.warn",
+         "warn at 96% must come before critical at 95% by default", "write a warn below 95%"),
+        (GOOD + "monitor: {critical: 85%}", 4, 21, "monitor.critical",
+         "warn at 85% by default must come before critical at 85%", "raise critical, or lower warn"),
+        (GOOD + "monitor: {forecast: }", 4, 20, "monitor.forecast", "has no value", "write '20s', or remove the key"),
+        (GOOD + "monitor: {forecast: off}", 4, 21, "monitor.forecast", "or 0 for none, found 'off'", "write '0'"),
+        (GOOD + "monitor: {forecast: false}", 4, 21, "monitor.forecast", "or 0 for none, found False", "write '0'"),
+        (GOOD + "monitor: {forecast: 100ms}", 4, 21, "monitor.forecast",
+         "from 1s to 3600s, or 0 for none, found '100ms'", "'20s'"),
+        (GOOD + "monitor: {forecast: soon}", 4, 21, "monitor.forecast", "'soon' is not a duration", "'2s'"),
+        (GOOD + "monitor: {timeline: }", 4, 20, "monitor.timeline", "has no value", "write 'memguard.jsonl'"),
+        (GOOD + "monitor: {timeline: ''}", 4, 21, "monitor.timeline", "found '', which names none", "'memguard.jsonl'"),
+        (GOOD + "monitor: {timeline: runs/}", 4, 21, "monitor.timeline", "which names none", "'memguard.jsonl'"),
+        (GOOD + "monitor: {timeline: ..}", 4, 21, "monitor.timeline", "found '..', which names none", "such as"),
+        (GOOD + "monitor: {timeline: true}", 4, 21, "monitor.timeline", "the path of a file, found True", "such as"),
+        (GOOD + "monitor: {timeline: [a]}", 4, 21, "monitor.timeline", "found a list", "'memguard.jsonl'"),
+        (GOOD + 'monitor: {timeline: "a\\nb"}', 4, 21, "monitor.timeline", "is not printable", "such as"),
+        (GOOD + f"monitor: {{timeline: {'x' * 1025}}}", 4, 21, "monitor.timeline", "longer than 1024", "such as"),
+        (GOOD + "monitor: {timeline: ~/a.jsonl}", 4, 21, "monitor.timeline", "expands neither '~' nor '$'",
+         "write the path as it is"),
+        (GOOD + "monitor: {timeline: $HOME/a.jsonl}", 4, 21, "monitor.timeline", "'$HOME/a.jsonl'", "as it is"),
+        (GOOD + "monitor: {timeline: 'a-{host}.jsonl'}", 4, 21, "monitor.timeline", "'{host}' is no part of a path",
+         "write '{pid}' or '{rank}'"),
+        (GOOD + "monitor: {timeline: 'a-{pid.jsonl'}", 4, 21, "monitor.timeline", "'{pid.jsonl' is no part", "'{pid}'"),
+        (GOOD + "monitor: {timeline_size: }", 4, 25, "monitor.timeline_size", "has no value", "write '64MiB'"),
+        (GOOD + "monitor: {timeline_size: 64}", 4, 26, "monitor.timeline_size", "64 is less than 1MiB",
+         "did you mean '64MiB'?"),
+        (GOOD + "monitor: {timeline_size: 512KiB}", 4, 26, "monitor.timeline_size", "'512KiB' is less than 1MiB",
+         "write '64MiB'"),
+        (GOOD + "monitor: {timeline_size: 64MB}", 4, 26, "monitor.timeline_size", "'MB' is ambiguous", "'64MiB'"),
+        (GOOD + "monitor: {timeline_size: 5%}", 4, 26, "monitor.timeline_size", "'5%' is not a size", "'64MiB'"),
+        # on_pressure
+        (WATCHED + "on_pressure:", 5, 13, "on_pressure", "has no value", "write '[trim]', or remove the key"),
+        (WATCHED + "on_pressure: trim", 5, 14, "on_pressure", "a list of trim and raise, found 'trim'", "'[trim]'"),
+        (WATCHED + "on_pressure: abort", 5, 14, "on_pressure", "found 'abort'", "write '[raise]'"),
+        (WATCHED + "on_pressure: true", 5, 14, "on_pressure", "found True", "write '[trim]'"),
+        (WATCHED + "on_pressure: {trim: 1}", 5, 14, "on_pressure", "found a mapping", "write '[trim]'"),
+        (WATCHED + "on_pressure: [TRIM]", 5, 15, "on_pressure[0]", "knows trim and raise, found 'TRIM'", "'trim'"),
+        (WATCHED + "on_pressure: [trim, warn]", 5, 21, "on_pressure[1]", "found 'warn'", "wherever there is a monitor"),
+        (WATCHED + "on_pressure: [error]", 5, 15, "on_pressure[0]", "found 'error'", "write 'raise'"),
+        (WATCHED + "on_pressure: [callback]", 5, 15, "on_pressure[0]", "found 'callback'", "registered from Python"),
+        (WATCHED + "on_pressure: [os.abort]", 5, 15, "on_pressure[0]", "found 'os.abort'", "write 'trim' to give"),
+        (WATCHED + "on_pressure: [[trim]]", 5, 15, "on_pressure[0]", "found a list", "write 'trim' to give"),
+        (WATCHED + "on_pressure: [~]", 5, 15, "on_pressure[0]", "found nothing", "write 'trim' to give"),
+        (WATCHED + "on_pressure: [trim, raise, trim]", 5, 28, "on_pressure[2]", "'trim' is named twice", "one of them"),
+        (GOOD + "on_pressure: [trim]", 4, 1, "on_pressure", "nothing watches the pressure: on_pressure needs a monitor",
+         "add 'monitor: {}'"),
         # shares and limits
         (fw("torch: {share: 50}"), 3, 18, "torch.share", "50 is not a percentage", "'50%'"),
         (fw("torch: {share: 0.25}"), 3, 18, "torch.share", "'0.25' is not a percentage", "'25%'"),
@@ -231,7 +311,7 @@ def test_all_problems_at_once_in_file_order() -> None:
         (6, 17, "device.limit"),
         (6, 32, ""),
         (7, 10, "version"),
-        (8, 1, "monitor"),
+        (8, 10, "monitor"),
         (9, 10, "on_busy"),
     ]
     assert "add up to 110%" in found[3].message
@@ -317,6 +397,26 @@ def test_load_looks_at_nothing_but_the_file(monkeypatch: pytest.MonkeyPatch, tmp
         load(tmp_path / "b.yaml")
 
 
+def test_a_timeline_is_relative_to_the_folder_of_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = GOOD + "monitor: {timeline: 'runs/a-{pid}.jsonl'}"
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "b.yaml").write_text(text)
+    whole = str(tmp_path / "conf" / "runs" / "a-{pid}.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for path in ("conf/b.yaml", tmp_path / "conf" / "b.yaml"):
+        budget = load(path)
+        monitor = budget.monitor
+        assert monitor is not None and monitor.timeline == whole
+        assert budget.source == str(path)
+        assert from_mapping(budget.model_dump(exclude_none=True)) == budget
+    for budget in (parse(text), from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}},
+                                              "monitor": {"timeline": "runs/a-{pid}.jsonl"}})):  # fmt: skip
+        assert budget.monitor is not None and budget.monitor.timeline == "runs/a-{pid}.jsonl"  # as it is written
+    (tmp_path / "whole.yaml").write_text(GOOD + "monitor: {timeline: /data/a.jsonl}")
+    monitor = load("whole.yaml").monitor
+    assert monitor is not None and monitor.timeline == "/data/a.jsonl"
+
+
 # Mappings
 
 
@@ -348,12 +448,18 @@ def nested(depth: int) -> dict[str, Any]:
         ({"version": 1, "frameworks": {"torch": {"share": "5%", "nccl": 1.0}}}, "from 0 to 64, found 1.0"),
         ({"version": 1, "frameworks": {"torch": {"share": "5%", "nccl": 10**5000}}}, "a int that cannot be shown"),
         ({"version": 1, "on_busy": b"raise"}, "on_busy is warn or raise, found <bytes>"),
+        ({"version": 1, "monitor": {"interval": float("nan")}}, "nan is not a duration"),
+        ({"version": 1, "monitor": {"interval": 10**5000}}, "a int that cannot be shown is not a duration"),
+        ({"version": 1, "monitor": {"timeline": Path("a")}}, "timeline is the path of a file, found <"),
+        ({"version": 1, "monitor": object()}, "expected its settings, found <object>"),
+        ({"version": 1, "monitor": {}, "on_pressure": [print]}, "on_pressure knows trim and raise, found <builtin"),
+        ({"version": 1, "monitor": {}, "on_pressure": {"trim"}}, "a list of trim and raise, found <set>"),
         ({"devices": {0: {}, "0": {}}}, "'0' is given twice"),
         (Evil(), "the mapping cannot be read (RuntimeError)"),
         (nested(40), "the mapping cannot be read"),
         ({"device": list(range(20_000))}, "the mapping cannot be read"),
     ],
-    ids=range(20),
+    ids=range(26),
 )
 def test_mappings_that_are_no_budget(mapping: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:

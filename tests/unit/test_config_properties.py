@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from memguard.config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
 from memguard.config._yaml import read
 from memguard.errors import ConfigError
-from memguard.units import GIB, GRANULE
+from memguard.units import GIB, GRANULE, MIB
 
 SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()
 SCHEMA = Draft202012Validator(json_schema())
@@ -54,6 +54,15 @@ def invariants(budget: Budget) -> None:
         assert (framework.nccl is None) == (name != "torch")
         assert framework.nccl is None or (type(framework.nccl) is int and 0 <= framework.nccl <= 64)
     assert budget.on_busy in ("warn", "raise")
+    assert len(set(budget.on_pressure)) == len(budget.on_pressure)
+    assert set(budget.on_pressure) <= {"trim", "raise"}
+    assert not budget.on_pressure or budget.monitor is not None
+    if budget.monitor is not None:
+        assert 0.05 <= budget.monitor.interval <= 3600
+        assert 0 < budget.monitor.warn < budget.monitor.critical <= 1
+        assert budget.monitor.forecast == 0 or 1 <= budget.monitor.forecast <= 3600
+        assert budget.monitor.timeline is None or budget.monitor.timeline.strip()
+        assert budget.monitor.timeline_size >= MIB
     limit, reserve = budget.device.limit, budget.device.reserve
     assert limit <= 1 if isinstance(limit, Fraction) else limit >= GRANULE
     if not isinstance(limit, Fraction):
@@ -78,6 +87,7 @@ def test_any_text(text: str) -> None:
 
 WORDS = [
     "version", "device", "devices", "frameworks", "on_busy", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba",
+    "monitor", "on_pressure", "interval", "warn", "critical", "forecast", "timeline", "timeline_size", "trim", "500ms",
     "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
     "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~",
     "1:30", "GPU-1", "A*", "&a", "*a", "!x", "<<", "---", "...", "- ", "? ", ": ", ":", ", ", "{", "}", "[", "]", "'",
@@ -103,7 +113,7 @@ SCALARS = st.one_of(
     st.sampled_from([1, 2, GIB, GRANULE, Fraction(1, 2)]),
     st.just(5000).map(lambda digits: 10**digits),
 )  # fmt: skip
-KEYS = st.one_of(st.sampled_from(WORDS[:20]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
+KEYS = st.one_of(st.sampled_from(WORDS[:28]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
 ANYTHING = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner),
@@ -133,6 +143,8 @@ def entries(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 SIZES = st.sampled_from(["512MiB", "1GiB", "4GiB", "40GiB", 3 * GIB])
 PERCENTS = st.sampled_from(["10%", "25%", "33.3%", "50%", "100%"])
+DURATIONS = st.sampled_from(["500ms", "2s", "1.5 s", "1min", "0", "1h"]) | st.floats(0.04, 3601) | st.integers(0, 3601)
+PATHS = st.sampled_from(["a.jsonl", "/x/{pid}-{rank}", "a/", "{x}"]) | st.text(max_size=6)
 ENTRY = st.one_of(
     entries(share=PERCENTS),
     entries(limit=SIZES),
@@ -145,6 +157,16 @@ BUDGETS = st.fixed_dictionaries(
     },
     optional={
         "on_busy": st.sampled_from(["warn", "raise"]) | SCALARS,
+        "monitor": entries(
+            interval=DURATIONS,
+            warn=PERCENTS,
+            critical=PERCENTS,
+            forecast=DURATIONS,
+            timeline=PATHS,
+            timeline_size=SIZES,
+        )
+        | ANYTHING,
+        "on_pressure": st.lists(st.sampled_from(["trim", "raise"]) | SCALARS, max_size=3) | ANYTHING,
         "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
         "devices": st.dictionaries(
             st.sampled_from(["0", "1", "cuda:1", "cuda:", "A100*"]) | KEYS,
@@ -179,6 +201,18 @@ DEFINED = st.fixed_dictionaries(
     },
     optional={
         "on_busy": st.sampled_from(["warn", "raise"]),
+        "monitor": st.fixed_dictionaries(
+            {},
+            optional={
+                "interval": st.floats(0.05, 3600) | st.integers(1, 3600) | st.sampled_from(["50ms", "1.5 s", "1H"]),
+                "warn": PERCENTS,
+                "critical": PERCENTS,
+                "forecast": st.floats(1, 3600) | st.sampled_from([0, 0.0, "0", "20s", "1 min"]),
+                "timeline": st.sampled_from(["a.jsonl", "/x/{pid}-{rank}.jsonl", " a b", ".hidden", "a..", "…/ä"]),
+                "timeline_size": SIZES | st.just("1MiB"),
+            },
+        ),
+        "on_pressure": st.lists(st.sampled_from(["trim", "raise"]), unique=True),
         "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
         "devices": st.dictionaries(
             st.sampled_from(["0", "7", "cuda:1", "A100*"]),
@@ -192,13 +226,22 @@ DEFINED = st.fixed_dictionaries(
 @more
 @given(DEFINED)
 def test_what_is_a_budget_passes_the_schema_and_only_sums_can_fail(mapping: dict[str, Any]) -> None:
-    SCHEMA.validate(mapping)
+    if not mapping.get("on_pressure") or "monitor" in mapping:
+        SCHEMA.validate(mapping)
     try:
         invariants(from_mapping(mapping))
     except ConfigError as error:
         for problem in error.problems:
             assert any(
-                word in problem.message for word in ("add up to", "take 100%", "more than this limit", "leaves nothing")
+                word in problem.message
+                for word in (
+                    "add up to",
+                    "take 100%",
+                    "more than this limit",
+                    "leaves nothing",
+                    "must come before",
+                    "needs a monitor",
+                )
             )
 
 

@@ -1,7 +1,8 @@
-"""Sizes and percentages: what is read, what is refused and in which words."""
+"""Sizes, percentages and durations: what is read, what is refused and in which words."""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -17,6 +18,7 @@ from memguard.units import (
     TIB,
     format_size,
     gpu_uuid,
+    parse_duration,
     parse_percent,
     parse_size,
     round_down,
@@ -131,3 +133,42 @@ def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:
 
     assert short(Silent()) == "a Silent that cannot be shown"
     assert len(short("x" * 100)) == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("500ms", 0.5), (" 1.5 S ", 1.5), ("2", 2.0), ("0.25", 0.25), ("5min", 300.0), ("1h", 3600.0), ("0", 0.0),
+        (3, 3.0), (0.1, 0.1), (Fraction(1, 4), 0.25),
+    ],
+)  # fmt: skip
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5m", "unknown unit 'm'; write '5min'"),
+        ("5us", "unknown unit 'us'; allowed: ms, s, min, h"),
+        ("-1s", "'-1s' is not a duration; write '500ms', '2s' or a plain number of seconds"),
+        ("1:30", "'1:30' is not a duration"),
+        (-1, "-1 is not a duration"),
+        (True, "True is not a duration"),
+        (float("nan"), "nan is not a duration"),
+        (float("inf"), "inf is not a duration"),
+        (None, "None is not a duration"),
+        ("", "'' is not a duration"),
+    ],
+)
+def test_what_is_no_duration(text: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        parse_duration(text)
+
+
+@given(st.text(max_size=12) | st.floats() | st.integers())
+def test_any_duration_is_seconds_or_a_value_error(value: object) -> None:
+    try:
+        assert 0 <= parse_duration(value) < 1e14
+    except ValueError as error:
+        assert str(error)
