@@ -24,7 +24,10 @@ def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
     if "{pid}" not in text and "{rank}" not in text:
         stem, suffix = os.path.splitext(name)
         text = os.path.join(folder, f"{stem}-{{pid}}-{{rank}}{suffix}")
-    return os.path.abspath(text.replace("{pid}", str(pid)).replace("{rank}", str(rank or 0)))
+    try:
+        return os.path.abspath(text.replace("{pid}", str(pid)).replace("{rank}", str(rank or 0)))
+    except OSError:
+        raise TimelineError(f"{text}: the working directory is gone\n    fix: write an absolute path") from None
 
 
 def rotated(path: str, number: int | str) -> str:

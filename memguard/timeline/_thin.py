@@ -6,12 +6,14 @@ Pure: lines in, lines out. The peaks are kept so that the smallest budget that f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from memguard.timeline._records import Dropped
+from memguard.timeline._records import MAGIC, Dropped
 
+_BEGIN = re.compile(rb'\{"t":([0-9.e+]+),"(sample|event|oom|columns)":')
 _FIRST = 1.0
 """Seconds from one sample to the next, at the first try."""
 
@@ -26,19 +28,18 @@ class Thinned:
     every: float
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     time: float
     kind: str
     raw: bytes
-    columns: int = 0
+    columns: int
 
 
 def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
     """At most `room` bytes of the lines, headers among them. `every` is that of lines thinned out before.
 
     Reports go before events, events (up to half of what is left) before peaks, peaks before other samples; of
-    reports and events the newest are kept. A line that cannot be read is left out and counted nowhere.
+    reports and events the newest are kept. Raises ValueError, LookupError or TypeError where they are damaged.
     """
     found, columns = _read(lines)
     ooms, room = _newest([line for line in found if line.kind == "oom"], room)
@@ -73,16 +74,13 @@ def _read(lines: Iterable[bytes]) -> tuple[list[_Line], list[dict[str, Any]]]:
     found: list[_Line] = []
     columns: list[dict[str, Any]] = []
     for raw in lines:
-        try:
-            record = json.loads(raw)
-            if "columns" in record:
-                if not columns or columns[-1] != record["columns"]:
-                    columns.append(record["columns"])
-                continue
-            kind = next(key for key in ("sample", "event", "oom") if key in record)
-            found.append(_Line(float(record["t"]), kind, raw, len(columns) - 1))
-        except (ValueError, TypeError, KeyError, StopIteration, RecursionError):
-            continue
+        match = _BEGIN.match(raw)
+        if match is not None and match[2] != b"columns":
+            found.append(_Line(float(match[1]), match[2].decode(), raw, len(columns) - 1))
+        elif match is not None or raw.startswith(MAGIC):
+            entry = json.loads(raw)["columns"]
+            if not columns or columns[-1] != entry:
+                columns.append(entry)
     return found, columns
 
 

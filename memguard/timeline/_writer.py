@@ -16,14 +16,14 @@ from memguard.errors import TimelineError
 from memguard.model import Event, Plan, Sample
 from memguard.timeline import _files, _records
 from memguard.timeline._parse import Parser
-from memguard.timeline._records import MAX_LINE, Columns, Dropped, Header
+from memguard.timeline._records import MAX_LINE, MAX_SECONDS, Columns, Dropped, Header
 from memguard.timeline._thin import thin
 from memguard.units import KIB, MIB, format_size
 
 LIMIT = 64 * MIB
 """Bytes of all files together: more than a day of six frameworks on one GPU, at two samples a second."""
-MIN_LIMIT = 256 * KIB
-_PARTS = 16
+MIN_LIMIT = 512 * KIB
+_PARTS = 32
 """A file is begun anew when it has so much of the limit; one part is for what is thinned out, one to do that in."""
 _PATIENCE = 2.0
 """Seconds that a thread waits for another one's write: a disk that hangs must not hang the user's program."""
@@ -87,6 +87,7 @@ class Writer:
                 f"    fix: give timeline_size at least {least}"
             )
         self._fd: int | None = None
+        self._size = 0
         self._parts: list[_Part] = []
         self._kept: _Part | None = None
         self._every: float | None = None
@@ -109,7 +110,7 @@ class Writer:
     def oom(self, report: Mapping[str, Any]) -> None:
         """An out-of-memory report as plain data; its `time` is used where it has one."""
         said = report.get("time")
-        when = float(said) if isinstance(said, (int, float)) else self._clock()
+        when = float(said) if isinstance(said, (int, float)) and 0 <= said < MAX_SECONDS else self._clock()
         self._put(Dropped(ooms=1), when, lambda: self._append(_records.oom_line(when, report, self._longest)))
 
     def close(self) -> None:
@@ -195,12 +196,13 @@ class Writer:
             size = about.st_size
             if about.st_nlink == 0:  # somebody removed it: what would be written now, nobody could read
                 self._shut()
-        if self._fd is not None and size + len(line) > self._most:
-            self._set_aside(size)
+            elif size != self._size or size + len(line) > self._most:
+                # Full; or cut by somebody, or half a line is in it that could not be taken back.
+                self._set_aside(size)
         if self._fd is None:
             self._begin()
-            size = os.fstat(self._require()).st_size
-        _write(self._require(), line, size)
+        _write(self._require(), line, self._size)
+        self._size += len(line)
 
     def _look(self) -> None:
         """What is there already under this name and its parts' is an earlier run's, or it is refused."""
@@ -232,11 +234,13 @@ class Writer:
                 _files.remove(self.path)  # begun before, when its header could not be written
         self._fd = _files.create(self.path)
         self._head = replace(self._head, part=self._number)
+        line, self._size = self._header(self._number), 0
         try:
-            _write(self._fd, self._header(self._number), 0)
+            _write(self._fd, line, 0)
         except OSError:
             self._shut()
             raise
+        self._size = len(line)
         self._dirty = False
 
     def _header(self, part: int) -> bytes:

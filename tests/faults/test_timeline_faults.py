@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-SMALL = 1 << 18
+SMALL = 1 << 19
 
 
 @pytest.mark.parametrize("limit", [SMALL, 1 << 26], ids=["rotating", "one file"])
@@ -63,7 +63,7 @@ def test_a_process_that_is_killed_loses_at_most_its_last_line(tmp_path: Path, li
         arguments = command(code, folder / "{rank}.jsonl", limit)
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment()) as child:
             assert child.stdout is not None
-            seen = [child.stdout.readline() for _ in range(rng.randrange(1, 4000))]
+            seen = [child.stdout.readline() for _ in range(rng.randrange(1, 9000))]
             time.sleep(rng.random() * 0.02)
             child.kill()
             seen += child.stdout.readlines()

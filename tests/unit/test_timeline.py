@@ -24,7 +24,7 @@ from memguard.timeline._records import MAX_LINE
 from memguard.units import GIB, KIB, MAX_SIZE, MIB
 
 PLAN = plan_of()
-SMALL = 256 * KIB
+SMALL = 512 * KIB
 
 
 def test_a_run_is_read_back(tmp_path: Path) -> None:
@@ -118,12 +118,13 @@ def test_a_report_of_anything_leaves_a_timeline_that_can_be_read(
 
 def test_numbers_that_json_does_not_have_are_unknown(tmp_path: Path) -> None:
     inf = float("inf")
-    with Writer(tmp_path / "run.jsonl", PLAN) as out:
+    with Writer(tmp_path / "run.jsonl", PLAN, clock=Clock()) as out:
+        out.oom({"time": 10**400})
         out.event(Event(inf, "forecast", "\ud800 None", seconds=inf, bytes=1 << 70))
         out.oom({"time": float("nan"), "seconds": -inf})
     timeline = load_timeline(out.path)
     assert list(timeline.events()) == [Event(0.0, "forecast", "\ud800 None")]
-    assert list(timeline.ooms()) == [Oom(0.0, {"time": None, "seconds": None})]
+    assert list(timeline.ooms()) == [Oom(START, {"time": None}), Oom(START, {"time": None, "seconds": None})]
 
 
 def test_long_texts_are_cut_and_reports_lose_what_is_largest(tmp_path: Path) -> None:
@@ -210,8 +211,8 @@ def test_where_it_cannot_be_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("", "\0", "folder/"):
         with pytest.raises(TimelineError, match=r"names no file\n    fix: "):
             Writer(name, PLAN)
-    with pytest.raises(TimelineError, match=r"255\.0 KiB are not enough .*\n    fix: .*256\.0 KiB"):
-        Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=255 * KIB)
+    with pytest.raises(TimelineError, match=r"511\.0 KiB are not enough .*\n    fix: .*512\.0 KiB"):
+        Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=511 * KIB)
     many = plan_of(*["h200"] * 30)
     with pytest.raises(TimelineError, match="not enough for a timeline of this plan"):
         Writer(tmp_path / "run.jsonl", many, limit_bytes=SMALL)
@@ -350,7 +351,7 @@ def test_a_part_that_was_thinned_out_and_not_removed_is_not_read_twice(tmp_path:
     with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
         fill(out, 100)
         saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        fill(out, 1200, START + 1000)
+        fill(out, 2400, START + 1000)
     oldest = min(number for number, _ in _files.numbered(out.path) if number)
     (tmp_path / "0.1.jsonl").write_bytes(saved["0.1.jsonl"])  # as if killed between the two steps
     timeline = load_timeline(out.path)
@@ -363,9 +364,9 @@ def test_a_damaged_part_is_dropped_whole(tmp_path: Path) -> None:
         fill(out, 100)
         part = tmp_path / "0.1.jsonl"
         part.write_bytes(part.read_bytes().replace(b'"sample":[[0', b'"sample":[["x"'))
-        fill(out, 900, START + 1000)
+        fill(out, 2900, START + 1000)
     timeline = load_timeline(out.path)
-    assert len(list(timeline.samples())) + timeline.dropped.samples == 1000
+    assert len(list(timeline.samples())) + timeline.dropped.samples == 3000
 
 
 def test_a_full_disk_is_said_once_and_again_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,6 +457,41 @@ def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path) -> None:
         os.unlink(out.path)
         samples = fill(out, 2)
     assert list(load_timeline(out.path).samples()) == samples
+
+
+def test_a_file_that_somebody_cut(tmp_path: Path) -> None:
+    """As logrotate's copytruncate does: what follows gets a header again."""
+    with Writer(tmp_path / "{rank}.jsonl", PLAN) as out:
+        fill(out, 3)
+        os.truncate(out.path, 0)
+        samples = fill(out, 2)
+    timeline = load_timeline(out.path)
+    assert list(timeline.samples()) == samples
+    assert timeline.notes == (f"left out: {tmp_path / '0.1.jsonl'}: no line of it is whole",)
+
+
+def test_half_a_line_that_cannot_be_taken_back_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    out = Writer(tmp_path / "{rank}.jsonl", PLAN, clock=clock)
+    before = fill(out, 3)
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: real(handle, data[:30]))
+        patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        fill(out, 1)
+    clock.now += 60
+    after = fill(out, 2, START + 60)
+    out.close()
+    timeline = load_timeline(out.path)
+    assert list(timeline.samples()) == [*before, *after]
+    assert f"{tmp_path / '0.1.jsonl'}: the last line was cut short, and is left out" in timeline.notes
+    assert timeline.dropped == Dropped(samples=1)
+
+
+def test_a_working_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getcwd", lambda: (_ for _ in ()).throw(FileNotFoundError()))
+    with pytest.raises(TimelineError, match=r"the working directory is gone\n    fix: "):
+        Writer("run.jsonl", PLAN)
 
 
 def test_a_file_that_somebody_moved_or_replaced(tmp_path: Path) -> None:
