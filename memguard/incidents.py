@@ -60,6 +60,8 @@ class Source(Protocol):
         ...
 
 
+shows: Callable[[Report], None] | None = None
+"""Who shows reports instead of standard error: in a notebook they come under the cell's traceback."""
 _source: Source | None = None
 _undo: Callable[[], None] | None = None
 _pid: int | None = None
@@ -168,7 +170,9 @@ def _quietly(what: str, call: Callable[[], Any]) -> Any:
 def _show(report: Report) -> None:
     """To standard error: drawn on a terminal, plain elsewhere."""
     try:
-        if sys.stderr.isatty():
+        if shows is not None:
+            shows(report)
+        elif sys.stderr.isatty():
             from rich.console import Console
 
             Console(file=sys.stderr, highlight=False).print(report, soft_wrap=True)

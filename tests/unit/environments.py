@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -20,7 +19,7 @@ def make(folder: Path, *, pth: bool = True) -> Path:
     """The interpreter of a new environment in `folder`: `_all.pth` adds folders, whose .pth files do not count."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    packages = next(folder.glob("lib/python*/site-packages"))
     seen = [str(PACKAGE.parent), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
     (packages / "_all.pth").write_text("\n".join(dict.fromkeys(seen)) + "\n")
     if pth:

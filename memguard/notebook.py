@@ -1,0 +1,260 @@
+"""`%load_ext memguard`: the ledger as a table, a budget for a cell, and out-of-memory errors that let go of the memory.
+
+    %memguard                                        the ledger
+    %memguard plan                                   the caps, and how each holds
+    %memguard trim [FRAMEWORK]                       give idle caches back to the driver
+    %%memguard --framework torch --needs 4GiB        admission before the cell; its peak, and what it left, after it
+
+What is shown comes from the budget that is active: by `memguard.init` in a cell, or by MEMGUARD_CONFIG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import inspect
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from memguard import active, incidents
+from memguard.errors import MemguardError
+from memguard.model import WorkloadReport
+from memguard.oom import Report
+from memguard.units import format_size
+
+_LINE = "%memguard [plan | trim [FRAMEWORK]]"
+_CELL = "%%memguard --framework NAME [--needs SIZE] [--name TEXT]"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext memguard`."""
+    _unload(shell)  # of a module that was reloaded
+    extension = Extension(shell)
+    shell.register_magic_function(extension.magic, "line_cell", "memguard")
+    shell.events.register("pre_run_cell", extension.runs)
+    shell.events.register("post_run_cell", extension.ran)
+    incidents.shows = extension.show
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Called by `%unload_ext memguard`. The budget stays: that is `memguard.shutdown()`."""
+    _unload(shell)
+
+
+def _unload(shell: Any) -> None:
+    """Take back what is ours, known by its class's name: a reload makes another class."""
+    for magics in shell.magics_manager.magics.values():
+        if _is_ours(magics.get("memguard")):
+            del magics["memguard"]
+    for event in ("pre_run_cell", "post_run_cell"):
+        for callback in list(shell.events.callbacks[event]):
+            if _is_ours(callback):
+                shell.events.unregister(event, callback)
+    if _is_ours(incidents.shows):
+        incidents.shows = None
+
+
+def _is_ours(function: Any) -> bool:
+    owner = type(getattr(function, "__self__", None))
+    return (owner.__module__, owner.__qualname__) == (__name__, "Extension")
+
+
+class Extension:
+    """Of one shell, from load to unload."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._running = False
+        self._reports: list[Report] = []  # for the end of the cell
+
+    def magic(self, line: str, cell: str | None = None) -> Any:
+        """The ledger; or `%memguard plan`, `%memguard trim [FRAMEWORK]`, `%%memguard --framework NAME --needs SIZE`."""
+        # What stands above the cell in a traceback is of no interest to who wrote the cell.
+        __tracebackhide__ = "__ipython_bottom__"
+        if cell is not None:
+            return self._cell(_cell_options(line), cell)
+        words = _words(line, _LINE)
+        try:
+            return _line(words)
+        except MemguardError as error:
+            _refuse(str(error))
+
+    # IPython looks for this: a semicolon at the end of the cell silences the value of its last line.
+    magic._ipython_magic_output_can_be_silenced = True  # type: ignore[attr-defined]
+
+    def _cell(self, options: argparse.Namespace, cell: str) -> Any:
+        """Run the cell in the user's namespace; its error is the cell's, as ever."""
+        __tracebackhide__ = "__ipython_bottom__"
+        body, last = self._compiled(cell)
+        name = options.name or f"cell {self._number}"
+        report: WorkloadReport | None = None
+        failed = True
+        try:
+            with active.workload(name, framework=options.framework, needs=options.needs) as report:
+                value = _run(body, last, self._shell.user_ns)
+            failed = False
+        except MemguardError as error:
+            if report is None:  # refused at the door: the way there is of no interest
+                raise error.with_traceback(None) from None
+            raise
+        finally:
+            if report is not None:
+                print(_summary(report, failed))
+        return value
+
+    @property
+    def _number(self) -> int:
+        """What stands in the brackets before the cell. In newer IPythons the shell's own counter is at the next one."""
+        number: int = self._shell.displayhook.prompt_count
+        return number
+
+    def _compiled(self, cell: str) -> tuple[Any, Any]:
+        """The cell's statements, and its last line where that is an expression: the shell shows its value."""
+        compiler = self._shell.compile
+        text = self._shell.transform_cell(cell)
+        place = compiler.cache(text, self._number, raw_code=cell)  # tracebacks show its lines
+        tree = self._shell.transform_ast(compiler.ast_parse(text, filename=place))
+        last = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = compiler(ast.Expression(tree.body.pop().value), place, "eval")
+        return compiler(tree, place, "exec"), last
+
+    def show(self, report: Report) -> None:
+        """A report: under the traceback, which is shown when the cell has ended; else, of another thread, at once."""
+        if self._running:
+            self._reports.append(report)
+        else:
+            print(report, file=sys.stderr)
+
+    def runs(self, info: Any = None) -> None:
+        """Before each cell."""
+        self._running = True
+
+    def ran(self, result: Any) -> None:
+        """After each cell, when its traceback has been shown."""
+        error = getattr(result, "error_in_exec", None)
+        found = incidents.seen(error) if error is not None else None
+        self._running = False
+        reports, self._reports = self._reports, []
+        for report in reports:
+            from IPython.display import display
+
+            display({"text/plain": str(report), "text/html": report._repr_html_()}, raw=True)
+        if error is not None and found is not None:  # else what is in the traceback is for %debug
+            _release(error)
+
+
+def _release(error: BaseException) -> None:
+    """Let go of what the error holds, and say what became free."""
+    before = _in_use()
+    let_go(error)
+    after = _in_use()
+    freed = {name: size - after.get(name, size) for name, size in before.items()}
+    said = ", ".join(f"{name} {format_size(size)}" for name, size in freed.items() if size > 0)
+    if said:
+        print(f"memguard: let go of what the traceback held: {said}", file=sys.stderr)
+
+
+def let_go(error: BaseException) -> None:
+    """Empty the frames that the error holds, and those of the errors that it came from: arrays live in their locals.
+
+    The error, its traceback and its text stay, wherever they are kept (`sys.last_value`, the shell, a variable of the
+    user's): `%tb` shows them again, and `%debug` finds no locals.
+    """
+    for one in _chain(error):
+        place = one.__traceback__
+        while place is not None:
+            frame, place = place.tb_frame, place.tb_next
+            if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a cell: the names are the user's
+                continue
+            try:
+                frame.clear()
+            except RuntimeError:  # it still runs
+                continue
+            _ = frame.f_locals  # up to Python 3.12 a copy, made for whoever looked at it last, that is emptied so
+    gc.collect()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes and contexts, and those within a group; each once."""
+    waiting, known = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in known:
+            continue
+        known.add(id(one))
+        yield one
+        within = getattr(one, "exceptions", ())
+        more = [one.__cause__, one.__context__, *(within if isinstance(within, tuple) else ())]
+        waiting += [other for other in more if isinstance(other, BaseException)]
+
+
+def _line(words: list[str]) -> Any:
+    if not words:
+        return active.ledger()
+    if words == ["plan"]:
+        print(active.current())
+    elif words[0] == "trim" and len(words) <= 2:
+        print(f"{format_size(active.trim(*words[1:]))} given back to the driver")
+    else:
+        _refuse(f"usage: {_LINE}\n       {_CELL}")
+    return None
+
+
+def _run(body: Any, last: Any, names: dict[str, Any]) -> Any:
+    __tracebackhide__ = "__ipython_bottom__"
+    exec(body, names)
+    return eval(last, names) if last is not None else None
+
+
+def _summary(report: WorkloadReport, failed: bool = False) -> str:
+    peak = "no higher than it had been" if report.peak is None else format_size(report.peak)
+    if report.delta is None:
+        left = "what it left is unknown"
+    else:
+        left = f"{format_size(abs(report.delta))} {'more' if report.delta >= 0 else 'less'} in use than before"
+        left += ", with what the traceback holds" if failed else ""
+    return f"{report.name}: {report.framework} peak {peak}, {left}"
+
+
+def _in_use() -> dict[str, int]:
+    """Bytes of live arrays by framework; none where no budget is active."""
+    found: dict[str, int] = {}
+    try:
+        for part in active.ledger().devices:
+            for row in part.rows:
+                if row.in_use is not None:
+                    found[row.name] = found.get(row.name, 0) + row.in_use
+    except MemguardError:
+        return {}
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _refuse(f"{message}\nusage: {_CELL}")
+
+
+def _cell_options(line: str) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-f", "--framework", required=True)
+    parser.add_argument("-n", "--needs")
+    parser.add_argument("--name")
+    return parser.parse_args(_words(line, _CELL))
+
+
+def _words(line: str, usage: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # a quotation mark without its other
+        _refuse(f"{error}\nusage: {usage}")
+
+
+def _refuse(text: str) -> NoReturn:
+    """An error that the shell shows without a traceback."""
+    from IPython.core.error import UsageError
+
+    raise UsageError(text) from None
