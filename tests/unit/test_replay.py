@@ -61,6 +61,14 @@ def test_refused_tight_and_cache_are_told_apart() -> None:
     assert not replay([sample_of(PLAN, START, torch=torch[3])], PLAN).fits
 
 
+@pytest.mark.parametrize("order", ["rfrf", "rcrc", "fcfc", "crfcrf"])
+def test_each_way_above_a_cap_begins_anew_after_another(order: str) -> None:
+    rows = {"r": usage(12 * GIB, 9 * GIB, 0), "f": usage(12 * GIB, GIB, GIB), "c": usage(12 * GIB, GIB, 9 * GIB)}
+    row = of(replay([sample_of(PLAN, START + at, torch=rows[kind]) for at, kind in enumerate(order)], PLAN), "torch")
+    counts = {"r": row.refused.times, "f": row.fragments.times, "c": row.cache.times}
+    assert counts == {kind: order.count(kind) for kind in "rfc"}
+
+
 def test_pools_that_give_nothing_back_are_judged_by_what_is_in_use() -> None:
     """JAX and TensorFlow hold what they once had: a smaller pool would have served the same arrays."""
     jax, tensorflow = usage(9 * GIB, 3 * GIB, 0), usage(12 * GIB, GIB, 0)

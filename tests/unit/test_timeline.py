@@ -347,6 +347,14 @@ def test_nothing_but_its_own_files_is_ever_removed(tmp_path: Path) -> None:
     assert len([note for note in timeline.notes if note.startswith("left out: ")]) == 2
 
 
+def test_a_file_that_takes_a_parts_name_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        (tmp_path / "0.1.jsonl").write_text("precious")
+        samples = fill(out, 200)
+    assert (tmp_path / "0.1.jsonl").read_text() == "precious"
+    assert list(load_timeline(out.path).samples()) == samples
+
+
 def test_a_part_that_was_thinned_out_and_not_removed_is_not_read_twice(tmp_path: Path) -> None:
     with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
         fill(out, 100)
