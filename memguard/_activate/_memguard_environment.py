@@ -10,7 +10,6 @@ that is started with it, and most of them are not about GPUs. `memguard run` and
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
 
@@ -103,8 +102,6 @@ def _apply(config: str, simulate: str) -> None:
         if error.name == "memguard":  # pip builds a package in an environment of its own
             return
         raise
-    if active._active is not None:
-        return
     from memguard._activate._memguard_child import show_warnings
     from memguard.errors import AlreadyActive
 
@@ -177,19 +174,10 @@ def _is_fork_server() -> bool:
 class _Finder:
     """Finds what the others find, and has the budget applied before the module is made."""
 
-    def __init__(self) -> None:
-        self._asking = _thread._local()
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in MODULES or getattr(self._asking, "name", None) == fullname:
-            return None
-        before, self._asking.name = getattr(self._asking, "name", None), fullname  # the others may ask around too
-        try:
-            spec = _find(fullname, path, target)
-        finally:
-            self._asking.name = before
+        spec = _find(fullname, path, target) if fullname in MODULES else None
         if spec is not None and hasattr(spec.loader, "create_module"):
             spec.loader = _Loader(spec.loader, path)  # type: ignore[assignment]
         return spec

@@ -183,8 +183,9 @@ def test_an_interrupt_leaves_the_budget_waiting(python: Path, folder: Path) -> N
     ("value", "applied"), [("1", "None"), ("yes", "None"), ("0", "(True, ['torch'])"), ("", "(True, ['torch'])")]
 )
 def test_memguard_disable_wins_over_the_variable(python: Path, folder: Path, value: str, applied: str) -> None:
-    done = run(python, folder, f"import torch\n{APPLIED}", MEMGUARD_DISABLE=value)
-    assert said(done) == [applied]
+    waiting = "import sys\nprint(sum('_Finder' in str(f) for f in sys.meta_path))\n"
+    done = run(python, folder, f"{waiting}import torch\n{APPLIED}", MEMGUARD_DISABLE=value)
+    assert said(done) == ["0" if applied == "None" else "1", applied]
 
 
 def test_memguard_disable_may_come_later_and_leaves_init_alone(python: Path, folder: Path) -> None:
@@ -293,6 +294,29 @@ def test_memguard_run_brings_its_own_and_nothing_is_applied_twice(python: Path, 
     done = command(words, folder)
     assert said(done) == ["(True, ['cupy'])", "1"]  # the one finder is the guard's, for the simulated framework
     assert done.stderr == SIMULATED
+
+
+def test_memguard_run_comes_before_a_framework_of_the_users_sitecustomize(python: Path, folder: Path) -> None:
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text("import torch")
+    (folder / "program.py").write_text(APPLIED)
+    path = f"{folder / 'site'}:{folder}"
+    words = [str(python), "-m", "memguard", "run", "-c", "budget.yaml", "--simulate", "h200", str(python), "program.py"]
+    done = command(words, folder, config="none.yaml", PYTHONPATH=path, MEMGUARD_DISABLE="")
+    assert said(done) == ["(True, ['torch'])"]
+    assert done.stderr.count(NOT_APPLIED) == 1  # of the Python that runs `memguard run`, whose sitecustomize it is too
+
+
+def test_finders_that_ask_around_are_no_trouble(python: Path, folder: Path) -> None:
+    """As numba-cuda's, which sends `numba.cuda` elsewhere."""
+    code = (
+        "import importlib.util, sys\nclass Asks:\n    busy = False\n    def find_spec(self, name, *rest):\n"
+        "        if self.busy: return None\n        self.busy = True\n"
+        "        try: return importlib.util.find_spec(name)\n"
+        "        finally: self.busy = False\nsys.meta_path.insert(0, Asks())\nimport torch\n"
+        "print(type(torch.__spec__.loader).__name__, type(torch.__loader__).__name__)\n"
+    )
+    assert said(run(python, folder, code + APPLIED)) == ["SourceFileLoader SourceFileLoader", "(True, ['torch'])"]
 
 
 def test_the_command_line_applies_nothing(python: Path, folder: Path) -> None:
