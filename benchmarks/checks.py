@@ -254,3 +254,82 @@ def _pair_holds(one: dict[str, Any]) -> bool:
         for driven in one["found"].values()
     )
     return capped and set(one["enforcement"].values()) == {"enforced"} and one["sum_minus_total"] == 0
+
+
+def watch_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `watch.py`."""
+    found: dict[str, tuple[bool, str]] = {}
+
+    def check(name: str, passed: bool, figure: str) -> None:
+        found[name] = (bool(passed), figure)
+
+    for name, one in s.items():
+        if name.endswith((", own cap", ", card full")) and not one.get("no_cap"):
+            _report_checks(name, one, check)
+    leak = s.get("leak", {})
+    if "leaked" in leak:
+        ahead = leak["announced_before_oom_s"]
+        check(
+            "leak: announced >= 5 s before the OOM",
+            ahead is not None and ahead >= 5,
+            f"{ahead} s before; {leak['leaked'] / GIB:.1f} GiB leaked in {leak['seconds']} s",
+        )
+    saw = s.get("sawtooth", {})
+    if "alarms" in saw:
+        most = ", ".join(f"{name} {part:.0%}" for name, part in saw["most"].items())
+        said = [f"{alarm['kind']}: {alarm['text']}" for alarm in saw["alarms"]]
+        long_enough = saw["seconds_run"] >= 600
+        check(
+            "sawtooth: ten minutes, no alarm",
+            long_enough and not said,
+            f"{saw['seconds_run']:.0f} s, up to {most} of the caps; {len(said)} alarms {' | '.join(said[:3])}".rstrip(),
+        )
+    tick = s.get("tick", {})
+    if "tick_us" in tick:
+        probes = sum(tick["probes_us"].values())
+        check(
+            "tick: <= 120 us median with all six live",
+            tick["tick_us"]["median"] <= 120,
+            f"{tick['tick_us']['median']:.1f} us (p90 {tick['tick_us']['p90']:.1f}), the probes alone {probes:.1f}",
+        )
+    ops = s.get("small ops", {})
+    if "ratio" in ops:
+        ratio, control = ops["ratio"], ops["control"]
+        check(
+            "small ops: ratio with the monitor at 10 Hz, upper bound <= 1.02",
+            ops["pairs"] >= 60 and ratio["high"] <= 1.02,
+            f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}), control {control['median']:.4f} "
+            f"({control['low']:.4f} to {control['high']:.4f}), {ops['pairs']} pairs",
+        )
+    return found
+
+
+def _report_checks(name: str, one: dict[str, Any], check: Any) -> None:
+    report = one.get("report")
+    if report is None:
+        check(f"{name}: reported", False, str(one.get("exception", one.get("stderr_tail", "no report")))[-120:])
+        return
+    check(f"{name}: names the requester", report["requester"] == one["requester"], str(report["requester"]))
+    size = report["requested"]
+    check(
+        f"{name}: size within 1 MiB",
+        size is not None and abs(size - one["asked"]) <= MIB,
+        f"{size} of {one['asked']} bytes asked for",
+    )
+    rows = {row: figures["bytes"] or 0 for row, figures in one["rows"].items()}
+    largest = max(rows, key=lambda row: rows[row])
+    # In their own caps the scenarios share the card, and other ones may hold more of it.
+    holders = [h for h in report["holders"] if h["kind"] == "framework" or name.endswith("card full")]
+    first = holders[0]["name"] if holders else None
+    check(f"{name}: names the largest holder", first == largest, f"{first}: {rows[largest] / MIB:,.0f} MiB")
+    for holder in report["holders"]:
+        if holder["kind"] != "framework" or holder["reclaimable"] is None:
+            continue
+        back = one["returned"].get(holder["name"], 0)
+        check(
+            f"{name}: reclaimable of {holder['name']} within 32 MiB of what a trim frees",
+            abs(holder["reclaimable"] - back) <= 32 * MIB,
+            f"{holder['reclaimable'] / MIB:,.1f} said, {back / MIB:,.1f} MiB freed",
+        )
+    reasons = {"own cap": ("cap", "fragmented"), "card full": ("card",)}[name.rpartition(", ")[2]]
+    check(f"{name}: says why", report["reason"] in reasons, report["reason"])

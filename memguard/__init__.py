@@ -13,9 +13,11 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from memguard.active import checkpoint as checkpoint
     from memguard.active import guard as guard
     from memguard.active import init as init
     from memguard.active import ledger as ledger
+    from memguard.active import on_pressure as on_pressure
     from memguard.active import require as require
     from memguard.active import resize as resize
     from memguard.active import shutdown as shutdown
@@ -30,20 +32,31 @@ if TYPE_CHECKING:
     from memguard.errors import MemguardError as MemguardError
     from memguard.errors import NotActive as NotActive
     from memguard.errors import PlanError as PlanError
+    from memguard.errors import TimelineError as TimelineError
     from memguard.errors import TraceError as TraceError
+    from memguard.errors import UnderPressure as UnderPressure
+    from memguard.incidents import last_oom as last_oom
+    from memguard.notebook import load_ipython_extension as load_ipython_extension
+    from memguard.notebook import unload_ipython_extension as unload_ipython_extension
     from memguard.recorder import record_trace as record_trace
+    from memguard.timeline import load_timeline as load_timeline
 
 __version__ = "0.1.0"
 
 _ERRORS = (
     "AlreadyActive", "BudgetExceeded", "CapNotApplied", "ConfigError", "ConflictingSetting", "DeviceError",
-    "MemguardError", "NotActive", "PlanError", "TraceError",
+    "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError", "UnderPressure",
 )  # fmt: skip
-_FUNCTIONS = ("guard", "init", "ledger", "require", "resize", "shutdown", "trim", "workload")
+_FUNCTIONS = (
+    "checkpoint", "guard", "init", "ledger", "on_pressure", "require", "resize", "shutdown", "trim", "workload",
+)  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
     **dict.fromkeys(_FUNCTIONS, "memguard.active"),
+    "last_oom": "memguard.incidents",
+    "load_timeline": "memguard.timeline",
     "record_trace": "memguard.recorder",
+    **dict.fromkeys(("load_ipython_extension", "unload_ipython_extension"), "memguard.notebook"),
 }
 
 __all__ = [
@@ -56,15 +69,23 @@ __all__ = [
     "MemguardError",
     "NotActive",
     "PlanError",
+    "TimelineError",
     "TraceError",
+    "UnderPressure",
+    "checkpoint",
     "guard",
     "init",
+    "last_oom",
     "ledger",
+    "load_ipython_extension",
+    "load_timeline",
+    "on_pressure",
     "record_trace",
     "require",
     "resize",
     "shutdown",
     "trim",
+    "unload_ipython_extension",
     "workload",
 ]
 

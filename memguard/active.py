@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
 
 from memguard import passive
 from memguard.conductor import Guard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
-from memguard.model import WorkloadReport
+from memguard.model import Event, WorkloadReport
+from memguard.watch import Watch, callbacks
 
 if TYPE_CHECKING:
     from memguard.accounts import Ledger
@@ -79,7 +81,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
             before.stop()
         _active = guard  # before start: an import in another thread may call back at once
         try:
-            guard.start()
+            _begin(guard)
         except BaseException:
             _active = None
             if before is not None:
@@ -90,6 +92,17 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         if _environment is not None:
             _environment.disarm()
         return guard
+
+
+def _begin(guard: Guard) -> None:
+    """Apply, and then look on: monitor, timeline and the hooks for errors begin with what they watch in place."""
+    guard.start()
+    watch = guard.observer = Watch(guard)
+    try:
+        watch.start()
+    except BaseException:
+        guard.stop()
+        raise
 
 
 def _stay_passive() -> Guard:
@@ -107,7 +120,7 @@ def _again(before: Guard) -> Guard | None:
     try:
         guard = Guard(before.budget, before.host)
         guard.plan = before.plan  # as `resize` had left it
-        guard.start()
+        _begin(guard)
     except MemguardError as error:
         # As text: a log that keeps its records would keep the error, what it came from, and the frames of that.
         _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
@@ -127,6 +140,10 @@ def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence
         active = init(budget, replace=replace, simulate=simulate)
     try:
         yield active
+    except Exception as error:
+        if active.active:
+            active.observer.failed(error)
+        raise
     finally:
         with _lock:
             if _active is active and active is not before:
@@ -168,6 +185,22 @@ def resize(framework: str, size: int | str) -> None:
 def trim(framework: str | None = None) -> int:
     """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
     return current().trim(framework)
+
+
+def checkpoint() -> None:
+    """The moment for what `on_pressure` says: trims, and UnderPressure. For loops that have no `workload` in them."""
+    current().observer.checkpoint()
+
+
+def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
+    """Call `callback` with every event of the monitor, on the monitor's thread; the returned call takes that back."""
+    callbacks.append(callback)
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):
+            callbacks.remove(callback)
+
+    return forget
 
 
 def current() -> Guard:

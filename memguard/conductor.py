@@ -131,10 +131,10 @@ class Guard:
 
     def sample(self) -> Sample:
         """The same figures without the rows, each asked for once: for several readings a second, on any thread."""
-        with self._lock, contexts.beside_captures():
+        with self._lock:
             self._check_active()
-            frameworks, enforcements = self.frameworks, self._enforcements()
-            parts = [self._books.sample(part, frameworks, enforcements) for part in self.plan.devices]
+            frameworks, books = self.frameworks, self._books
+            parts = [books.sample(part, frameworks, self._enforcements) for part in self.plan.devices]
             return Sample(time.time(), tuple(parts))
 
     def _enforcements(self) -> dict[str, str]:

@@ -10,6 +10,7 @@
     ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
     │   └── ConflictingSetting   because of a setting of the user's own: `setting` names it
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
+    ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
     ├── TraceError           an allocation trace that cannot be read (exit code 2)
@@ -115,6 +116,20 @@ class BudgetExceeded(MemguardError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.framework, self.needed, self.available, str(self))
+
+
+class UnderPressure(MemguardError):
+    """Memory has become critical, and the budget says `on_pressure: [raise]`: raised at the next checkpoint.
+
+    `framework` is None where the process as a whole nears its limit on the GPU `uuid`.
+    """
+
+    def __init__(self, framework: str | None, uuid: str | None, message: str) -> None:
+        super().__init__(framework, uuid, message)
+        self.framework, self.uuid = framework, uuid
+
+    def __str__(self) -> str:
+        return f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget"
 
 
 class NotActive(MemguardError):

@@ -234,6 +234,8 @@ def _reason(case: Case) -> tuple[Reason, str]:
     cap = f"its cap of {format_size(row.cap)} is reached: it {held}{used}"
     if case.fragmented:
         pieces = f"{format_size(case.split)} of it are cached in pieces"
+        if case.silent:
+            pieces = f"the {format_size(case.split)} that no array is in lie in pieces, or {row.name} would have them"
         return "fragmented", f"its cap of {format_size(row.cap)} would do, but {pieces}; the card has {card}"
     if case.over_cap and case.over_card:
         return "cap and card", f"{cap}, and the card has only {card}"
@@ -294,7 +296,8 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
 
 def _short(facts: Facts) -> str:
     """Type and the line that speaks of memory, in at most 200 characters."""
-    lines = [line.strip() for line in facts.text.splitlines() if line.strip()]
+    text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's names of nodes
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
     line = telling or (lines[0] if lines else "")
     kind = facts.type.removeprefix("builtins.")

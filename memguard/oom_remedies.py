@@ -78,7 +78,10 @@ class Case:
     @cached_property
     def need(self) -> int:
         asked = self.verdict.requested
-        return WORKSPACE if asked is None else asked + SEGMENT
+        if asked is None:
+            return WORKSPACE
+        bins = asked // 16 if self.verdict.requester == "pycuda" else 0  # which round up by so much
+        return asked + max(SEGMENT, bins)
 
     @cached_property
     def taken(self) -> int:
@@ -101,6 +104,8 @@ class Case:
             return 0
         if self.row.name in self.fragmentation:
             return self.fragmentation[self.row.name]
+        if self.silent:
+            return self.room or 0
         known = self.row.reclaimable is not None or self.row.name in NEVER_BACK
         return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
 
@@ -116,7 +121,14 @@ class Case:
     @cached_property
     def fragmented(self) -> bool:
         """Whether its cap would do, if its cache were in one piece."""
+        if self.silent:  # by its live arrays there is room in cap and card: then its pool has no piece of that size
+            return not self.over_card and self.room is not None and self.room >= self.need
         return self.over_cap and (self.room or 0) + self.split >= self.need
+
+    @property
+    def silent(self) -> bool:
+        """Whether the requester does not say what its pool holds: TensorFlow with growth."""
+        return self.row is not None and self.row.at_least is not None
 
     @cached_property
     def headroom(self) -> int:

@@ -29,8 +29,9 @@ BLOCKS = 20
 """Blocks that are kept: ten seconds, or more where samples come more rarely."""
 EVIDENCE = 3.0, 6
 """The seconds and blocks that a rise must have lasted."""
-RISING = 3 / 4
-"""The part of all pairs of blocks that a steady rise has rising: more than one step has, less than without noise."""
+RISING = 6 / 7, 3 / 4
+"""The part of all pairs of blocks that a steady rise has rising, of fewer than ten blocks and of more: more than chance
+and one step bring about, and less than without noise."""
 FLOOR = 0.755
 """The part of a cap that must be in use before a forecast is made."""
 MEMORY = 300.0
@@ -111,6 +112,8 @@ class State:
     """What `decide` remembers. Opaque but for `level`."""
 
     _tracks: Mapping[tuple[str | None, str | None], _Track] = field(default_factory=dict)
+    _block: int | None = field(default=None, compare=False)
+    _devices: tuple[DeviceSample, ...] = field(default=(), compare=False)
 
     def level(self, uuid: str | None, framework: str | None = None) -> Pressure:
         """The pressure on one GPU: of a framework, or of the process."""
@@ -123,6 +126,9 @@ START = State()
 
 def decide(settings: Settings, sample: Sample, state: State) -> tuple[State, list[Action]]:
     """The state after a sample, and what to do. Every event has one log or warn, and one callback."""
+    block = int(sample.time // BLOCK)
+    if block == state._block and sample.devices == state._devices:
+        return state, []  # nothing has moved, and the half second is not over
     tracks: dict[tuple[str | None, str | None], _Track] = {}
     actions: list[Action] = []
     for device in sample.devices:
@@ -134,7 +140,7 @@ def decide(settings: Settings, sample: Sample, state: State) -> tuple[State, lis
             if settings.forecast > 0 and (level.used > FLOOR * level.top or track.said is not None):
                 track = _forecast(settings, sample.time, key, level, track, actions)
             tracks[key] = track
-    return State(tracks), actions
+    return State(tracks, block, sample.devices), actions
 
 
 def needed(name: str, usage: FrameworkSample) -> int | None:
@@ -313,7 +319,8 @@ def _slope(blocks: Sequence[_Block]) -> float:
     if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:
         return 0.0
     slopes = [(b.low - a.low) / (b.time - a.time) for a, b in combinations(blocks, 2)]
-    return median(slopes) if sum(slope > 0 for slope in slopes) >= RISING * len(slopes) else 0.0
+    rising = sum(slope > 0 for slope in slopes)
+    return median(slopes) if rising >= RISING[len(blocks) >= 10] * len(slopes) - 1e-9 else 0.0
 
 
 def leak(afters: Sequence[int]) -> int | None:

@@ -128,6 +128,12 @@ def buffer(address: int) -> int | None:
     return found.value
 
 
+def relax() -> bool:
+    """No call of this thread spoils a CUDA graph that another captures, from now on. False where CUDA is not there."""
+    driver = _driver()
+    return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+
+
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
     """Calls of this thread that free memory do not spoil a CUDA graph that another thread captures meanwhile.

@@ -9,7 +9,8 @@ serves whoever asks in its context, and goes back with its last piece.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memguard.units import GRANULE, MIB, round_down, round_up
@@ -164,6 +165,17 @@ class DriverPages:
     def reclaimable(self) -> int:
         """What goes back with all that is going: a slab does with its last piece."""
         return self._going
+
+    def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
+        """The bytes that go back to the driver with these allocations: a slab does with its last piece."""
+        large, small = 0, Counter[int]()
+        for address, size in pieces:
+            if size > SMALL:
+                large += round_up(size)
+            else:
+                small[address // GRANULE] += 1
+        emptied = (self._slabs[slab] for slab, count in small.items() if count == self._slabs[slab].pieces)
+        return large + sum(slab.counted for slab in emptied)
 
     def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int) -> None:
         """Every sum follows, so that asking costs nothing."""

@@ -98,9 +98,12 @@ class Pool:
         pool = self._pool()
         return int(pool.active_bytes) if pool is not None else 0
 
-    def idle_bytes(self) -> int:
-        pool = self._pool()
-        return int(pool.managed_bytes - pool.active_bytes) if pool is not None else 0
+    def idle(self) -> list[tuple[int, int]]:
+        """Address and size of the blocks that a trim gives back: no allocation lies in them."""
+        if sum(self._by_size.values()) == sum(self.active.of.values()) or not self._there():
+            return []
+        at = self.active.at
+        return [(address, size) for address, size in self._blocks.items() if not at[address]]
 
     def _take(self, size: int, bin_size: int) -> Any:
         pool = self._pool()

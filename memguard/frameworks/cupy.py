@@ -24,7 +24,7 @@ from memguard.errors import CapNotApplied, ConflictingSetting
 from memguard.frameworks import _rmm
 from memguard.frameworks._cupy_pieces import Pieces
 from memguard.frameworks._driver_bytes import SMALL, TINY, slabs, whole_share
-from memguard.frameworks.base import Framework
+from memguard.frameworks.base import Framework, with_size
 from memguard.model import Applied, Device, Enforcement, Usage
 from memguard.units import format_size
 
@@ -183,7 +183,7 @@ class CuPy(Framework):
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
-        count = last = 0
+        refusal, count, last = cupy.cuda.memory.OutOfMemoryError, 0, 0
         seen: set[int] = set()
 
         def allocate(size: int) -> Any:
@@ -195,7 +195,11 @@ class CuPy(Framework):
                 if ordinal not in seen:
                     self._limit_here(cupy, ordinal)
                     seen.add(ordinal)
-            memory = malloc(size if size <= TINY else whole_share(size))
+            try:
+                memory = malloc(size if size <= TINY else whole_share(size))
+            except refusal as error:
+                with_size(error, size)
+                raise
             if size <= SMALL and (total := total_bytes()) != last:  # 0.15 µs
                 last = total
                 pieces = self._pieces.get(get_device())

@@ -91,7 +91,8 @@ class PyCUDA(Framework):
             self._settle()
             pools = self._pools(device.uuid)
             held, in_use = self._held(device.uuid), self._in_use(device.uuid)
-            idle, peak = sum(p.idle_bytes() for p in pools), self._peak[device.uuid]
+            idle = self._pages_of(device.uuid).returned_by(piece for pool in pools for piece in pool.idle())
+            peak = self._peak[device.uuid]
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or nothing was allocated yet
         return Usage(held, in_use, idle, peak=peak)

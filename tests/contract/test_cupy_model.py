@@ -122,6 +122,15 @@ def conflict(call: Callable[[], object]) -> ConflictingSetting:
     return caught.value
 
 
+def test_a_refusal_carries_the_size_that_was_asked_for(model: Model) -> None:
+    """Its text has what was asked of the pool, which is rounded up to the driver's pages."""
+    setting = model()
+    setting.apply(64 * MIB)
+    with pytest.raises(setting.oom) as caught:
+        setting.alloc(65 * MIB + 1)
+    assert caught.value.memguard_requested == 65 * MIB + 1
+
+
 # before anything is allocated
 
 

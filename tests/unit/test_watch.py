@@ -1,0 +1,240 @@
+"""What looks on while a budget is active: errors explained, pressure acted on at checkpoints, timelines."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memguard
+from memguard import active, watch
+from memguard.frameworks.simulated import SimulatedFramework
+from memguard.model import Event, Pressure
+from memguard.pressure import Action
+from memguard.units import GIB, MIB
+
+BUDGET: dict[str, Any] = {
+    "version": 1,
+    "device": {"limit": "40GiB"},
+    "frameworks": {"torch": {"limit": "10GiB"}, "cupy": {"limit": "20GiB"}},
+}
+MONITOR = {"interval": "50ms"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    hooks = sys.excepthook, threading.excepthook
+    yield
+    memguard.shutdown()
+    watch.callbacks.clear()
+    assert (sys.excepthook, threading.excepthook) == hooks
+    assert not [thread for thread in threading.enumerate() if "memguard" in thread.name]
+
+
+def begin(**more: Any) -> tuple[watch.Watch, dict[str, SimulatedFramework]]:
+    guard = memguard.init({**BUDGET, **more}, simulate="h200")
+    assert isinstance(guard.observer, watch.Watch)
+    return guard.observer, {name: one for name, one in guard.frameworks.items() if isinstance(one, SimulatedFramework)}
+
+
+def until(done: Callable[[], Any]) -> Any:
+    for _ in range(400):
+        if found := done():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def event(kind: str = "pressure", framework: str | None = "torch", level: Pressure | None = Pressure.CRITICAL) -> Event:
+    uuid = active.current().plan.devices[0].device.uuid
+    return Event(time.time(), kind, f"{framework} is critical", level, uuid, framework)
+
+
+class Array:
+    """Stands for a tensor: weakly referable."""
+
+
+# errors
+
+
+@pytest.mark.parametrize("block", ["workload", "guard"])
+def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
+    block: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Exception, match="simulated torch") as caught, memguard.guard(BUDGET, simulate="h200") as guard:
+        torch = guard.frameworks["torch"]
+        assert isinstance(torch, SimulatedFramework)
+        if block == "workload":
+            with memguard.workload("train", framework="torch"):
+                torch.allocate(11 * GIB)
+        torch.allocate(11 * GIB)
+    assert isinstance(caught.value, torch.oom_types()) and caught.value.requested == 11 * GIB
+    said = capsys.readouterr().err
+    assert said.count("ran out of GPU memory") == 1 and "torch" in said
+    report = memguard.last_oom()
+    assert report is not None and report.verdict.requester == "torch" and report.verdict.requested == 11 * GIB
+    if sys.version_info >= (3, 11):
+        assert any("memguard" in note for note in caught.value.__notes__)
+
+
+def test_nothing_of_the_error_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    _, frameworks = begin()
+    held: list[weakref.ref[Array]] = []
+
+    def work() -> None:
+        array = Array()
+        held.append(weakref.ref(array))
+        with memguard.workload("train", framework="torch"):
+            frameworks["torch"].allocate(11 * GIB)
+
+    with pytest.raises(Exception, match="out of memory"):
+        work()
+    gc.collect()
+    assert held[0]() is None and memguard.last_oom() is not None
+
+
+def test_other_errors_pass_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    begin()
+    with pytest.raises(ZeroDivisionError), memguard.workload("train", framework="torch"):
+        raise ZeroDivisionError
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, frameworks = begin()
+    thread = threading.Thread(target=frameworks["torch"].allocate, args=(11 * GIB,))
+    thread.start()
+    thread.join()
+    assert "ran out of GPU memory" in capsys.readouterr().err
+
+
+# pressure
+
+
+def test_without_a_monitor_there_is_no_thread() -> None:
+    looking, _ = begin()
+    assert looking.monitor is None and not [t for t in threading.enumerate() if "memguard" in t.name]
+    memguard.checkpoint()
+
+
+def test_the_monitor_sees_what_the_ledger_sees_and_ends_with_the_budget() -> None:
+    looking, frameworks = begin(monitor=MONITOR)
+    monitor = looking.monitor
+    assert monitor is not None
+    array = frameworks["torch"].allocate(3 * GIB)
+    sample = until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])[-1]
+    assert sample.devices[0].frameworks["torch"].in_use == 3 * GIB
+    frameworks["torch"].free(array)
+    memguard.shutdown()
+    assert not monitor.alive
+
+
+def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Event] = []
+    broken = memguard.on_pressure(lambda event: 1 / 0)
+    forget = memguard.on_pressure(seen.append)
+    with caplog.at_level(logging.INFO, "memguard"):
+        _, frameworks = begin(monitor=MONITOR)
+        frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+        first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
+    assert first.level is Pressure.CRITICAL
+    assert [r for r in caplog.records if r.levelno == logging.WARNING and "torch" in r.getMessage()]
+    assert "callback of memguard.on_pressure failed: ZeroDivisionError" in caplog.text
+    for undo in (broken, forget, forget):
+        undo()
+    assert watch.callbacks == []
+
+
+def test_a_trim_waits_for_a_checkpoint_on_the_users_thread() -> None:
+    looking, frameworks = begin()
+    torch = frameworks["torch"]
+    torch.free(torch.allocate(4 * GIB))
+    looking._act(Action("trim", event()))
+    assert memguard.ledger().devices[0].row("torch").cached == 4 * GIB, "not in the background"
+    seen: list[Event] = []
+    memguard.on_pressure(seen.append)
+    with memguard.workload("train", framework="cupy"):
+        assert memguard.ledger().devices[0].row("torch").cached == 0
+    assert [(e.kind, e.framework, e.bytes) for e in seen] == [("trim", "torch", 4 * GIB)]
+    memguard.checkpoint()
+    assert len(seen) == 1, "once"
+
+
+def test_raise_comes_at_the_next_checkpoint_while_the_pressure_lasts() -> None:
+    _, frameworks = begin(monitor=MONITOR, on_pressure=["raise"])
+    array = frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+
+    def raised() -> memguard.UnderPressure | None:
+        try:
+            memguard.checkpoint()
+        except memguard.UnderPressure as error:
+            return error
+        return None
+
+    error = until(raised)
+    assert error.framework == "torch" and "on_pressure" in str(error)
+    assert raised() is None, "once for each rise"
+    frameworks["torch"].free(array)
+
+
+def test_a_raise_that_is_no_longer_due_is_forgotten() -> None:
+    looking, _ = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    looking._act(Action("raise", event()))
+    looking._act(Action("callback", event(level=Pressure.OK)))
+    memguard.checkpoint()
+
+
+def test_a_workload_that_leaves_more_behind_each_time_is_suspected_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, frameworks = begin()
+    kept = []
+    with caplog.at_level(logging.WARNING, "memguard"):
+        for _ in range(12):
+            with memguard.workload("step", framework="torch"):
+                kept.append(frameworks["torch"].allocate(64 * MIB))
+            with memguard.workload("clean", framework="torch"):
+                frameworks["torch"].free(frameworks["torch"].allocate(64 * MIB))
+    (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
+    assert "'step'" in said and "64.0 MiB" in said
+
+
+# timelines
+
+
+def test_a_timeline_has_samples_events_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = tmp_path / "budget.yaml"
+    budget.write_text(
+        "version: 1\nframeworks: {torch: {limit: 10GiB}}\nmonitor: {interval: 50ms, timeline: 'run-{pid}.jsonl'}\n"
+    )
+    guard = memguard.init(budget, simulate="h200")
+    torch = guard.frameworks["torch"]
+    assert isinstance(torch, SimulatedFramework) and isinstance(guard.observer, watch.Watch)
+    monitor = guard.observer.monitor
+    assert monitor is not None
+    torch.allocate(10 * GIB - 64 * MIB)
+    until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])
+    with pytest.raises(torch.oom_types()), memguard.workload("train", framework="torch"):
+        torch.allocate(4 * GIB)
+    memguard.shutdown()
+    (path,) = tmp_path.glob("run-*.jsonl")
+    timeline = memguard.load_timeline(path)
+    assert timeline.header.simulated
+    assert any(s.devices[0].frameworks.get("torch") for s in timeline.samples())
+    assert [e.kind for e in timeline.events()][:1] == ["pressure"]
+    (oom,) = timeline.ooms()
+    assert oom.report["requested"] == 4 * GIB
+
+
+def test_a_timeline_that_cannot_be_begun_leaves_nothing_applied(tmp_path: Path) -> None:
+    with pytest.raises(memguard.TimelineError, match="fix:"):
+        memguard.init({**BUDGET, "monitor": {"timeline": str(tmp_path / "no" / "run.jsonl")}}, simulate="h200")
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
