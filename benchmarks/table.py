@@ -170,6 +170,50 @@ def all_frameworks() -> list[str]:
     ]
 
 
+def watch() -> list[str]:
+    if not (RESULTS / "h200-watch.json").exists():
+        return []
+    result = load("h200-watch.json")
+    about, scenarios = result["about"], result["scenarios"]
+    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+    reports = {name: one for name, one in scenarios.items() if one.get("report")}
+    shown = scenarios["cupy, card full"]
+    leak, saw, tick, ops = (scenarios[name] for name in ("leak", "sawtooth", "tick", "small ops"))
+    ratio, control = ops["ratio"], ops["control"]
+    replay = load("replay.json")["runs"][-1]
+    start = load("startup.json")["start"]
+    armed = start["with"]["median_ms"] - start["without"]["median_ms"]
+    return [
+        "An out-of-memory error as memguard explains it (CuPy asks, PyTorch and another process hold the card):",
+        "",
+        "```",
+        *shown["printed"].splitlines(),
+        "```",
+        "",
+        "| watching | measured |",
+        "| --- | --- |",
+        f"| out-of-memory errors driven for real, by the own cap and by a sibling on a full card | {len(reports)}, each "
+        "with its report |",
+        f"| a leak of 1 GiB a second from 20 GiB below the cap | announced {leak['announced_before_oom_s']} s before "
+        "the error |",
+        f"| a sawtooth workload, up to {max(saw['most'].values()):.0%} of its cap, at 10 Hz | {len(saw['alarms'])} "
+        f"alarms in {saw['seconds_run'] / 60:.0f} minutes |",
+        f"| one tick with all six live | {tick['tick_us']['median']:.0f} µs median (90 %: "
+        f"{tick['tick_us']['p90']:.0f}); the probes alone {sum(tick['probes_us'].values()):.0f} |",
+        f"| small PyTorch operations with the monitor at 10 Hz, as a ratio to without | {ratio['median']:.4f} (95 %: "
+        f"{ratio['low']:.4f}–{ratio['high']:.4f}); without against without {control['median']:.4f} "
+        f"({control['low']:.4f}–{control['high']:.4f}), {ops['pairs']} pairs |",
+        f"| replay of a timeline of {replay['samples']:,} samples, no GPU | {replay['seconds']:.0f} s, "
+        f"{replay['peak_rss_kib'] / 1024:.0f} MiB |",
+        f"| start of a Python that has memguard in its environment, without MEMGUARD_CONFIG | {armed:+.2f} ms |",
+        "",
+        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
+        f"[h200-watch.json](benchmarks/results/h200-watch.json), of memguard {about['memguard_hash']}.",
+        *missed(result),
+        "",
+    ]
+
+
 def missed(*results: dict[str, Any]) -> list[str]:
     """The checks that did not pass, each with its figure."""
     failed = [f"{name}: {what}" for result in results for name, (ok, what) in result["checks"].items() if not ok]
@@ -190,7 +234,7 @@ def ledger() -> list[str]:
 
 
 def tables() -> str:
-    return "\n".join([*main_job(), "", *all_frameworks(), "", *gpu_tests(), "", *ledger(), "", *light()])
+    return "\n".join([*main_job(), "", *all_frameworks(), "", *watch(), *gpu_tests(), "", *ledger(), "", *light()])
 
 
 def status() -> list[str]:
