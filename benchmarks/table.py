@@ -192,8 +192,8 @@ def watch() -> list[str]:
         "",
         "| watching | measured |",
         "| --- | --- |",
-        f"| out-of-memory errors driven for real, by the own cap and by a sibling on a full card | {len(reports)}, each "
-        "with its report |",
+        f"| out-of-memory errors driven for real, by the own cap and by a sibling on a full card | "
+        f"{len(reports)}, each with its report |",
         f"| a leak of 1 GiB a second from 20 GiB below the cap | announced {leak['announced_before_oom_s']} s before "
         "the error |",
         f"| a sawtooth workload, up to {max(saw['most'].values()):.0%} of its cap, at 10 Hz | {len(saw['alarms'])} "
