@@ -147,6 +147,18 @@ def test_one_expensive_sample_does_not_slow_the_others() -> None:
     assert set(world.clock.waits) == {0.5}
 
 
+def test_what_it_saved_in_an_hour_it_may_not_spend_at_once() -> None:
+    world = World(ticks=7300)
+
+    def each(tick: int) -> None:
+        world.cost = 0.0001 if tick < 7200 else 0.05
+
+    world.each = each
+    world.run()
+    assert set(world.clock.waits[:7200]) == {0.5}
+    assert sum(world.clock.waits[7200:7220]) > 20 * 0.05 / 0.01 - 15
+
+
 # Failing samples
 
 
@@ -366,7 +378,9 @@ def test_a_daemon_thread_that_starts_stops_and_starts_again(running: Callable[..
     assert monitor.alive and monitor._thread is not thread
 
 
-def test_it_can_be_stopped_from_its_own_thread(running: Callable[..., Monitor]) -> None:
+def test_it_can_be_stopped_from_its_own_thread(
+    running: Callable[..., Monitor], caplog: pytest.LogCaptureFixture
+) -> None:
     kept: list[Monitor] = []
 
     def act(action: Action) -> None:
@@ -381,6 +395,7 @@ def test_it_can_be_stopped_from_its_own_thread(running: Callable[..., Monitor]) 
     assert thread is not None
     thread.join(20)
     assert not thread.is_alive() and not kept[0].alive
+    assert not caplog.records
 
 
 def test_a_driver_that_hangs_holds_up_nobody_for_long(

@@ -114,6 +114,8 @@ def test_a_pool_that_gives_nothing_back_is_pressure_on_nobody() -> None:
     usage = FrameworkSample(None, GIB, 0, 20 * GIB)
     device = DeviceSample(UUID, TOTAL, 0, 100 * GIB, 39 * GIB, 40 * GIB, GIB, 0, {"tensorflow": usage})
     assert not run([Sample(BEGIN, (device,))])
+    nearly = device._replace(total=41 * GIB, free=2 * GIB)  # no other process has anything of the limit
+    assert not run([Sample(BEGIN, (nearly,))])
 
 
 def test_a_framework_without_a_cap_counts_on_the_device_only() -> None:
@@ -282,6 +284,52 @@ def test_a_clock_that_is_set_back_forgets_what_was_before() -> None:
     rising = [sample(t, torch=torch(31 * GIB + t * GIB / 2)) for t in times(2.5, 0.5)]
     again = [sample(t - 3600, torch=torch(32 * GIB + t * GIB / 2)) for t in times(2.5, 0.5)]
     assert not run([*rising, *again])
+    state = START
+    for one in [sample(t, torch=torch(36 * GIB)) for t in times(60, 0.5)]:
+        state, _ = decide(Settings(), one, state)
+    state, _ = decide(Settings(), again[0], state)
+    (track,) = (track for key, track in state._tracks.items() if key[1] == "torch")
+    assert len(track.blocks) == 1 and not track.peaks
+    assert track.level is Pressure.WARN  # 32 GiB are the 80% below which it ends: the level stays
+
+
+@pytest.mark.parametrize("interval", [0.05, 0.5])
+@pytest.mark.parametrize(("rate", "tooth", "period"), [(0.5, 4, 0.33), (0.5, 4, 1.0), (0.5, 2, 2.0), (0.25, 4, 2.0)])
+def test_a_leak_beneath_a_sawtooth_is_announced_once(rate: float, tooth: int, period: float, interval: float) -> None:
+    def level(time: float) -> float:
+        return 20 * GIB + max(time - 5, 0) * rate * GIB - tooth * GIB * (1 - time / period % 1)
+
+    end = 5 + 20 / rate
+    found = events(run(sample(t, torch=torch(level(t))) for t in times(end, interval)), "forecast")
+    assert len(found) == 1
+    assert end - (found[0].time - BEGIN) >= 10
+
+
+def test_what_rises_and_falls_is_no_steady_rise() -> None:
+    unsteady = [31, 31.8, 32.5, 32.1, 31.7, 32.4, 33.2]  # 16 of 21 pairs rise
+    assert not at(*(level / 40 for level in unsteady))
+    assert at(*(level / 40 for level in sorted(unsteady)))
+
+
+def test_what_follows_a_long_pause_is_another_rise() -> None:
+    def level(time: float) -> float:
+        return 31 + min(time, 4) / 2 + max(min(time - 100, 4), 0) / 2
+
+    found = events(run(sample(t, torch=torch(level(t) * GIB)) for t in times(120, 0.25)), "forecast")
+    assert [event.time - BEGIN for event in found] == [pytest.approx(3, abs=1), pytest.approx(103, abs=1)]
+
+
+def test_noise_is_no_rise() -> None:
+    """In its first ten seconds, while nothing is known, chance may look like one: rarely."""
+    early = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        interval = (0.1, 0.25, 0.5, 1.0)[seed % 4]
+        noisy = (sample(t, torch=torch(rng.uniform(0.77, 0.84) * 40 * GIB)) for t in times(300, interval))
+        found = events(run(noisy))
+        early += len(found)
+        assert all(event.time - BEGIN < 12 for event in found)
+    assert early <= 3
 
 
 def test_the_state_does_not_grow() -> None:
@@ -345,6 +393,11 @@ def test_after_a_first_tooth_no_other_is_a_rise_however_near_the_cap_it_comes() 
     level = shape("triangle", 20.0, random.Random(0))
     actions = run(sample(t, torch=torch(0.84 * 40 * GIB * level(t))) for t in times(600, 0.5))
     assert len(events(actions)) <= 1
+    tops = [0.84, 0.835, 0.844, 0.839, 0.847]
+    little_by_little = (
+        sample(t, torch=torch(tops[int(t / 30) % 5] * 40 * GIB * level(t * 2 / 3))) for t in times(600, 0.5)
+    )
+    assert len(events(run(little_by_little))) <= 1
 
 
 # Any samples
@@ -414,6 +467,7 @@ def test_nothing_is_said_below_three_quarters(levels: list[float], interval: flo
         ([0, 10, 10, 10, 10, 10, 10], None),
         ([0, 10, 20, 20, 20, 20, 20, 20], None),  # a cache that fills
         ([0, 100, 150, 175, 188, 194, 197], None),
+        ([int(1000 * (1 - 0.9**n)) for n in range(40)], None),
         ([40, 30, 20, 10, 0], None),
         ([0, 10, 20, 30, 40, 40, 40, 40, 40, 40, 40, 40, 40], None),  # it is over
         ([0, 10, 20, 30, 40, 0, 10, 20, 30, 40, 0, 10, 20, 30, 40], None),  # given back every fifth time
