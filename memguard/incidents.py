@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from memguard.accounts import Ledger
 from memguard.model import Plan, Sample
-from memguard.oom import Facts, Report, Verdict, classify, diagnose
+
+if TYPE_CHECKING:  # what explains an error is loaded when there is one
+    from memguard.accounts import Ledger
+    from memguard.oom import Facts, Report, Verdict
 
 _log = logging.getLogger("memguard")
 
@@ -113,6 +115,8 @@ def last_oom() -> Report | None:
 
 def facts_of(error: BaseException) -> Facts:
     """The exception as plain data: nothing of it is kept alive."""
+    from memguard.oom import Facts
+
     kind = type(error)
     try:
         text = str.__getitem__(str(error), slice(_TEXT))  # a plain one, whatever class of text it was
@@ -130,6 +134,8 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
                 return _reports.get(number), False
             if not isinstance(one, Exception):
                 continue
+            from memguard.oom import classify  # not before: an import while KeyboardInterrupt ends a program hides it
+
             facts = facts_of(one)
             verdict = classify(facts)
             if verdict.memory == "none":
@@ -145,6 +151,8 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
 
 
 def _explained(error: BaseException, facts: Facts, verdict: Verdict, source: Source) -> Report:
+    from memguard.oom import diagnose
+
     number = next(_numbers)
     _quietly("the error cannot be marked", lambda: setattr(error, _MARK, (os.getpid(), number)))
     scene = _quietly("no reading at an out-of-memory error", source.scene) or Scene()
