@@ -160,12 +160,15 @@ class WorkloadReport:
         return None if self.after is None or self.before is None else self.after - self.before
 
 
-class Pressure(Enum):
-    """How close a framework is to its cap, or the process to its limit on a GPU."""
+class Pressure(str, Enum):
+    """How close a framework is to its cap, or the process to its limit on a GPU. Equal to its name as text."""
 
     OK = "ok"
     WARN = "warn"
     CRITICAL = "critical"
+
+    def __str__(self) -> str:
+        return str(self.value)
 
     @property
     def rank(self) -> int:

@@ -232,6 +232,9 @@ def _reason(case: Case) -> tuple[Reason, str]:
     held = f"holds {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
     cap = f"its cap of {format_size(row.cap)} is reached: it {held}{used}"
+    asked = case.verdict.requested
+    if asked is not None and asked > row.cap and case.over_cap:
+        return "cap", f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}; the card has {card}"
     if case.fragmented:
         pieces = f"{format_size(case.split)} of it are cached in pieces"
         if case.silent:

@@ -237,7 +237,8 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         used, most = format_size(idle[giver][1].bytes), format_size(idle[giver][1].cap)
         yield Remedy(f"{text}lower frameworks.{giver}, which holds {used} of its {most}", missing)
     elif part.device.usable - part.limit >= missing:
-        yield Remedy(f"{text}raise device.limit from {format_size(part.limit)}", missing)
+        limits = f"from {format_size(part.limit)} to {format_size(part.limit + missing)}"
+        yield Remedy(f"{text}raise device.limit {limits}", missing)
     else:
         yield Remedy(f"{text}neither the other caps nor the GPU leave that: ask for less at once")
 

@@ -46,6 +46,7 @@ class Watch(Observer):
         self._levels: dict[tuple[str | None, str | None], Pressure | None] = {}
         self._left: defaultdict[tuple[str, str], deque[int]] = defaultdict(lambda: deque(maxlen=_REPETITIONS))
         self._leaks: set[tuple[str, str]] = set()
+        self._failed: list[Callable[[Event], None]] = []
         self._busy = threading.local()
         self.monitor: Monitor | None = None
 
@@ -138,9 +139,12 @@ class Watch(Observer):
         return incidents.Scene(ledger, guard.plan, processes, tuple(samples))
 
     def diagnosed(self, report: Mapping[str, Any]) -> None:
-        """An out-of-memory was explained: into the timeline with it."""
+        """An out-of-memory was explained: into the timeline with it, and to the callbacks on this thread."""
         if self._writer is not None:
             self._writer.oom(report)
+        who, size = report["requester"], report["requested"]
+        text = f"out of memory: {who or 'unknown'}: {report['why'] or report['error']}"
+        self._call(Event(time.time(), "oom", text, uuid=report["uuid"], framework=who, bytes=size))
 
     # the monitor's thread
 
@@ -185,7 +189,14 @@ class Watch(Observer):
             try:
                 callback(event)
             except Exception as error:
-                _log.warning("a callback of memguard.on_pressure failed: %s: %s", type(error).__name__, str(error))
+                if callback not in self._failed:  # once for each: it is called again at the next event
+                    self._failed.append(callback)
+                    code = getattr(callback, "__code__", None)
+                    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+                    name = getattr(callback, "__qualname__", repr(callback))
+                    _log.warning(
+                        "memguard.on_pressure: %s%s failed: %s: %s", name, where, type(error).__name__, str(error)
+                    )
 
     # the user's thread
 

@@ -278,7 +278,7 @@ def test_a_cap_that_is_recommended_fits_and_is_enough(shares: list[int], asked: 
         {"torch": Usage(size, size, 0)}, facts=torch_error(f"Tried to allocate {asked}.00 MiB. GPU 0"), plan=plan
     )
     text = found.remedies[0].text
-    if match := re.match(r"raise frameworks\.torch\.(share|limit) to (\S+)", text):
+    if match := re.match(r"raise frameworks\.torch\.(share|limit) to ([^\s,]+)", text):
         assert found.remedies[0].bytes is not None
         try:
             better = plan_of({**frameworks, "torch": {match[1]: match[2]}}, (H200, SECOND))

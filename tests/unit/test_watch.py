@@ -85,6 +85,15 @@ def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
         assert any("memguard" in note for note in caught.value.__notes__)
 
 
+def test_callbacks_hear_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, frameworks = begin()
+    seen: list[Event] = []
+    memguard.on_pressure(seen.append)
+    with pytest.raises(Exception, match="out of memory"), memguard.workload("train", framework="torch"):
+        frameworks["torch"].allocate(11 * GIB)
+    assert [(e.kind, e.framework, e.bytes) for e in seen] == [("oom", "torch", 11 * GIB)]
+
+
 def test_nothing_of_the_error_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     _, frameworks = begin()
     held: list[weakref.ref[Array]] = []
@@ -148,7 +157,8 @@ def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureF
         first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
     assert first.level is Pressure.CRITICAL
     assert [r for r in caplog.records if r.levelno == logging.WARNING and "torch" in r.getMessage()]
-    assert "callback of memguard.on_pressure failed: ZeroDivisionError" in caplog.text
+    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "test_watch.py:" in caplog.text
+    assert first.level == "critical", "it can be compared with text"
     for undo in (broken, forget, forget):
         undo()
     assert watch.callbacks == []
