@@ -31,9 +31,10 @@ _FORKED = (
     "no budget is active in this process: it was forked from one that has one, and a budget is of one process\n"
     "    fix: call memguard.init here, for a budget of its own"
 )
+_WITHOUT = '    or: try it without one: simulate="h200" (`memguard run --simulate h200`)'
 
 simulated_by_default: Sequence[str] | None = None
-"""The GPUs of `memguard run --simulate`: an `init` of the program's own that names none means these too."""
+"""The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: an `init` of the program's own means these too."""
 from_environment: Guard | None = None
 """What MEMGUARD_CONFIG applied: an `init` of the program's own replaces it without being asked to."""
 _environment: Any = sys.modules.get("_memguard_environment")  # there where that variable was set when Python started
@@ -47,7 +48,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones; under
-    `memguard run --simulate` it need not be given again.
+    `memguard run --simulate`, and with MEMGUARD_SIMULATE beside MEMGUARD_CONFIG, it need not be given again.
     Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
 
     Other processes: a forked child is inert. In a worker of multiprocessing (`spawn`, `forkserver`) an `init` at the
@@ -60,22 +61,25 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     if not passive.wanted(passive.reimporting(sys.modules), os.environ):
         return _stay_passive()
     loaded = _load(budget)
-    simulate = simulated_by_default if simulate is None else simulate
+    simulate = _simulated_by_default() if simulate is None else simulate
     with _lock:
         before = _active if _active is not None and _active.active else None
         if before is not None:
             if before.budget == loaded and _simulated_names(before.host) == _names(simulate):
                 return before
             if not replace and before is not from_environment:
+                which = f": that of {before.budget.source}" if before.budget.source else ""
                 raise AlreadyActive(
-                    "another budget is active in this process\n"
+                    f"another budget is active in this process{which}\n"
                     "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
                 )
         host = _host(simulate)
         try:
             guard = Guard(loaded, host)  # before anything is undone: a budget that does not fit changes nothing
-        except BaseException:
+        except BaseException as error:
             host.close()
+            if isinstance(error, DeviceError) and not host.simulated:
+                raise DeviceError(f"{error}\n{_WITHOUT}") from error
             raise
         if before is not None:
             before.stop()
@@ -156,8 +160,12 @@ def shutdown() -> list[str]:
     with _lock:
         if _environment is not None:
             _environment.disarm()
-        current, _active = _active, None
-        return current.stop() if current is not None and current.active else []
+        current = _active
+        try:
+            return current.stop() if current is not None and current.active else []
+        finally:
+            if current is None or not current.active:  # else a Ctrl-C came first, and it can be tried again
+                _active = None
 
 
 def ledger() -> Ledger:
@@ -194,6 +202,8 @@ def checkpoint() -> None:
 
 def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
     """Call `callback` with every event of the monitor, on the monitor's thread; the returned call takes that back."""
+    if not callable(callback):
+        raise TypeError(f"memguard.on_pressure takes a function, found {callback!r}")
     callbacks.append(callback)
 
     def forget() -> None:
@@ -232,6 +242,13 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
             text = f"simulate names GPUs as text, found {name!r}"
             raise DeviceError(f"{text}\n    fix: simulate='h200', or a list of names")
     return tuple(str(name).strip().lower() for name in names)
+
+
+def _simulated_by_default() -> Sequence[str] | None:
+    global simulated_by_default
+    if simulated_by_default is None and _environment is not None:
+        simulated_by_default = _environment.simulated()
+    return simulated_by_default
 
 
 def _simulated_names(host: Host) -> tuple[str, ...] | None:

@@ -6,17 +6,21 @@ What is charged, and what the rows are, `accounts` decides.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from memguard import accounts
 from memguard.devices.host import Host
+from memguard.errors import MemguardError
 from memguard.frameworks import _driver_bytes, registry
 from memguard.frameworks.base import Framework
 from memguard.model import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample
 from memguard.units import GRANULE, MIB, format_size
 
 _ATTEMPTS = 3
+_PATIENCE = 5.0
+"""Seconds that a reading waits for another thread's."""
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be what they were, while the card's are."""
 
@@ -26,6 +30,7 @@ class Books:
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self._host, self._unnamed, self._warn = host, unnamed, warn
+        self._lock = threading.RLock()
         self._strangers: dict[str, Framework] = {}
         self._overhead: dict[str, accounts.Overhead] = {}
         self._warned: set[str] = set()
@@ -49,7 +54,20 @@ class Books:
     def read(
         self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
     ) -> accounts.DeviceLedger:
-        """One device's rows. NVML is read before and after, and all again if it moved meanwhile."""
+        """One device's rows. NVML is read before and after, and all again if it moved meanwhile.
+
+        MemguardError where another thread's reading does not return: a driver that hangs must not hang whoever asks.
+        """
+        if not self._lock.acquire(timeout=_PATIENCE):
+            raise MemguardError(f"the GPUs have not answered another thread for {_PATIENCE:.0f} s\n    fix: nvidia-smi")
+        try:
+            return self._read(part, frameworks, enforcements)
+        finally:
+            self._lock.release()
+
+    def _read(
+        self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
+    ) -> accounts.DeviceLedger:
         device = part.device
         for attempt in range(_ATTEMPTS):
             before = self._host.memory(device), self._host.processes(device).get(self._host.pid)
@@ -91,6 +109,16 @@ class Books:
 
         What has changed and is nobody's yet is looked at with the care of `read`, which charges it where it belongs.
         """
+        with self._lock:
+            return self._sample(part, frameworks, enforcements)
+
+    def forked(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
+
+    def _sample(
+        self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Callable[[], Mapping[str, str]]
+    ) -> DeviceSample:
         device = part.device
         uuid = device.uuid
         usages = {name: usage for name, one in frameworks.items() if (usage := one.usage(device)) is not None}
@@ -104,7 +132,7 @@ class Books:
         charged = self._overhead[uuid].charged if uuid in self._overhead else 0
         rest = None if gap is None else gap - charged
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
-            self.read(part, frameworks, enforcements())
+            self._read(part, frameworks, enforcements())
             charged = self._overhead[uuid].charged if uuid in self._overhead else 0
             rest = self._rest[uuid] = (gap or 0) - charged
         caps = part.caps

@@ -99,19 +99,22 @@ class Guard:
 
     def stop(self) -> list[str]:
         """Undo everything, last first. Returns what stays, as sentences."""
-        self.observer.stop()  # without the lock, which its thread may be waiting for
-        with self._lock:
-            stays = self._undo.run() + self.permanent
-            self._entries.clear()
-            self._books.clear()
-            self.host.close()
-            for sentence in stays:
-                _log.info("%s", sentence)
-            return stays
+        try:
+            self.observer.stop()  # without the lock, which its thread may be waiting for
+        finally:
+            with self._lock:
+                stays = self._undo.run() + self.permanent
+                self._entries.clear()
+                self._books.clear()
+                self.host.close()
+        for sentence in stays:
+            _log.info("%s", sentence)
+        return stays
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
+        self._books.forked()
         self.observer.forked()
         self._hook.clear()
         for entry in self._entries.values():
@@ -131,11 +134,10 @@ class Guard:
 
     def sample(self) -> Sample:
         """The same figures without the rows, each asked for once: for several readings a second, on any thread."""
-        with self._lock:
-            self._check_active()
-            frameworks, books = self.frameworks, self._books
-            parts = [books.sample(part, frameworks, self._enforcements) for part in self.plan.devices]
-            return Sample(time.time(), tuple(parts))
+        self._check_active()
+        frameworks, books = self.frameworks, self._books  # without the lock: nobody waits where a driver hangs
+        parts = [books.sample(part, frameworks, self._enforcements) for part in self.plan.devices]
+        return Sample(time.time(), tuple(parts))
 
     def _enforcements(self) -> dict[str, str]:
         return {name: entry.enforcement.value for name, entry in self._entries.items()}

@@ -32,8 +32,8 @@ _ATTRIBUTES = (
     "requested", "memguard_requested",
 )  # fmt: skip
 """Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
-_TEXT = 20_000
-"""Characters of a text that are looked at: TensorFlow's tell the whole graph."""
+_TEXT = 4_000
+"""Characters that are looked at of a text's beginning, and of its end: TensorFlow's tell the whole graph."""
 _WALKED = 100
 """Exceptions of one chain that are looked at."""
 _KEPT = 8
@@ -119,7 +119,9 @@ def facts_of(error: BaseException) -> Facts:
 
     kind = type(error)
     try:
-        text = str.__getitem__(str(error), slice(_TEXT))  # a plain one, whatever class of text it was
+        text = str.__getitem__(str(error), slice(None))  # a plain one, whatever class of text it was
+        if len(text) > 2 * _TEXT:
+            text = f"{text[:_TEXT]}\n{text[-_TEXT:]}"
     except Exception:  # its own code
         text = ""
     attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
@@ -158,7 +160,7 @@ def _explained(error: BaseException, facts: Facts, verdict: Verdict, source: Sou
     scene = _quietly("no reading at an out-of-memory error", source.scene) or Scene()
     report = diagnose(facts, verdict, scene.ledger, scene.plan, scene.processes or {}, scene.samples, time=time.time())
     _reports[number] = report
-    for old in sorted(_reports)[:-_KEPT]:
+    for old in sorted(dict(_reports))[:-_KEPT]:
         _reports.pop(old, None)
     if hasattr(error, "add_note"):  # Python 3.11
         note, add = report.note, error.add_note

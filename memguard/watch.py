@@ -5,11 +5,12 @@ The monitor's thread notices and says; what frees memory or raises waits for a c
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,35 @@ _log = logging.getLogger("memguard")
 _REPETITIONS = 100
 """Ends of one workload that are remembered for the question whether it leaks."""
 
+_NAMES = 256
+"""Workloads that are remembered, by name."""
+
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`: of the process, as they outlive a budget."""
+
+
+class _Repeated:
+    """The ends of one workload."""
+
+    def __init__(self) -> None:
+        self._after: deque[int] = deque(maxlen=_REPETITIONS)
+        self._left: deque[int] = deque(maxlen=_REPETITIONS)
+        self._count = 0
+        self._said = False
+
+    def again(self, after: int, delta: int) -> int | None:
+        """The bytes that each repetition leaves behind, where they are suspected to leak for the first time."""
+        self._count += 1
+        self._after.append(after)
+        self._left.append((self._left[-1] if self._left else 0) + delta)
+        if self._said or (self._count > 20 and self._count % 10):  # half a millisecond for a hundred of them
+            return None
+        from memguard.pressure import leak
+
+        each = [leak(list(series)) for series in (self._after, self._left)]
+        found = [size for size in each if size is not None]
+        self._said = len(found) == 2
+        return min(found) if self._said else None
 
 
 class Watch(Observer):
@@ -42,12 +70,11 @@ class Watch(Observer):
         self._writer: Writer | None = None
         self._undo: Callable[[], None] | None = None
         self._due: deque[Event] = deque(maxlen=64)  # trims that wait for a checkpoint
-        self._raise: Event | None = None
-        self._levels: dict[tuple[str | None, str | None], Pressure | None] = {}
-        self._left: defaultdict[tuple[str, str], deque[int]] = defaultdict(lambda: deque(maxlen=_REPETITIONS))
-        self._leaks: set[tuple[str, str]] = set()
+        self._raises: dict[tuple[str | None, str | None], Event] = {}  # so do these
+        self._settings: pressure.Settings | None = None
+        self._repeated: dict[tuple[str, str], _Repeated] = {}
         self._failed: list[Callable[[Event], None]] = []
-        self._busy = threading.local()
+        self._here = threading.local()  # of each thread: whether it is the monitor's, or in a checkpoint already
         self.monitor: Monitor | None = None
 
     def start(self) -> None:
@@ -70,20 +97,31 @@ class Watch(Observer):
                 simulated=self._guard.host.simulated,
                 say=self._say,
             )
-        settings = Settings.of(wanted, self._guard.budget.on_pressure)
-        self.monitor = Monitor(self._take, self._act, settings, record=self._record)
+        self._settings = Settings.of(wanted, self._guard.budget.on_pressure)
+        self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
+        atexit.register(self._ended)
         self.monitor.start()
 
     def stop(self) -> None:
+        atexit.unregister(self._ended)
         monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.stop()
         writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
         undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        try:  # a Ctrl-C in the first wait must not leave the rest as it is
+            if monitor is not None:
+                monitor.stop()
+        finally:
+            try:
+                if writer is not None:
+                    writer.close()
+            finally:
+                if undo is not None:
+                    undo()
+
+    def _ended(self) -> None:
+        """The interpreter ends: before the frameworks go, nobody looks at them any more."""
+        if self.monitor is not None:
+            self.monitor.stop()
 
     def forked(self) -> None:
         if self.monitor is not None:
@@ -92,36 +130,50 @@ class Watch(Observer):
             self._writer.forked()
 
     def checkpoint(self) -> None:
-        """Trim what the budget says to trim under pressure; raise UnderPressure where it says `raise`."""
-        if getattr(self._busy, "now", False):
+        """Trim what the budget says to trim under pressure; raise UnderPressure where it says `raise`, and it lasts."""
+        here = self._here
+        if getattr(here, "busy", False) or getattr(here, "monitor", False):
             return
-        if self._due:
-            self._busy.now = True
-            try:
-                while self._due:
-                    self._trim(self._due.popleft())
-            finally:
-                self._busy.now = False
-            return  # whether that was enough the monitor sees next
-        event, self._raise = self._raise, None
-        if event is not None and self._levels.get((event.uuid, event.framework)) is event.level:
+        here.busy = True
+        try:
+            while self._due:
+                self._trim(self._due.popleft())
+            lasting = [event for event in self._taken_raises() if self._critical(event)]
+        finally:
+            here.busy = False
+        for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
+
+    def _taken_raises(self) -> list[Event]:
+        taken = [self._raises.pop(key, None) for key in list(self._raises)]
+        return [event for event in taken if event is not None]
+
+    def _critical(self, event: Event) -> bool:
+        """Whether it is, now: after what was trimmed, and whatever the last sample saw."""
+        from memguard import pressure
+
+        assert self._settings is not None
+        try:
+            state, _ = pressure.decide(self._settings, self._guard.sample(), pressure.START)
+        except MemguardError:
+            return False
+        return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
     def failed(self, error: BaseException) -> None:
         incidents.seen(error)
 
     def finished(self, report: WorkloadReport) -> None:
-        if report.delta is None:
+        """Whether a workload leaks: what is in use after it grows, and it is the workload that leaves it behind."""
+        if report.delta is None or report.after is None:
             return
         key = report.name, report.framework
-        left = self._left[key]
-        left.append((left[-1] if left else 0) + report.delta)
-        from memguard.pressure import leak
-
-        each = leak(list(left))
-        if each is None or key in self._leaks:
+        repeated = self._repeated.pop(key, None) or _Repeated()
+        self._repeated[key] = repeated  # the latest last
+        while len(self._repeated) > _NAMES:
+            self._repeated.pop(next(iter(self._repeated)))
+        each = repeated.again(report.after, report.delta)
+        if each is None:
             return
-        self._leaks.add(key)
         text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
         self._event(Event(time.time(), "leak", text, framework=report.framework, bytes=each), logging.WARNING)
 
@@ -149,14 +201,13 @@ class Watch(Observer):
     # the monitor's thread
 
     def _take(self) -> Sample:
-        if not getattr(self._busy, "relaxed", False):
-            self._busy.relaxed = contexts.relax()
+        self._here.monitor = True
+        if not getattr(self._here, "relaxed", False):
+            self._here.relaxed = contexts.relax()
         return self._guard.sample()
 
     def _act(self, action: pressure.Action) -> None:
         event = action.event
-        if event.kind == "pressure":
-            self._levels[event.uuid, event.framework] = event.level
         if action.kind == "log":
             _log.info("%s", event.text)
         elif action.kind == "warn":
@@ -164,7 +215,7 @@ class Watch(Observer):
         elif action.kind == "trim":
             self._due.append(event)
         elif action.kind == "raise":
-            self._raise = event
+            self._raises[event.uuid, event.framework] = event
         elif action.kind == "callback":
             self._call(event)
 
@@ -188,7 +239,7 @@ class Watch(Observer):
         for callback in list(callbacks):
             try:
                 callback(event)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if callback not in self._failed:  # once for each: it is called again at the next event
                     self._failed.append(callback)
                     code = getattr(callback, "__code__", None)

@@ -183,25 +183,26 @@ class CuPy(Framework):
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
-        refusal, count, last = cupy.cuda.memory.OutOfMemoryError, 0, 0
+        refusal, count = cupy.cuda.memory.OutOfMemoryError, 0
         seen: set[int] = set()
 
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: pages as the driver counts them, the pool's own limit."""
-            nonlocal count, last
+            nonlocal count
             if len(seen) != count or not count:  # until every device has been seen; then nothing is left to be done
                 count = count or _device_count(cupy)
                 ordinal = get_device()
                 if ordinal not in seen:
                     self._limit_here(cupy, ordinal)
                     seen.add(ordinal)
+            small = size <= SMALL
+            before = total_bytes() if small else 0  # 0.15 µs
             try:
                 memory = malloc(size if size <= TINY else whole_share(size))
             except refusal as error:
                 with_size(error, size)
                 raise
-            if size <= SMALL and (total := total_bytes()) != last:  # 0.15 µs
-                last = total
+            if small and total_bytes() != before:
                 pieces = self._pieces.get(get_device())
                 if pieces is not None:
                     pieces.took(memory.ptr)

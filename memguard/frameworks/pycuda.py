@@ -31,6 +31,7 @@ from memguard.units import format_size, round_up
 
 _log = logging.getLogger("memguard")
 _Taken = TypeVar("_Taken")
+_kept: list[Pool] = []
 
 
 class PyCUDA(Framework):
@@ -239,6 +240,8 @@ class PyCUDA(Framework):
                 for pool in self._own.values():
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
+                    else:
+                        _kept.append(pool)  # where its context is not current, its end may be the process's
                 for pool in (*self._own.values(), *self._others.values()):
                     pool.forget()
                 self._own.clear()  # live arrays keep their pool alive; it goes with the last of them

@@ -235,7 +235,7 @@ def test_facts_hold_no_object_of_the_exceptions() -> None:
             raise RuntimeError("no words")
 
     assert facts_of(Mute()).text == ""
-    assert len(facts_of(ValueError("x" * 10**6)).text) == 20_000
+    assert facts_of(ValueError("a" * 10**6 + "z" * 10**6)).text == f"{'a' * 4000}\n{'z' * 4000}"
 
 
 def test_a_failure_of_ours_never_replaces_the_users_error(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,7 @@ def test_raise_comes_at_the_next_checkpoint_while_the_pressure_lasts() -> None:
 def test_a_raise_that_is_no_longer_due_is_forgotten() -> None:
     looking, _ = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
     looking._act(Action("raise", event()))
-    looking._act(Action("callback", event(level=Pressure.OK)))
+    memguard.checkpoint()
     memguard.checkpoint()
 
 
@@ -214,6 +214,121 @@ def test_a_workload_that_leaves_more_behind_each_time_is_suspected_once(caplog: 
                 frameworks["torch"].free(frameworks["torch"].allocate(64 * MIB))
     (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
     assert "'step'" in said and "64.0 MiB" in said
+
+
+def test_memory_that_is_freed_after_the_workload_is_no_leak(caplog: pytest.LogCaptureFixture) -> None:
+    _, frameworks = begin()
+    for _ in range(30):
+        with memguard.workload("step", framework="torch"):
+            array = frameworks["torch"].allocate(GIB)
+        frameworks["torch"].free(array)
+    assert "leaves" not in caplog.text
+
+
+def test_names_of_workloads_are_forgotten_in_the_end() -> None:
+    looking, _ = begin()
+    for number in range(300):
+        with memguard.workload(f"step {number}", framework="torch"):
+            pass
+    assert len(looking._repeated) == 256
+
+
+def test_a_trim_that_helps_is_enough() -> None:
+    looking, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["trim", "raise"])
+    torch = frameworks["torch"]
+    torch.free(torch.allocate(10 * GIB - 64 * MIB))
+    for kind in ("trim", "raise"):
+        looking._act(Action(kind, event()))
+    memguard.checkpoint()
+    memguard.checkpoint()
+
+
+def test_of_two_that_are_critical_the_one_that_stays_so_is_raised() -> None:
+    looking, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    for name in ("torch", "cupy"):
+        looking._act(Action("raise", event(framework=name)))
+    with pytest.raises(memguard.UnderPressure) as caught:
+        memguard.checkpoint()
+    assert caught.value.framework == "torch"
+
+
+def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> None:
+    looking, frameworks = begin(monitor=MONITOR)
+    threads: list[str] = []
+    looking._trim = lambda event: threads.append(threading.current_thread().name)  # type: ignore[method-assign]
+    done = threading.Event()
+
+    def called(event: Event) -> None:
+        looking._due.append(event)
+        memguard.checkpoint()
+        done.set()
+
+    memguard.on_pressure(called)
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    assert done.wait(10) and threads == []
+
+
+class Hanging:
+    """A driver that does not return, on the monitor's thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from memguard.devices.simulated import SimulatedHost
+
+        self.hangs, self.go = threading.Event(), threading.Event()
+        asked = SimulatedHost.memory
+
+        def memory(host: Any, device: Any) -> Any:
+            if "memguard" in threading.current_thread().name:
+                self.hangs.set()
+                self.go.wait(60)
+            return asked(host, device)
+
+        monkeypatch.setattr(SimulatedHost, "memory", memory)
+
+
+def test_a_driver_that_hangs_under_the_monitor_hangs_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memguard import books, monitor
+
+    monkeypatch.setattr(books, "_PATIENCE", 0.2)
+    monkeypatch.setattr(monitor, "JOIN", 0.2)
+    driver = Hanging(monkeypatch)
+    _, frameworks = begin(monitor=MONITOR)
+    try:
+        assert driver.hangs.wait(10)
+        with pytest.raises(memguard.MemguardError, match="have not answered"):
+            memguard.ledger()
+        with pytest.raises(Exception, match="out of memory"), memguard.workload("train", framework="torch"):
+            frameworks["torch"].allocate(11 * GIB)
+        assert "ran out of GPU memory" in capsys.readouterr().err
+        assert memguard.shutdown() == []
+    finally:
+        driver.go.set()
+    until(lambda: not [t for t in threading.enumerate() if "memguard" in t.name])
+
+
+def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memguard.monitor import Monitor
+
+    _, _ = begin(monitor=MONITOR)
+    stop = Monitor.stop
+
+    def interrupted(one: Monitor) -> None:
+        stop(one)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Monitor, "stop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memguard.shutdown()
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+
+
+def test_only_a_function_can_be_called() -> None:
+    with pytest.raises(TypeError, match="takes a function"):
+        memguard.on_pressure(None)  # type: ignore[arg-type]
 
 
 # timelines
