@@ -40,10 +40,12 @@ why: str | None = None
 _waiting: dict[str, _Finder] = {}
 _undo: list[Callable[[], None]] = []
 _applying = False
+_armed = False
 
 
 def arm() -> None:
     """Wait for the first framework. The file's name is made absolute, for children that start in another folder."""
+    global _armed
     config = os.environ.get(CONFIG, "")
     # `memguard run` brings a budget of its own, which is applied in a moment.
     if not config or _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
@@ -52,6 +54,7 @@ def arm() -> None:
         os.environ[CONFIG] = os.path.abspath(os.path.expanduser(config))
     except OSError:  # the current folder is gone
         pass
+    _armed = True
     _wait(_Finder())
 
 
@@ -64,6 +67,14 @@ def disarm() -> None:
     _leave(_waiting.pop("finder", None))
     while _undo:
         _undo.pop()()
+
+
+def simulated() -> list[str] | None:
+    """The GPUs of MEMGUARD_SIMULATE for the program's own `init`, said on stderr; None where nothing was armed."""
+    names = _names() if _armed and not _is_set(DISABLE) else None
+    if names is not None:
+        _say_simulated(names)
+    return names
 
 
 def activate() -> None:
@@ -79,7 +90,7 @@ def activate() -> None:
         return
     _applying = True
     try:
-        _apply(os.environ.get(CONFIG, ""), os.environ.get(SIMULATE, ""))
+        _apply(os.environ.get(CONFIG, ""), _names())
     except Exception as error:
         _fail(error)
     except BaseException:  # Ctrl-C: the import fails with it, and the next one is to be no more without a cap
@@ -89,7 +100,7 @@ def activate() -> None:
         _applying = False
 
 
-def _apply(config: str, simulate: str) -> None:
+def _apply(config: str, names: list[str] | None) -> None:
     global why
     if not config:
         return
@@ -105,7 +116,6 @@ def _apply(config: str, simulate: str) -> None:
     from memguard._activate._memguard_child import show_warnings
     from memguard.errors import AlreadyActive
 
-    names = [name for name in simulate.split(",") if name] or None
     hide = show_warnings()
     try:
         active.from_environment = active.init(config, simulate=names)
@@ -117,13 +127,23 @@ def _apply(config: str, simulate: str) -> None:
     _undo.append(hide)
     if names is not None:
         active.simulated_by_default = names
-        _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
+        _say_simulated(names)
+
+
+def _names() -> list[str] | None:
+    return [name for name in os.environ.get(SIMULATE, "").split(",") if name] or None
+
+
+def _say_simulated(names: list[str]) -> None:
+    _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 
 def _fail(error: Exception) -> None:
     global why
     text = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
-    _write(f"memguard: the budget of {CONFIG} is not applied, and this program runs without one\n{text}")
+    _write(
+        f"memguard: NO budget is active: that of {CONFIG} could not be applied, and nothing caps this program\n{text}"
+    )
     why = f"no budget is active in this process: that of {CONFIG} could not be applied\n{text}"
 
 

@@ -40,8 +40,22 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
         if budget.monitor.timeline is not None:
             size = text(budget.monitor.timeline_size)
             yield "timeline", f"{budget.monitor.timeline}, at most {size}"
+            yield from _timeline_folder(budget.monitor.timeline)
     if budget.on_pressure:
         yield "on_pressure", f"{' and '.join(budget.on_pressure)} where the pressure becomes critical"
+
+
+def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
+    import os
+
+    from memguard.timeline import rank_of
+    from memguard.timeline._files import expand
+
+    folder = os.path.dirname(expand(timeline, os.getpid(), rank_of(os.environ)))
+    there = os.path.isdir(folder)
+    if not there or not os.access(folder, os.W_OK | os.X_OK):
+        wrong = "cannot be written to" if there else "does not exist"
+        yield "warning", f"the timeline's folder {folder} {wrong}: here init would fail, and cap nothing"
 
 
 def _monitor(monitor: MonitorConfig) -> str:

@@ -7,7 +7,7 @@ import json
 import click
 
 
-@click.command("replay")
+@click.command("replay", context_settings={"allow_extra_args": True})
 @click.argument("timeline", type=click.Path())
 @click.option("--budget", type=click.Path(), help="The budget to try; else the caps that it was recorded with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
@@ -19,6 +19,8 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
     Exit code 0: it would have fitted; 1: a framework would have been refused, or its arrays had to lie closer; 2: the
     budget or the timeline is wrong.
     """
+    if context.args:
+        context.fail("TIMELINE is one file; the budget goes to --budget: memguard replay run.jsonl --budget other.yaml")
     from dataclasses import replace
 
     from memguard import config, policy

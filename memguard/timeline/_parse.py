@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 
 from memguard.errors import TimelineError
 from memguard.model import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
-from memguard.timeline._records import MAX_LINE, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
+from memguard.timeline._records import MAGIC, MAX_LINE, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
 from memguard.units import MAX_SIZE, short
 
 Record = Sample | Event | Oom
+_NO_TIMELINE = "this is no timeline: name a file that memguard's monitor wrote"
+_OTHERS = "read the other parts of the timeline"
 _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
 _EVENT: Mapping[str, tuple[type, ...]] = {
@@ -39,7 +41,7 @@ class Parser:
     def header(self, raw: bytes) -> Header:
         record = self.object(raw)
         if "memguard_timeline" not in record:
-            self.fail("the first line is not the header of a timeline", "name a file that memguard's monitor wrote")
+            self.fail("the first line is not the header of a timeline", _NO_TIMELINE)
         if (version := record["memguard_timeline"]) != VERSION or type(version) is not int:
             self.fail(f"timeline version {short(version)}; this memguard reads {VERSION}", _UPGRADE)
         try:
@@ -59,7 +61,7 @@ class Parser:
             )
             self._columns = self.columns(record["columns"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self.fail(f"the header is damaged: {short(str(error))}", "read the other parts of the timeline")
+            self.fail(f"the header is damaged: {short(str(error))}", _OTHERS)
         return header
 
     def record(self, raw: bytes) -> Record | None:
@@ -90,14 +92,16 @@ class Parser:
         self.line += 1
         if len(raw) > MAX_LINE:
             self.fail(f"longer than {MAX_LINE} bytes", "remove the line: memguard writes none so long")
+        header = _OTHERS if raw.startswith(MAGIC) else _NO_TIMELINE
+        remove = "remove the line" if self.line > 1 else header
         try:
             record = _DECODER.decode(raw.decode())
         except RecursionError:
-            self.fail("malformed JSON: nested too deeply", "remove the line")
+            self.fail("malformed JSON: nested too deeply", remove)
         except ValueError as error:  # not UTF-8 as well
-            self.fail(f"malformed JSON: {short(str(error))}", "remove the line; is this a timeline, and whole?")
+            self.fail(f"malformed JSON: {short(str(error))}", remove)
         if not isinstance(record, dict):
-            self.fail("not a JSON object", "remove the line")
+            self.fail("not a JSON object", remove)
         return record
 
     def _sample(self, time: float, rows: list[list[Any]]) -> Sample:

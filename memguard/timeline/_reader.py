@@ -12,7 +12,7 @@ from memguard.errors import TimelineError
 from memguard.model import Event, Plan, Sample
 from memguard.timeline._files import numbered, open_regular
 from memguard.timeline._parse import Parser, Record
-from memguard.timeline._records import MAX_LINE, Dropped, Header, Oom
+from memguard.timeline._records import MAGIC, MAX_LINE, Dropped, Header, Oom
 
 _CUT = "{}: the last line was cut short, and is left out"
 
@@ -170,6 +170,6 @@ def _header(name: str, file: BinaryIO) -> Header | None:
     try:
         return Parser(name).header(raw)
     except TimelineError:
-        if raw.endswith(b"\n") or len(raw) > MAX_LINE:
+        if raw.endswith(b"\n") or len(raw) > MAX_LINE or raw[: len(MAGIC)] != MAGIC[: len(raw)]:
             raise
         return None

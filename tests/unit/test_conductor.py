@@ -154,6 +154,32 @@ def test_another_budget_or_other_gpus_need_replace() -> None:
     assert list(other.frameworks) == ["torch"] and len(hooks()) == 1
 
 
+def test_the_active_budget_is_named_by_its_file(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.yaml").write_text(json.dumps(TORCH))
+    start(path)
+    with pytest.raises(AlreadyActive, match=f"is active in this process: that of {path}\n    fix: "):
+        start(BUDGET)
+    start(BUDGET, replace=True)
+    with pytest.raises(AlreadyActive, match="is active in this process\n    fix: "):
+        start(path)
+
+
+def test_without_a_gpu_the_error_names_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare(SimulatedHost):
+        simulated = False
+
+        def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
+            raise DeviceError("NVML: no driver\n    fix: load it")
+
+    monkeypatch.setattr(active, "_host", lambda simulate: Bare(["h200"]))
+    with pytest.raises(DeviceError) as caught:
+        start(TORCH)
+    assert str(caught.value) == (
+        "NVML: no driver\n    fix: load it\n"
+        '    or: try it without one: simulate="h200" (`memguard run --simulate h200`)'
+    )
+
+
 def test_a_budget_that_does_not_fit_leaves_nothing_applied() -> None:
     with pytest.raises(PlanError, match=r"device\.limit"):
         start({**BUDGET, "device": {"limit": "60GiB"}}, "t4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from fractions import Fraction
@@ -364,6 +365,22 @@ def test_the_commands() -> None:
     assert "unallocated  25% of (limit − reserve) − 1GiB" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert isinstance(wrong.exception, ConfigError)
+
+
+def test_check_warns_where_the_timeline_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(timeline: str) -> str:
+        (tmp_path / "b.yaml").write_text(f"version: 1\nframeworks: {{torch: {{share: 50%}}}}\nmonitor: {timeline}\n")
+        run = CliRunner().invoke(check, [str(tmp_path / "b.yaml")])
+        assert run.exit_code == 0 and "b.yaml: ok" in run.output
+        return run.output
+
+    warning = f"  warning      the timeline's folder {tmp_path}/logs %s: here init would fail, and cap nothing\n"
+    assert warning % "does not exist" in checked("{timeline: 'logs/{pid}.jsonl'}")
+    (tmp_path / "logs").mkdir()
+    for timeline in ("{}", "{timeline: run.jsonl}", "{timeline: 'logs/{pid}.jsonl'}"):
+        assert "warning  " not in checked(timeline)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)  # root may write everywhere
+    assert warning % "cannot be written to" in checked("{timeline: logs/run.jsonl}")
 
 
 def test_check_says_what_watches(tmp_path: Path) -> None:

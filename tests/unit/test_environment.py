@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -24,7 +25,9 @@ guard = found and found._active
 print(None if guard is None else (guard.host.simulated, sorted(guard.frameworks)))
 """
 SIMULATED = "memguard: simulated GPUs (h200): nothing limits a real one\n"
-NOT_APPLIED = "memguard: the budget of MEMGUARD_CONFIG is not applied, and this program runs without one\n"
+NOT_APPLIED = (
+    "memguard: NO budget is active: that of MEMGUARD_CONFIG could not be applied, and nothing caps this program\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +253,45 @@ def test_the_programs_own_init_replaces_it(python: Path, folder: Path, first: st
         "import logging\nprint(len(logging.getLogger('memguard').handlers))"
     )
     assert said(run(python, folder, code)) == ["(True, ['cupy'])", "as ever", "1"]
+
+
+@pytest.mark.parametrize("call", ["if memguard.init('budget.yaml')", "with memguard.guard('budget.yaml')"])
+def test_the_programs_own_first_call_means_the_simulated_gpus_too(python: Path, folder: Path, call: str) -> None:
+    done = run(python, folder, f"import memguard\n{call}:\n    import torch, cupy\n{textwrap.indent(APPLIED, '    ')}")
+    assert said(done) == ["(True, ['torch'])"]
+    assert done.stderr == SIMULATED
+
+
+def test_its_init_means_them_after_a_file_that_is_missing_too(python: Path, folder: Path) -> None:
+    done = run(python, folder, f"import torch, memguard\nmemguard.init('budget.yaml')\n{APPLIED}", config="absent.yaml")
+    assert said(done) == ["(True, ['torch'])"]
+    assert done.stderr.startswith(NOT_APPLIED) and done.stderr.endswith(SIMULATED)
+
+
+@pytest.mark.parametrize(
+    ("config", "first"),
+    [(None, "pass"), ("budget.yaml", "import os; os.environ['MEMGUARD_DISABLE'] = '1'")],
+    ids=["no budget", "disabled"],
+)
+def test_its_init_means_the_real_ones_where_the_environment_does_nothing(
+    python: Path, folder: Path, config: str | None, first: str
+) -> None:
+    code = f"{first}\nimport memguard\nfrom memguard import active\n"
+    code += "def host(simulate):\n    print(simulate)\n    raise SystemExit\n"
+    done = run(python, folder, f"{code}active._host = host\nmemguard.init('budget.yaml')", config=config)
+    assert said(done) == ["None"]
+
+
+def test_a_timeline_without_a_folder_is_no_budget_and_says_so(python: Path, folder: Path) -> None:
+    (folder / "budget.yaml").write_text(f"{BUDGET}monitor: {{timeline: absent/run.jsonl}}\n")
+    done = run(python, folder, f"import torch\n{APPLIED}")
+    assert said(done) == ["None"]
+    assert done.stderr.startswith(NOT_APPLIED) and "make the folder" in done.stderr
+
+
+def test_how_to_get_at_the_guard(python: Path, folder: Path) -> None:
+    code = "import memguard\nmemguard.ledger()\nprint(list(memguard.init('budget.yaml').frameworks))"
+    assert said(run(python, folder, code)) == ["['torch']"]
 
 
 FAILING = """

@@ -703,6 +703,15 @@ def test_what_is_no_timeline_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text('{"memguard_trace": 1}\n')
     with pytest.raises(TimelineError, match=":1: the first line is not the header of a timeline"):
         load_timeline(tmp_path / "trace.jsonl")
+    for text in ("version: 1\nframeworks: {}\n", "{version: 1}", "# a budget\n", "[]\n"):
+        (tmp_path / "budget.yaml").write_text(text)
+        with pytest.raises(
+            TimelineError, match=r":1: .*\n    fix: this is no timeline: name a file that memguard's mon"
+        ):
+            load_timeline(tmp_path / "budget.yaml")
+    (tmp_path / "damaged.jsonl").write_text('{"memguard_timeline":1,x}\n')
+    with pytest.raises(TimelineError, match=r":1: malformed JSON.*\n    fix: read the other parts of the timeline"):
+        load_timeline(tmp_path / "damaged.jsonl")
     with pytest.raises(TimelineError, match="cannot be read"):
         load_timeline("a\0b")
 
