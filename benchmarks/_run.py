@@ -107,7 +107,9 @@ class Sampler:
             import pynvml
 
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            by_uuid = shown.startswith("GPU-") and "," not in shown
+            handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
         except Exception:
             return
         following = time.monotonic()

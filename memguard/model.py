@@ -51,8 +51,7 @@ class Device:
         return self.total - (self.reserved or 0)
 
 
-@dataclass(frozen=True)
-class MemoryInfo:
+class MemoryInfo(NamedTuple):
     """NVML's memory figures of one device. With v2, total = reserved + used + free to the byte.
 
     Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
@@ -89,9 +88,8 @@ class Plan:
         return {d.device.uuid: d.caps[framework] for d in self.devices if framework in d.caps}
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a framework holds on one device.
+class Usage(NamedTuple):
+    """What a framework holds on one device. A tuple, as the monitor makes them many times a second.
 
     held         bytes it has taken from the driver; None where it will not say
     in_use       bytes that live arrays occupy

@@ -91,16 +91,24 @@ slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
 
 @dataclass
 class _Own:
-    """One framework's pieces in one slab: how many, their bytes, how many of them are going."""
+    """One framework's pieces in one slab: how many, their bytes, and the same of those that are going."""
 
     whole: bool
     pieces: int = 0
     bytes: int = 0
     going: int = 0
+    going_bytes: int = 0
 
     @property
     def counted(self) -> int:
         return GRANULE if self.whole else self.bytes
+
+    @property
+    def reclaimable(self) -> int:
+        """What is counted less once those that are going are gone: of a whole slab nothing before its last piece."""
+        if not self.whole:
+            return self.going_bytes
+        return GRANULE if self.pieces and self.pieces == self.going else 0
 
 
 class DriverPages:
@@ -132,7 +140,7 @@ class DriverPages:
             return
         opened = self._shared.enter(address)
         slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
-        self._change(slab, address, 1, size, 0)
+        self._change(slab, address, 1, size, 0, 0)
 
     def going(self, address: int, size: int) -> None:
         """No longer in use, and still with the driver."""
@@ -140,7 +148,7 @@ class DriverPages:
         if size > SMALL:
             self._going += round_up(size)
         else:
-            self._change(self._slabs[address // GRANULE], address, 0, 0, 1)
+            self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size)
 
     def remove(self, address: int, size: int) -> None:
         """What was going is gone."""
@@ -149,7 +157,7 @@ class DriverPages:
             self._going -= round_up(size)
             return
         slab = self._slabs[address // GRANULE]
-        self._change(slab, address, -1, -size, -1)
+        self._change(slab, address, -1, -size, -1, -size)
         if not slab.pieces:
             del self._slabs[address // GRANULE]
         self._shared.leave(address)
@@ -168,22 +176,29 @@ class DriverPages:
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
         """The bytes that go back to the driver with these allocations: a slab does with its last piece."""
-        large, small = 0, Counter[int]()
+        found, small = 0, Counter[int]()
         for address, size in pieces:
             if size > SMALL:
-                large += round_up(size)
-            else:
+                found += round_up(size)
+            elif self._slabs[address // GRANULE].whole:
                 small[address // GRANULE] += 1
-        emptied = (self._slabs[slab] for slab, count in small.items() if count == self._slabs[slab].pieces)
-        return large + sum(slab.counted for slab in emptied)
+            else:
+                found += round_up(size, UNIT)
+        return found + GRANULE * sum(count == self._slabs[slab].pieces for slab, count in small.items())
 
-    def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int) -> None:
+    def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int) -> None:
         """Every sum follows, so that asking costs nothing."""
         before = slab.counted if slab.pieces else 0
-        self._going -= before if slab.pieces == slab.going else 0
+        self._going -= slab.reclaimable
         slab.pieces, slab.going = slab.pieces + pieces, slab.going + going
-        slab.bytes += round_up(size, UNIT) if size > 0 else -round_up(-size, UNIT)
+        slab.bytes += _units(size)
+        slab.going_bytes += _units(going_size)
         after = slab.counted if slab.pieces else 0
-        self._going += after if slab.pieces == slab.going else 0
+        self._going += slab.reclaimable
         self._small += after - before
         self._shared.count(address, after - before)
+
+
+def _units(size: int) -> int:
+    """Rounded away from zero, as the driver rounds a piece."""
+    return round_up(size, UNIT) if size >= 0 else -round_up(-size, UNIT)

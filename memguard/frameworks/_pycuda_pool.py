@@ -100,7 +100,7 @@ class Pool:
 
     def idle(self) -> list[tuple[int, int]]:
         """Address and size of the blocks that a trim gives back: no allocation lies in them."""
-        if sum(self._by_size.values()) == sum(self.active.of.values()) or not self._there():
+        if not self._blocks or not self._there():
             return []
         at = self.active.at
         return [(address, size) for address, size in self._blocks.items() if not at[address]]

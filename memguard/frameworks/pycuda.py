@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -90,10 +90,11 @@ class PyCUDA(Framework):
             return None
         with self._lock:
             self._settle()
-            pools = self._pools(device.uuid)
-            held, in_use = self._held(device.uuid), self._in_use(device.uuid)
-            idle = self._pages_of(device.uuid).returned_by(piece for pool in pools for piece in pool.idle())
-            peak = self._peak[device.uuid]
+            pools, pages = self._pools(device.uuid), self._pages_of(device.uuid)
+            for pool in pools:
+                pool.look()
+            held, in_use, peak = pages.held(), self._in_use(device.uuid, pools), self._peak[device.uuid]
+            idle = pages.returned_by(piece for pool in pools for piece in pool.idle())
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or nothing was allocated yet
         return Usage(held, in_use, idle, peak=peak)
@@ -328,10 +329,11 @@ class PyCUDA(Framework):
             pool.look()
         return self._pages_of(uuid).held()
 
-    def _in_use(self, uuid: str) -> int:
+    def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
         """Bytes of live allocations; the peak follows."""
         pitched = self._pitched.get(uuid)
-        in_use = sum(p.active_bytes() for p in self._pools(uuid)) + (pitched.in_use if pitched else 0)
+        pools = self._pools(uuid) if pools is None else pools
+        in_use = sum(p.active_bytes() for p in pools) + (pitched.in_use if pitched else 0)
         self._peak[uuid] = max(self._peak[uuid], in_use)
         return in_use
 

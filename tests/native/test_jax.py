@@ -478,12 +478,12 @@ def test_usage_by_gpu_and_nothing_where_it_is_not(with_jax: Run) -> None:
         + """
 result["early"] = framework.usage(gpu)
 backend(4 * GIB, held=GIB)
-result["first"], result["second"] = vars(framework.usage(gpu)), framework.usage(host.gpus[1])
+result["first"], result["second"] = framework.usage(gpu)._asdict(), framework.usage(host.gpus[1])
 framework = JAX(host)
 first, _ = backend(None, None)
-result["without"] = vars(framework.usage(gpu))
+result["without"] = framework.usage(gpu)._asdict()
 first.memory_stats = lambda: {"bytes_in_use": 5}
-result["only use"] = vars(framework.usage(gpu))
+result["only use"] = framework.usage(gpu)._asdict()
 result["about"] = framework.about()
 framework.trim(gpu)
 """

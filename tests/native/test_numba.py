@@ -117,9 +117,9 @@ found.start()
 result["live"] = [framework.state().value, type(managers()[0]).__name__]
 arrays = [bytes_of(8 * MIB) for _ in range(6)]
 small = bytes_of(1000)
-result["full"] = vars(framework.usage(gpu))
+result["full"] = framework.usage(gpu)._asdict()
 arrays.pop()
-result["pending"] = [len(managers()[0].deallocations), len(found.live), vars(framework.usage(gpu))["reclaimable"]]
+result["pending"] = [len(managers()[0].deallocations), len(found.live), framework.usage(gpu)._asdict()["reclaimable"]]
 arrays.append(bytes_of(8 * MIB + 1))
 result["grown"] = [len(found.freed), framework.usage(gpu).held]
 arrays.pop()
@@ -226,7 +226,7 @@ events = [cuda.event() for _ in range(20)]
 del managed
 events.clear()
 mapped = context.deallocations
-result["usage"] = vars(framework.usage(gpu))
+result["usage"] = framework.usage(gpu)._asdict()
 managers()[0].deallocations.clear()
 mapped.clear()
 result["after"], result["left"] = framework.usage(gpu).held, len(found.live)

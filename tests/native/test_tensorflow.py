@@ -443,7 +443,7 @@ asked = []
 tf.config.experimental.get_memory_info = lambda name: asked.append(name) or {{"current": 100, "peak": 300}}
 result["early"] = [framework.usage(device), list(asked)]
 framework._live = lambda module: True  # as after the first operation, which would need the GPU
-result["usage"], result["asked"] = vars(framework.usage(device)), asked
+result["usage"], result["asked"] = framework.usage(device)._asdict(), asked
 """
     )
     assert found["early"] == [None, []], "asking would initialise it"

@@ -218,11 +218,11 @@ found.stats = stats(
     reserved_bytes={"current": 100 * MIB, "peak": 200 * MIB}, allocated_bytes={"current": 40 * MIB, "peak": 90 * MIB},
     active_bytes={"current": 44 * MIB}, inactive_split_bytes={"current": 16 * MIB},
 )
-result["whole"] = vars(framework.usage(gpu))
+result["whole"] = framework.usage(gpu)._asdict()
 found.stats = stats(reserved_bytes={"current": 100 * MIB}, allocated_bytes={"current": 40 * MIB})
-result["less"] = vars(framework.usage(gpu))
+result["less"] = framework.usage(gpu)._asdict()
 found.stats = {}
-result["none"] = vars(framework.usage(gpu))
+result["none"] = framework.usage(gpu)._asdict()
 from dataclasses import replace
 result["stranger"] = framework.usage(replace(gpu, uuid="GPU-other"))
 """
@@ -844,7 +844,7 @@ torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
 result["drift"] = framework.drift()
 def stats(ordinal): raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
 torch._C._cuda_memoryStats = stats
-result["usage"] = vars(framework.usage(gpu))
+result["usage"] = framework.usage(gpu)._asdict()
 """
     )
     assert "its allocator was replaced after memguard.init" in found["drift"][0]
