@@ -27,7 +27,7 @@ from all_frameworks import all_live, allocator, load
 
 SAWTOOTH_SECONDS = float(os.environ.get("MEMGUARD_SAWTOOTH_SECONDS", "600"))
 PAIRS = int(os.environ.get("MEMGUARD_PAIRS", "60"))
-BLOCK_SECONDS = 0.5
+BLOCK_SECONDS = 0.4
 KINDS = ("torch", "torch async", "tensorflow", "jax", "cupy", "cupy async", "pycuda", "numba")
 STEP = 777 * MIB + 4096
 """Asked for again and again: no size that any allocator rounds to by itself. From 1 GiB on PyTorch and JAX say the size
