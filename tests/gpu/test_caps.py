@@ -14,7 +14,7 @@ NAMES += ["tensorflow-undone", "torch_and_pycuda"]
 
 
 # There TensorFlow has no limit, on purpose or after `shutdown`, and takes the card.
-UNLIMITED = ("order_control", "tensorflow-undone")
+UNLIMITED = ("order_control", "tensorflow-live", "tensorflow-undone")
 SCENARIOS = [pytest.param(n, marks=pytest.mark.whole_card) if n in UNLIMITED else n for n in NAMES]
 
 
