@@ -305,6 +305,7 @@ def tick() -> dict[str, Any]:
     guard, _ = all_live(budget_of_six(growth=False))
     take = [allocator(name)[0] for name in guard.frameworks]
     kept = [one(64 * MIB) for one in take]
+    time.sleep(5)  # what compiles in the background has to be over: it is a tick of a program at work that is asked for
     settings, state = pressure.Settings(interval=0.1), pressure.START
     part = guard.plan.devices[0]
     live: list[Any] = []
