@@ -17,7 +17,7 @@ def test_two_gpus(run: Run) -> None:
         """
         nvml = Nvml()
         result["devices"] = [vars(device) for device in nvml.devices()]
-        result["memory"] = [vars(nvml.memory(device["uuid"])) for device in result["devices"]]
+        result["memory"] = [nvml.memory(device["uuid"])._asdict() for device in result["devices"]]
         result["processes"] = [list(nvml.processes(device["uuid"]).items()) for device in result["devices"]]
         nvml.close()
         """,
@@ -252,7 +252,7 @@ def test_memory_without_v2_has_no_reserve(run: Run, way: str) -> None:
         f"""
         nvml = Nvml()
         (device,) = nvml.devices()
-        result["reserved"], result["memory"] = device.reserved, vars(nvml.memory({UUIDS[0]!r}))
+        result["reserved"], result["memory"] = device.reserved, nvml.memory({UUIDS[0]!r})._asdict()
         """,
         without=("MEMORY_V2",) if way == "missing" else (),
         memory_v2={"missing": 0, "not supported": 3, "not found": 13}[way],
