@@ -162,6 +162,14 @@ def emit(result: dict[str, Any]) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
+def conclude(result: dict[str, Any], output: Path | None) -> None:
+    """Write the result where that was asked for, and print its checks."""
+    if output:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    for name, (passed, figure) in result["checks"].items():
+        print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}")
+
+
 def main(script: str, scenarios: dict[str, Callable[[], dict[str, Any]]], parent: Callable[[Path], None]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenario", choices=sorted(scenarios))

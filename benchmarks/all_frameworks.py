@@ -8,7 +8,6 @@ Every scenario runs in a process of its own, several at once; NVML is sampled ev
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, SIX, SIX_LIMIT, budget_of_six, emit, header, run_scenario
+from _run import GIB, MIB, SIX, SIX_LIMIT, budget_of_six, conclude, emit, header, run_scenario
 from main_job import SEED, bfc_refusals, reading, work_pycuda, work_tensorflow, work_torch
 
 NAMES = tuple(SIX)
@@ -430,10 +429,7 @@ def main() -> None:
     result: dict[str, Any] = {"about": header("python benchmarks/all_frameworks.py"), "seed": SEED, "limit": SIX_LIMIT}
     result["scenarios"] = scenarios
     result["checks"] = all_frameworks_checks(scenarios)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, (passed, what) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {what}")
+    conclude(result, arguments.output)
 
 
 if __name__ == "__main__":

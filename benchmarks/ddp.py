@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, ROOT, emit, header
+from _run import GIB, MIB, ROOT, conclude, emit, header
 
 WORLD = 2
 BUDGET = {
@@ -182,10 +182,7 @@ def main() -> None:
         lines = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
         ranks.append(json.loads(lines[-1]) if lines else {"rank": rank, "stderr": err[-3000:]})
     result = {"about": header("python benchmarks/ddp.py"), "ranks": ranks, "checks": checks(ranks)}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, (passed, what) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {what}")
+    conclude(result, arguments.output)
     if not all(passed for passed, _ in result["checks"].values()):
         raise SystemExit(1)
 

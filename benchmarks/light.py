@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, header
+from _run import ROOT, conclude, header
 
 PAIRS = 25
 
@@ -119,10 +118,7 @@ def main() -> None:
             f"median {plan['median'] * 1e3:.2f} ms, p95 {plan['p95'] * 1e3:.2f} ms",
         ],
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, (passed, figure) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}")
+    conclude(result, arguments.output)
 
 
 if __name__ == "__main__":

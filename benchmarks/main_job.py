@@ -7,7 +7,6 @@ Every scenario runs in a process of its own; NVML is sampled every 50 ms from ou
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, header, main, run_scenario
+from _run import GIB, MIB, conclude, header, main, run_scenario
 
 SEED = 20261121
 LIMIT = 40 * GIB
@@ -598,11 +597,7 @@ def parent(output: Path | None) -> None:
     result["scenarios"] = scenarios
     result["mixed_workload"] = mixed_workload(output)
     result["checks"] = checks(scenarios)
-    text = json.dumps(result, indent=1)
-    if output:
-        output.write_text(text + "\n")
-    for name, (passed, what) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {what}")
+    conclude(result, output)
 
 
 def checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, ROOT, budget_of_six, header
+from _run import GIB, MIB, ROOT, budget_of_six, conclude, header
 
 LENGTHS = (100_000, 1_000_000)
 SECONDS = 60.0
@@ -129,10 +129,7 @@ def main() -> int:
             ", ".join(f"{run['samples']:,}" for run in result["runs"]),
         ],
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, (passed, figure) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}")
+    conclude(result, arguments.output)
     return 0 if all(passed for passed, _ in result["checks"].values()) else 1
 
 

@@ -10,7 +10,6 @@ file alone, read by `site` in one process. No GPU is needed, and none is touched
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import ROOT, header
+from _run import ROOT, conclude, header
 
 ROUNDS = 200
 PTH = ROOT / "memguard" / "_activate" / "memguard.pth"
@@ -125,10 +124,7 @@ def main() -> None:
             f"median {result['alone']['median_ms']:.3f} ms, p95 {result['alone']['p95_ms']:.3f} ms",
         ],
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, (passed, figure) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}")
+    conclude(result, arguments.output)
     armed = result["difference"]["armed"]
     print(
         f"      with MEMGUARD_CONFIG: {armed['median_ms']:+.2f} ms ({armed['low_ms']:+.2f} to {armed['high_ms']:+.2f})"

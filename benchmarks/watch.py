@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, budget_of_six, emit, header, run_scenario
+from _run import GIB, MIB, budget_of_six, conclude, emit, header, run_scenario
 from all_frameworks import all_live, allocator, load
 
 SAWTOOTH_SECONDS = float(os.environ.get("MEMGUARD_SAWTOOTH_SECONDS", "600"))
@@ -80,43 +80,32 @@ def told(error: BaseException, asked: int, started: float) -> dict[str, Any]:
 
 def own_cap(kind: str) -> dict[str, Any]:
     """One framework driven into its own cap of 8 GiB, while a sibling sits idle beside it with a cache."""
-    import memguard
-
-    name = prepare(kind)
-    sibling = "pycuda" if name == "torch" else "torch"
-    config = {
-        "version": 1,
-        "device": {"limit": "24GiB"},
-        "frameworks": {name: {"limit": "8GiB"}, sibling: {"limit": "10GiB"}},
-    }
     if kind == "cupy async":  # its limit would be that of a pool that all share: memguard only watches it
         return {"no_cap": True}
-    guard = memguard.init(config)
-    beside = idle_sibling(sibling, 2 * GIB, 1 * GIB)
-    take = taker(kind, name)
-    return {**drive(guard, kind, name, take), "sibling": sibling, "beside": len(beside)}
+    return beside_sibling(kind, "24GiB", "8GiB", "10GiB", 2 * GIB, 1 * GIB)
 
 
 def card_full(kind: str) -> dict[str, Any]:
     """One framework under its cap, on a card that its sibling and another process hold."""
+    stranger = hold_elsewhere(40 * GIB)
+    try:
+        outcome = beside_sibling(kind, "100%", "40GiB", "90GiB", 70 * GIB, 50 * GIB)
+        return {**outcome, "stranger_pid": stranger.pid}
+    finally:
+        stranger.kill()
+
+
+def beside_sibling(kind: str, limit: str, cap: str, siblings_cap: str, held: int, idle: int) -> dict[str, Any]:
+    """One framework driven to its refusal, with a sibling that holds memory, part of it idle, beside it."""
     import memguard
 
     name = prepare(kind)
     sibling = "pycuda" if name == "torch" else "torch"
-    config = {
-        "version": 1,
-        "device": {"limit": "100%"},
-        "frameworks": {name: {"limit": "40GiB"}, sibling: {"limit": "90GiB"}},
-    }
-    stranger = hold_elsewhere(40 * GIB)
-    try:
-        guard = memguard.init(config)
-        beside = idle_sibling(sibling, 70 * GIB, 50 * GIB)
-        take = taker(kind, name)
-        outcome = drive(guard, kind, name, take)
-        return {**outcome, "sibling": sibling, "beside": len(beside), "stranger_pid": stranger.pid}
-    finally:
-        stranger.kill()
+    frameworks = {name: {"limit": cap}, sibling: {"limit": siblings_cap}}
+    guard = memguard.init({"version": 1, "device": {"limit": limit}, "frameworks": frameworks})
+    beside = idle_sibling(sibling, held, idle)
+    outcome = drive(guard, kind, name, taker(kind, name))
+    return {**outcome, "sibling": sibling, "beside": len(beside)}
 
 
 def drive(guard: Any, kind: str, name: str, take: Callable[[int], Any]) -> dict[str, Any]:
@@ -460,10 +449,7 @@ def main() -> None:
     scenarios.update(merged)
     result: dict[str, Any] = {"about": header("python benchmarks/watch.py"), "scenarios": scenarios}
     result["checks"] = watch_checks(scenarios)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, (passed, what) in result["checks"].items():
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {what}")
+    conclude(result, arguments.output)
 
 
 if __name__ == "__main__":

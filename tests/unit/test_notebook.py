@@ -12,11 +12,9 @@ import nbformat
 import pytest
 from notebooks import Notebook, error, html, kernel, text
 
-import memguard
 from memguard import notebook
 from memguard.model import WorkloadReport
 
-EXTENSION = "memguard" if hasattr(memguard, "load_ipython_extension") else "memguard.notebook"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 # Arrays that are freed when nothing holds them any more, as a framework's are.
 ARRAYS = """
@@ -50,7 +48,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 def nb(shared: Notebook) -> Notebook:
     """With the extension and the budget, and with nothing allocated."""
     shared.run("%reset -f")  # the user's names, and what was shown
-    shared.run(ARRAYS, "import gc, memguard, sys", f"%load_ext {EXTENSION}", "gc.collect()", "active.trim();")
+    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "active.trim();")
     return shared
 
 
@@ -146,19 +144,8 @@ def test_a_syntax_error_of_the_cell_runs_nothing(nb: Notebook) -> None:
     assert nb.text("print('ran' in globals())") == "False\n"
 
 
-def stand_in(nb: Notebook) -> None:
-    """Where the guard does not bring what is read at an out-of-memory error itself yet."""
-    nb.run(
-        "from memguard import incidents\nclass Source:\n    def scene(self):\n"
-        "        return incidents.Scene(memguard.ledger(), active.current().plan)\n"
-        "    def diagnosed(self, report): pass\n"
-        "if incidents._source is None: incidents.install(Source())"
-    )
-
-
 @pytest.mark.parametrize("head", [[], ["%%memguard --framework torch"]], ids=["plain", "magic"])
 def test_an_out_of_memory_is_reported_and_lets_go_of_what_its_traceback_held(nb: Notebook, head: list[str]) -> None:
-    stand_in(nb)
     nb.run("a = Array('torch', 4 * GIB)", "a")
     outputs = nb.fails(*head, "train(30 * GIB)")
     assert "SimulatedTorchOutOfMemory" in error(outputs) and "gradients = " in error(outputs)
@@ -173,7 +160,6 @@ def test_an_out_of_memory_is_reported_and_lets_go_of_what_its_traceback_held(nb:
 
 
 def test_what_it_came_from_is_let_go_of_too(nb: Notebook) -> None:
-    stand_in(nb)
     nb.fails(
         "def outer():\n    big = Array('cupy', 5 * GIB)\n    try:\n        train(30 * GIB)\n"
         "    except Exception as error:\n        raise error from KeyError('cause')\nouter()"
@@ -182,7 +168,6 @@ def test_what_it_came_from_is_let_go_of_too(nb: Notebook) -> None:
 
 
 def test_what_the_user_keeps_of_it_is_the_users(nb: Notebook) -> None:
-    stand_in(nb)
     nb.fails(
         "a = Array('torch', 4 * GIB)\n"
         "try:\n    train(30 * GIB)\nexcept Exception as error:\n    kept = error\n    raise"
@@ -191,7 +176,6 @@ def test_what_the_user_keeps_of_it_is_the_users(nb: Notebook) -> None:
 
 
 def test_another_error_keeps_what_debug_needs(nb: Notebook) -> None:
-    stand_in(nb)
     nb.fails("def g():\n    here = Array('torch', 2 * GIB)\n    raise KeyError('x')\ng()")
     assert nb.text("print(in_use('torch'))") == "2.0\n"
     nb.fails("1 / 0")  # the next error takes its place
@@ -206,8 +190,8 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
         "from memguard import incidents\nevents = lambda: [c for cs in ip.events.callbacks.values() for c in cs]\n"
         "state = lambda: (ip.CustomTB, ip.custom_exceptions)\nbefore = state()"
     )
-    nb.run(f"%reload_ext {EXTENSION}")
-    nb.run(f"%unload_ext {EXTENSION}")
+    nb.run("%reload_ext memguard")
+    nb.run("%unload_ext memguard")
     shown = nb.text(
         "print('memguard' in ip.magics_manager.magics['line'], 'memguard' in ip.magics_manager.magics['cell'])\n"
         "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], incidents.shows)\n"
@@ -220,16 +204,14 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
 
 
 def test_a_magic_that_another_took_over_stays_his(nb: Notebook) -> None:
-    nb.run(
-        f"%load_ext {EXTENSION}\nget_ipython().register_magic_function(lambda line: print('his'), 'line', 'memguard')"
-    )
-    nb.run(f"%unload_ext {EXTENSION}")
+    nb.run("%load_ext memguard\nget_ipython().register_magic_function(lambda line: print('his'), 'line', 'memguard')")
+    nb.run("%unload_ext memguard")
     assert nb.text("%memguard") == "his\n"
 
 
 def test_without_a_budget_the_magic_says_what_to_do(tmp_path: Path) -> None:
     with kernel(tmp_path) as nb:
-        nb.run(f"%load_ext {EXTENSION}")
+        nb.run("%load_ext memguard")
         assert "fix: call memguard.init('budget.yaml') first" in text(nb.fails("%memguard"))
         nb.run("import memguard\nmemguard.init('budget.yaml', simulate='l4')")
         assert "NVIDIA L4" in nb.text("%memguard")
@@ -243,7 +225,7 @@ def test_a_broken_budget_leaves_the_kernel_running(tmp_path: Path) -> None:
         assert nb.text("1 + 1") == "2"
         assert "budget.yaml:3:" in nb.text("import torch")
         assert nb.text("import cupy\n1 + 1") == "2"
-        assert "that of MEMGUARD_CONFIG could not be applied" in text(nb.fails(f"%load_ext {EXTENSION}\n%memguard"))
+        assert "that of MEMGUARD_CONFIG could not be applied" in text(nb.fails("%load_ext memguard\n%memguard"))
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
@@ -254,8 +236,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
         for cell in cells:
             if cell.cell_type == "code":
                 fails = "raises-exception" in cell.metadata.get("tags", [])
-                source = cell.source.replace("%load_ext memguard", f"%load_ext {EXTENSION}")
-                outputs = (nb.fails if fails else nb.run)(source)
+                outputs = (nb.fails if fails else nb.run)(cell.source)
                 assert ("error" in {out["output_type"] for out in outputs}) == fails
 
 
