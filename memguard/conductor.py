@@ -104,7 +104,7 @@ class Guard:
         finally:
             with self._lock:
                 stays = self._undo.run() + self.permanent
-                self._entries.clear()
+                self._entries = {}  # a new one: other threads may be going through the old
                 self._books.clear()
                 self.host.close()
         for sentence in stays:
