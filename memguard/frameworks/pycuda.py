@@ -23,7 +23,7 @@ from types import FunctionType, ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from memguard.errors import CapNotApplied
-from memguard.frameworks._driver_bytes import SMALL, DriverPages, slabs
+from memguard.frameworks._driver_bytes import DriverPages, slabs
 from memguard.frameworks._pycuda_pool import Active, Pitched, Pool
 from memguard.frameworks.base import Framework, with_size
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
@@ -115,11 +115,13 @@ class PyCUDA(Framework):
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """A block of the bin that `size` falls into (a sixteenth more at most), in the driver's pages."""
+        """A block of the bin that `size` falls into (a sixteenth more at most), in pages: a small one may open a slab.
+
+        Once a pool has memory: with its first allocation it takes a small block more, to keep idle.
+        """
         with self._lock:
             pool = next(iter(self._own.values()), None)
-            block = pool.bin_size(size) if pool is not None and size > 0 else size + size // 16
-        return round_up(block) if block > SMALL else block
+            return round_up(pool.bin_size(size) if pool is not None and size > 0 else size + size // 16)
 
     def oom_types(self) -> tuple[type[BaseException], ...]:
         drv: Any = sys.modules.get("pycuda.driver")

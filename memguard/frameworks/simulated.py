@@ -234,8 +234,7 @@ class SimulatedFramework(Framework):
         if self.style == "torch":
             return 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else round_up(size)
         if self.style == "pool":
-            block = alloc_size(bin_number(max(size, 1)))
-            return round_up(block) if block > MIB else block
+            return round_up(alloc_size(bin_number(max(size, 1))))
         if self.style == "cupy":
             return whole_share(size)
         return round_up(size) if self.style == "emm" else round_up(size, 256)

@@ -21,7 +21,7 @@ from memguard.frameworks import _driver_bytes
 from memguard.frameworks.late import ImportHook
 from memguard.frameworks.pycuda import PyCUDA
 from memguard.model import Applied, Device, Enforcement, State, Usage
-from memguard.units import GIB, MIB
+from memguard.units import GIB, KIB, MIB
 
 HERE = Path(__file__).parent
 
@@ -537,6 +537,49 @@ def test_what_a_request_would_take_is_foretold(model: Model, size: int) -> None:
     for foretold in (early, late):
         assert setting.taken - before <= max(foretold, 2 * MIB) <= size * 17 // 16 + 2 * MIB
     del array, kept
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_fits_under_the_cap_by_its_footprint_is_not_refused(model: Model, seed: int) -> None:
+    """Whatever lies in the slabs, others' too, and whatever was freed: a small block may have to open a slab."""
+    setting = model()
+    setting.apply(24 * MIB)
+    card, allocate, dice, refusals = setting.drv.gpus[0], setting.drv.mem_alloc, random.Random(seed), 0
+    live, theirs = [allocate(1000)], []  # with the first comes the block that its pool keeps idle
+
+    def fits(size: int) -> bool:
+        return bool((setting.usage().held or 0) + setting.framework.footprint(size) <= 24 * MIB)
+
+    for _ in range(300):
+        if dice.random() < 0.1:
+            theirs.append(card.take(dice.randint(1, MIB)))
+        if dice.random() < 0.1:
+            dice.shuffle(live)
+            del live[dice.randint(0, len(live)) :]
+        size = dice.choice([dice.randint(1, MIB), dice.randint(400, 700) * KIB, dice.randint(MIB, 9 * MIB)])
+        foretold = fits(size)
+        try:
+            live.append(allocate(size))
+        except setting.drv.MemoryError:
+            assert not foretold and not fits(size), f"{size} bytes were refused"
+            refusals += 1
+    assert refusals > 10
+    for address in theirs:
+        card.give(address)
+
+
+@pytest.mark.parametrize("size", [444 * KIB, 647 * KIB])
+def test_a_small_request_may_take_a_whole_slab(model: Model, size: int) -> None:
+    """Measured: refused with 1.0 and 0.8 MiB left under the cap, as the slabs that others opened had no room."""
+    setting = model()
+    setting.apply(4 * MIB)
+    card = setting.drv.gpus[0]
+    theirs = card.take(MIB)  # into the rest of whose slab the first piece goes, and counts as what it is
+    live = fill(setting.drv.mem_alloc, size, setting.drv.MemoryError)
+    held = setting.usage().held
+    assert live and held is not None and size < 4 * MIB - held < 2 * MIB, "more is left than it asked for"
+    assert held + setting.framework.footprint(size) > 4 * MIB
+    card.give(theirs)
 
 
 # contexts and threads

@@ -303,6 +303,7 @@ def test_numba_live_under_a_cap_takes_another() -> None:
         ("cupy", 700 * 1024, MIB),
         ("jax", 1000, 1024),
         ("pycuda", 3 * MIB + 1, 4 * MIB),
+        ("pycuda", 444 * 1024, 2 * MIB),
         ("numba", 3 * MIB, 4 * MIB),
         ("numba", 1, 2 * MIB),
     ],
