@@ -15,7 +15,7 @@ from memguard import passive
 from memguard.conductor import Guard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 from memguard.model import Event, WorkloadReport
-from memguard.watch import Watch, callbacks
+from memguard.watch import Watch, began, belated, callbacks
 
 if TYPE_CHECKING:
     from memguard.accounts import Ledger
@@ -67,6 +67,11 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         if before is not None:
             if before.budget == loaded and _simulated_names(before.host) == _names(simulate):
                 return before
+            if belated(before):
+                raise AlreadyActive(
+                    "another budget became active while this function ran for one that is over\n"
+                    "    fix: memguard.init(..., replace=True) on a thread of the program"
+                )
             if not replace and before is not from_environment:
                 which = f": that of {before.budget.source}" if before.budget.source else ""
                 raise AlreadyActive(
@@ -107,6 +112,7 @@ def _begin(guard: Guard) -> None:
     except BaseException:
         guard.stop()
         raise
+    began(guard)
 
 
 def _stay_passive() -> Guard:
@@ -155,9 +161,15 @@ def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence
 
 
 def shutdown() -> list[str]:
-    """Undo the active budget. Returns what stays, as sentences; an empty list where nothing does, or none is active."""
+    """Undo the active budget. Returns what stays, as sentences; an empty list where nothing does, or none is active.
+
+    A function of `on_pressure` that still runs for a budget that is over ends none that came after it.
+    """
     global _active
     with _lock:
+        if belated(_active):
+            _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
+            return []
         if _environment is not None:
             _environment.disarm()
         current = _active

@@ -37,6 +37,21 @@ _NAMES = 256
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`: of the process, as they outlive a budget."""
 
+_monitors = threading.local()
+"""On a monitor's thread: `guard`, whose budget a callback there may end."""
+
+
+def belated(active: Guard | None) -> bool:
+    """Whether this is the thread of a monitor whose own budget is over, while another one is active."""
+    own = getattr(_monitors, "guard", None)
+    return own is not None and active is not None and active is not own
+
+
+def began(guard: Guard) -> None:
+    """The budget was begun on this thread: where that is a monitor's, it may end this one from now on."""
+    if getattr(_monitors, "guard", None) is not None:
+        _monitors.guard = guard
+
 
 class _Repeated:
     """The ends of one workload."""
@@ -124,6 +139,7 @@ class Watch(Observer):
             self.monitor.stop()
 
     def forked(self) -> None:
+        _monitors.guard = None  # a callback forked: the child's thread is no monitor's
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
@@ -201,7 +217,7 @@ class Watch(Observer):
     # the monitor's thread
 
     def _take(self) -> Sample:
-        self._here.monitor = True
+        self._here.monitor, _monitors.guard = True, self._guard
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = contexts.relax()
         return self._guard.sample()

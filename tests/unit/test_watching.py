@@ -16,6 +16,7 @@ import pytest
 
 import memguard
 from memguard import active, watch
+from memguard.conductor import Guard
 from memguard.frameworks.simulated import SimulatedFramework
 from memguard.model import Event, Pressure
 from memguard.pressure import Action
@@ -324,6 +325,77 @@ def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: py
         memguard.shutdown()
     with pytest.raises(memguard.NotActive):
         memguard.ledger()
+
+
+OTHER = {**BUDGET, "device": {"limit": "34GiB"}}
+
+
+@pytest.mark.parametrize("ends", ["shutdown", "init", "guard"])
+def test_a_function_that_still_runs_for_an_old_budget_does_not_end_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    from memguard import monitor
+
+    monkeypatch.setattr(monitor, "JOIN", 0.1)
+    began, go, done, returned = threading.Event(), threading.Event(), threading.Event(), list[Any]()
+
+    def called(event: Event) -> None:
+        if began.is_set():
+            return
+        began.set()
+        go.wait(60)
+        try:
+            if ends == "shutdown":
+                returned.append(memguard.shutdown())
+            elif ends == "init":
+                memguard.init(BUDGET, replace=True, simulate="h200")
+            else:
+                with memguard.guard(BUDGET, replace=True, simulate="h200"):
+                    returned.append("ran")
+        except memguard.AlreadyActive as error:
+            returned.append(error.args[0].partition("\n")[0])
+        finally:
+            done.set()
+
+    memguard.on_pressure(called)
+    _, frameworks = begin(monitor=MONITOR)
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    assert began.wait(10)
+    with caplog.at_level(logging.DEBUG, "memguard"):
+        new = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
+        go.set()
+        assert done.wait(10)
+    assert new.active and active.current() is new and memguard.ledger().devices[0].limit == 34 * GIB
+    if ends == "shutdown":
+        assert returned == [[]] and "the one that came after it stays" in caplog.text
+    else:
+        assert returned == ["another budget became active while this function ran for one that is over"]
+
+
+def test_a_function_may_end_its_own_budget_and_what_it_begins_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, seen = threading.Event(), list[Any]()
+    start = Guard.start
+
+    def fails(guard: Guard) -> None:
+        if guard.plan.devices[0].limit == 35 * GIB:
+            raise memguard.MemguardError("not today")
+        start(guard)
+
+    def called(event: Event) -> None:
+        if not done.is_set():
+            second = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
+            with pytest.raises(memguard.MemguardError, match="not today"):
+                memguard.init({**BUDGET, "device": {"limit": "35GiB"}}, replace=True, simulate="h200")
+            third = active.current()  # what was active, applied again
+            memguard.shutdown()
+            seen.extend((second.active, third.active, active._active))
+            done.set()
+
+    monkeypatch.setattr(Guard, "start", fails)
+    memguard.on_pressure(called)
+    _, frameworks = begin(monitor=MONITOR)
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    assert done.wait(10) and seen == [False, False, None]
 
 
 def test_only_a_function_can_be_called() -> None:
