@@ -284,6 +284,8 @@ def _table(part: DeviceLedger, simulated: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
 
+    from memguard.tables import COLUMNS, NUMBERS, cells, total
+
     ordinal = "" if part.device.ordinal is None else f"cuda:{part.device.ordinal}, "
     limit = "" if part.limit is None else f" of its limit of {format_size(part.limit)}"
     captions = [f"{ordinal}this process: {format_size(part.process)}{limit}"]
@@ -297,30 +299,13 @@ def _table(part: DeviceLedger, simulated: bool) -> RenderableType:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("MiB", no_wrap=True)
-    for name in ("held", "cap", "in use", "cached", "trimmable"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cap is", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
     for row in part.rows:
-        live = row.kind == "framework" and row.in_use is not None
-        table.add_row(
-            row.name + ("*" if row.note else ""),
-            ("≥ " if row.at_least is not None else "") + _mib(row.bytes),
-            _mib(row.cap) if row.cap is not None else "",
-            _mib(row.in_use) if live else "",
-            _mib(row.cached) if live else "",
-            _mib(row.reclaimable) if live else "",
-            row.enforcement,
-            end_section=row is _last_framework(part.rows),
-        )
+        table.add_row(*cells(vars(row)), end_section=row is _last_framework(part.rows))
     table.add_section()
-    table.add_row("total", _mib(sum(row.bytes for row in part.rows if row.bytes is not None)))
+    table.add_row(*total(vars(row) for row in part.rows))
     return table
-
-
-def _mib(size: int | None) -> str:
-    """One unit for the whole table, so that columns can be compared at a glance."""
-    return "unknown" if size is None else f"{size / MIB:,.1f}"
 
 
 def _last_framework(rows: Sequence[Row]) -> Row | None:
