@@ -168,15 +168,13 @@ def diagnose(
     samples: Sequence[Sample],
     *,
     time: float,
-    fragmentation: Mapping[str, int] | None = None,
 ) -> Report:
     """The report on one exception.
 
-    ledger         a reading taken while the exception is alive, and with it what its frames hold
-    processes      other processes' bytes by device UUID and PID
-    samples        the monitor's last ones, oldest first
-    fragmentation  bytes by framework that are cached in partly used segments; else what of the cache a trim leaves
-    time           seconds, as `time.time()`
+    ledger     a reading taken while the exception is alive, and with it what its frames hold
+    processes  other processes' bytes by device UUID and PID
+    samples    the monitor's last ones, oldest first
+    time       seconds, as `time.time()`
     """
     raised = family(facts)
     who = verdict.requester or "unknown"
@@ -194,7 +192,7 @@ def diagnose(
         return Report(time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why)
     uuid = part.device.uuid
     others = dict(processes.get(uuid, {}))
-    case = Case(part, verdict, raised, plan, others, dict(fragmentation or {}))
+    case = Case(part, verdict, raised, plan, others)
     reason, why = _reason(case)
     found = remedies(verdict, case, reason)
     return Report(

@@ -60,7 +60,6 @@ class Case:
     raised: str | None = None
     plan: Plan | None = None
     others: Mapping[int, int | None] = field(default_factory=dict)
-    fragmentation: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def row(self) -> Row | None:
@@ -99,11 +98,12 @@ class Case:
 
     @cached_property
     def split(self) -> int:
-        """What the requester caches in pieces that neither serve a large request nor can be given back."""
+        """What the requester caches in pieces that neither serve a large request nor can be given back.
+
+        What of its cache a trim leaves: of torch's that is `inactive_split_bytes`, as `reclaimable` has them out.
+        """
         if self.row is None:
             return 0
-        if self.row.name in self.fragmentation:
-            return self.fragmentation[self.row.name]
         if self.silent:
             return self.room or 0
         known = self.row.reclaimable is not None or self.row.name in NEVER_BACK

@@ -110,7 +110,12 @@ def test_fragmentation_is_told_from_a_cap_that_is_too_small() -> None:
     found = report(pieces)
     assert found.reason == "fragmented" and "expandable_segments:True" in found.remedies[0].text
     assert found.remedies[0].bytes == 18 * GIB
-    assert report({"torch": Usage(48 * GIB, 47 * GIB, 0)}, fragmentation={"torch": GIB}).reason == "cap"
+    assert report({"torch": Usage(48 * GIB, 47 * GIB, 0)}).reason == "cap"
+    whole = {"torch": Usage(48 * GIB, 30 * GIB, 8 * GIB)}  # and 10 GiB in partly used segments
+    found = report(whole, facts=torch_error("Tried to allocate 12.00 GiB. GPU 0"))
+    assert found.reason == "fragmented" and found.remedies[0].bytes == 10 * GIB
+    assert "but 10.00 GiB of it are cached in pieces" in found.why
+    assert report(whole, facts=torch_error("Tried to allocate 20.00 GiB. GPU 0")).reason == "cap"
     jax = Facts("jaxlib.XlaRuntimeError", ("jaxlib.XlaRuntimeError",),
                 "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", {})  # fmt: skip
     plan = plan_of({"jax": {"limit": "8GiB"}})
