@@ -81,6 +81,8 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         host = _host(simulate)
         try:
             guard = Guard(loaded, host)  # before anything is undone: a budget that does not fit changes nothing
+            watch = Watch(guard)
+            watch.prepare(before)
         except BaseException as error:
             host.close()
             if isinstance(error, DeviceError) and not host.simulated:
@@ -90,7 +92,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
             before.stop()
         _active = guard  # before start: an import in another thread may call back at once
         try:
-            _begin(guard)
+            _begin(guard, watch)
         except BaseException:
             _active = None
             if before is not None:
@@ -103,10 +105,10 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         return guard
 
 
-def _begin(guard: Guard) -> None:
+def _begin(guard: Guard, watch: Watch) -> None:
     """Apply, and then look on: monitor, timeline and the hooks for errors begin with what they watch in place."""
     guard.start()
-    watch = guard.observer = Watch(guard)
+    guard.observer = watch
     try:
         watch.start()
     except BaseException:
@@ -130,7 +132,7 @@ def _again(before: Guard) -> Guard | None:
     try:
         guard = Guard(before.budget, before.host)
         guard.plan = before.plan  # as `resize` had left it
-        _begin(guard)
+        _begin(guard, Watch(guard))
     except MemguardError as error:
         # As text: a log that keeps its records would keep the error, what it came from, and the frames of that.
         _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))

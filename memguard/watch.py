@@ -92,6 +92,13 @@ class Watch(Observer):
         self._here = threading.local()  # of each thread: whether it is the monitor's, or in a checkpoint already
         self.monitor: Monitor | None = None
 
+    def prepare(self, before: Guard | None) -> None:
+        """Raise TimelineError where the timeline could not be begun when `before` is over, which may write the same."""
+        self._writer = self._made_writer()
+        if self._writer is not None:
+            other = before.observer._writer if before is not None and isinstance(before.observer, Watch) else None
+            self._writer.check(other.path if other is not None else None)
+
     def start(self) -> None:
         """Hooks for errors always; a thread and a file only where the budget has `monitor`."""
         self._undo = incidents.install(self)
@@ -101,21 +108,29 @@ class Watch(Observer):
         from memguard.monitor import Monitor
         from memguard.pressure import Settings
 
-        if wanted.timeline is not None:
-            from memguard.timeline import Writer, rank_of
-
-            self._writer = Writer(
-                wanted.timeline,
-                self._guard.plan,
-                limit_bytes=wanted.timeline_size,
-                rank=rank_of(os.environ),
-                simulated=self._guard.host.simulated,
-                say=self._say,
-            )
+        self._writer = self._writer or self._made_writer()
+        if self._writer is not None:
+            self._writer.begin()
         self._settings = Settings.of(wanted, self._guard.budget.on_pressure)
         self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
         atexit.register(self._ended)
         self.monitor.start()
+
+    def _made_writer(self) -> Writer | None:
+        wanted = self._guard.budget.monitor
+        if wanted is None or wanted.timeline is None:
+            return None
+        from memguard.timeline import Writer, rank_of
+
+        return Writer(
+            wanted.timeline,
+            self._guard.plan,
+            limit_bytes=wanted.timeline_size,
+            rank=rank_of(os.environ),
+            simulated=self._guard.host.simulated,
+            say=_log.warning,
+            begin=False,
+        )
 
     def stop(self) -> None:
         atexit.unregister(self._ended)
@@ -241,9 +256,6 @@ class Watch(Observer):
             writer.sample(sample)
             for event in events:
                 writer.event(event)
-
-    def _say(self, text: str) -> None:
-        _log.warning("%s", text)
 
     def _event(self, event: Event, level: int) -> None:
         _log.log(level, "%s", event.text)

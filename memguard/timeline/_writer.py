@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -53,8 +53,9 @@ class _Part:
 class Writer:
     """Writes one process's timeline; any thread may call it. Raises TimelineError where it cannot be begun.
 
-    After that nothing raises: what cannot be written is left out and counted, and `say` gets a sentence once, and
-    again when it works again. In a forked child every method does nothing. `clock` is as `time.time`.
+    With `begin=False` it is begun by `begin`, and `check` says beforehand whether it can be. After that nothing
+    raises: what cannot be written is left out and counted, and `say` gets a sentence once, and again when it works
+    again. In a forked child every method does nothing. `clock` is as `time.time`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Writer:
         simulated: bool | None = None,
         frameworks: Mapping[str, Mapping[str, Any]] | None = None,
         say: Callable[[str], None] | None = None,
+        begin: bool = True,
     ) -> None:
         self._pid = os.getpid()
         self.path = _files.expand(path, self._pid, rank)
@@ -94,9 +96,36 @@ class Writer:
         self._number = 1
         self._failure: str | None = None
         self._retry = 0.0
-        try:
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Make the file. Once."""
+        with self._or_refused():
             self._look()
             self._begin()
+
+    def check(self, held: str | None = None) -> None:
+        """Raise TimelineError where it could not be begun; `held` is the file of a writer that will be closed before.
+
+        Nothing of it stays, and nothing that is there is changed.
+        """
+        with self._or_refused():
+            if os.path.lexists(self.path):
+                self._refuse_others(held)
+            trial = _files.rotated(self.path, "check")
+            _files.remove(trial)  # of a process that was killed in here
+            handle = _files.create(trial)
+            try:
+                _write(handle, self._header(1), 0)
+            finally:
+                os.close(handle)
+                os.unlink(trial)
+
+    @contextlib.contextmanager
+    def _or_refused(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             fix = "make the folder, or name another" if isinstance(error, FileNotFoundError) else "name another folder"
             raise TimelineError(f"{self.path}: cannot be written: {_reason(error)}\n    fix: {fix}") from None
@@ -212,20 +241,25 @@ class Writer:
                 self._parts.append(_Part(number, path, os.lstat(path).st_size, mine=False))
         if not os.path.lexists(self.path):
             return
-        if (why := _files.why_not_ours(self.path)) is not None:
-            raise TimelineError(
-                f"{self.path}: {why}\n    fix: name another file; memguard writes only timelines of its own"
-            )
-        if _files.in_use(self.path):
-            raise TimelineError(
-                f"{self.path}: it is being written, by another process or another budget of this one\n"
-                "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
-            )
+        self._refuse_others(None)
         size = os.lstat(self.path).st_size
         if size:
             self._rename(size, mine=False)
         else:
             _files.remove(self.path)
+
+    def _refuse_others(self, held: str | None) -> None:
+        """Raise where the file that is there is not ours to touch, or is being written: unless as `held`."""
+        if (why := _files.why_not_ours(self.path)) is not None:
+            raise TimelineError(
+                f"{self.path}: {why}\n    fix: name another file; memguard writes only timelines of its own"
+            )
+        let_go = held is not None and os.path.exists(held) and os.path.samefile(held, self.path)
+        if not let_go and _files.in_use(self.path):
+            raise TimelineError(
+                f"{self.path}: it is being written, by another process or another budget of this one\n"
+                "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
+            )
 
     def _begin(self) -> None:
         self._make_room()

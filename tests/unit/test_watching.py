@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -435,3 +437,74 @@ def test_a_timeline_that_cannot_be_begun_leaves_nothing_applied(tmp_path: Path) 
         memguard.init({**BUDGET, "monitor": {"timeline": str(tmp_path / "no" / "run.jsonl")}}, simulate="h200")
     with pytest.raises(memguard.NotActive):
         memguard.ledger()
+
+
+def no_folder(tmp_path: Path) -> Path:
+    return tmp_path / "no" / "run.jsonl"
+
+
+def closed_folder(tmp_path: Path) -> Path:
+    (tmp_path / "closed").mkdir()
+    return tmp_path / "closed" / "run.jsonl"
+
+
+def somebodys(tmp_path: Path) -> Path:
+    (tmp_path / f"his{os.getpid()}.jsonl").write_text("mine\n")
+    return tmp_path / "his{pid}.jsonl"
+
+
+@pytest.mark.parametrize("where", [no_folder, closed_folder, somebodys])
+def test_a_timeline_that_cannot_be_begun_leaves_the_budget_before_active(
+    tmp_path: Path, where: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memguard.timeline import _files
+
+    create = _files.create
+
+    def not_there(path: str) -> int:  # root may write everywhere
+        if "closed" in path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return create(path)
+
+    monkeypatch.setattr(_files, "create", not_there)
+    looking, frameworks = begin(monitor={**MONITOR, "timeline": str(tmp_path / "first.jsonl")})
+    guard, monitor, array = active.current(), looking.monitor, frameworks["torch"].allocate(GIB)
+    with pytest.raises(memguard.TimelineError, match="fix:"):
+        monitored = {**OTHER, "monitor": {"timeline": str(where(tmp_path))}}
+        memguard.init(monitored, replace=True, simulate="h200")
+    assert active.current() is guard and guard.active, "not one like it: that one was never undone"
+    assert monitor is not None and looking.monitor is monitor and monitor.alive
+    frameworks["torch"].free(array)
+    memguard.shutdown()
+    (path,) = tmp_path.glob("first*")
+    memguard.load_timeline(path)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_budget_that_replaces_another_may_name_its_timeline(tmp_path: Path, link: bool) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    begin(monitor={**MONITOR, "timeline": str(tmp_path / "runs" / "run.jsonl")})
+    folder = tmp_path / ("link" if link else "runs")
+    again = {**OTHER, "monitor": {**MONITOR, "timeline": str(folder / "run.jsonl")}}
+    guard = memguard.init(again, replace=True, simulate="h200")
+    assert isinstance(guard.observer, watch.Watch) and guard.observer.monitor is not None
+    until(lambda: guard.observer.monitor.last(60))  # type: ignore[attr-defined]
+    memguard.shutdown()
+    first, second = sorted((tmp_path / "runs").iterdir(), key=lambda path: len(path.name), reverse=True)
+    assert first.name == second.name.replace(".jsonl", ".1.jsonl"), "and nothing else is there"
+    limits = [memguard.load_timeline(path).header.plan.devices[0].limit // GIB for path in (first, second)]
+    assert limits == [40, 34]
+
+
+def test_a_timeline_that_another_writes_is_refused_before_anything_is_undone(tmp_path: Path) -> None:
+    from memguard.timeline import Writer
+
+    begin()
+    guard = active.current()
+    with (
+        Writer(tmp_path / "run.jsonl", guard.plan, simulated=True),
+        pytest.raises(memguard.TimelineError, match="is be"),
+    ):
+        memguard.init({**OTHER, "monitor": {"timeline": str(tmp_path / "run.jsonl")}}, replace=True, simulate="h200")
+    assert active.current() is guard and guard.active
