@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from memguard.active import shutdown as shutdown
     from memguard.active import trim as trim
     from memguard.active import workload as workload
+    from memguard.checkup import doctor as doctor
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
     from memguard.errors import CapNotApplied as CapNotApplied
     from memguard.errors import ConfigError as ConfigError
     from memguard.errors import ConflictingSetting as ConflictingSetting
     from memguard.errors import DeviceError as DeviceError
+    from memguard.errors import FactsError as FactsError
     from memguard.errors import MemguardError as MemguardError
     from memguard.errors import NotActive as NotActive
     from memguard.errors import PlanError as PlanError
@@ -45,7 +47,7 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "AlreadyActive", "BudgetExceeded", "CapNotApplied", "ConfigError", "ConflictingSetting", "DeviceError",
-    "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError", "UnderPressure",
+    "FactsError", "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError", "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
     "checkpoint", "guard", "init", "ledger", "on_pressure", "require", "resize", "shutdown", "trim", "workload",
@@ -53,6 +55,7 @@ _FUNCTIONS = (
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
     **dict.fromkeys(_FUNCTIONS, "memguard.active"),
+    "doctor": "memguard.checkup",
     "last_oom": "memguard.incidents",
     "load_timeline": "memguard.timeline",
     "record_trace": "memguard.recorder",
@@ -66,6 +69,7 @@ __all__ = [
     "ConfigError",
     "ConflictingSetting",
     "DeviceError",
+    "FactsError",
     "MemguardError",
     "NotActive",
     "PlanError",
@@ -73,6 +77,7 @@ __all__ = [
     "TraceError",
     "UnderPressure",
     "checkpoint",
+    "doctor",
     "guard",
     "init",
     "last_oom",

@@ -13,6 +13,7 @@
     ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
+    ├── FactsError           facts for `doctor` that cannot be read (exit code 2)
     ├── TraceError           an allocation trace that cannot be read (exit code 2)
     └── TimelineError        a timeline that cannot be read or begun (exit code 2)
 
@@ -138,6 +139,12 @@ class NotActive(MemguardError):
 
 class AlreadyActive(MemguardError):
     """A different budget is active in this process."""
+
+
+class FactsError(MemguardError):
+    """Facts for `memguard doctor` that cannot be read."""
+
+    exit_code = 2
 
 
 class TraceError(MemguardError):

@@ -216,6 +216,13 @@ def _in_folder(budget: Budget, folder: str) -> Budget:
     return budget.model_copy(update={"monitor": whole})
 
 
+def of(budget: Budget | str | os.PathLike[str] | Mapping[str, Any]) -> Budget:
+    """The budget, however it is given: itself, a file, or plain Python values. Raises ConfigError."""
+    if isinstance(budget, Budget):
+        return budget
+    return from_mapping(budget) if isinstance(budget, Mapping) else load(budget)
+
+
 def parse(text: str | bytes, source: str = "budget") -> Budget:
     """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
     try:

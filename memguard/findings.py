@@ -1,0 +1,80 @@
+"""What `memguard doctor` may find, by name. A name is public: `doctor: {ignore: [...]}` in a budget silences by it.
+
+Each has a page, `docs/doctor/<name>.md`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+from memguard.errors import MemguardError
+
+Name = Literal[
+    # the driver (checks/driver.py)
+    "driver-absent",
+    "driver-mismatch",
+    "driver-too-old",
+    "driver-minor-version",
+    "forward-compatibility",
+    "cuda-init-failed",
+    "nvml-blocked",
+    "container-capabilities",
+    "container-without-gpu",
+    "device-files",
+    "wsl",
+    # libraries of CUDA (checks/libraries.py)
+    "library-missing",
+    "library-wrong-major",
+    "library-twice",
+    "cuda-majors-mixed",
+    "cudnn-older",
+    "import-order",
+    # GPUs (checks/devices.py)
+    "visible-devices-none",
+    "visible-devices-unknown",
+    "visible-devices-mixed",
+    "device-order",
+    "compute-capability",
+    "mig",
+    "compute-mode",
+    "peer-access",
+    "card-filled",
+    # memory (checks/memory.py)
+    "async-allocator",
+    "xla-fractions",
+    "second-context",
+    "preallocation",
+    "allocator-swap",
+    "budget-too-large",
+    # how frameworks were built and installed (checks/build.py)
+    "nvcc-missing",
+    "compiler-missing",
+    "numpy-abi",
+    "unexpected-path",
+    "two-distributions",
+    "cpu-build",
+    "framework-fails",
+    "probe-crashed",
+    "probe-hung",
+    # messages that look like errors (checks/noise.py)
+    "harmless-message",
+]
+
+NAMES: tuple[str, ...] = get_args(Name)
+
+
+def nearest(name: str) -> str | None:
+    """The name that was probably meant."""
+    return next(iter(difflib.get_close_matches(name, NAMES, 1)), None)
+
+
+def known(names: Iterable[str]) -> frozenset[str]:
+    """The names, each checked. Raises MemguardError for one that there is not."""
+    for name in names:
+        if name not in NAMES:
+            meant = nearest(name)
+            fix = f"write {meant}" if meant else "memguard doctor --list prints them"
+            raise MemguardError(f"no finding has the name {name!r}\n    fix: {fix}")
+    return frozenset(names)
