@@ -1,4 +1,4 @@
-"""The calling thread and CUDA's primary contexts, through the driver that the process has loaded already.
+"""CUDA's devices, its primary contexts and the calling thread, through the driver that the process has loaded already.
 
 Never `cudaSetDevice`: since CUDA 12 it creates a context on the device it names, also when a former device is
 put back. Nothing here initialises CUDA or makes a context.
@@ -11,15 +11,27 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from memguard.errors import DeviceError
 from memguard.units import gpu_uuid
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _initialised: ctypes.CDLL | None = None
 """libcuda once it was seen initialised: it stays so, and asking again would cost more than the calls themselves."""
 _lost = False
 """In a child forked after that: CUDA cannot be used there, and never will be."""
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`)."""
+
+    ordinal: int
+    uuid: str
+    multiprocessors: int
 
 
 def _driver() -> ctypes.CDLL | None:
@@ -60,23 +72,50 @@ def current() -> int | None:
     return ordinal.value if driver is not None and driver.cuCtxGetDevice(ctypes.byref(ordinal)) == 0 else None
 
 
+def visible() -> tuple[CudaDevice, ...] | None:
+    """The GPUs that CUDA shows this process, by ordinal; None where nothing has initialised it.
+
+    Raises DeviceError where CUDA does not say what one of them is.
+    """
+    driver = _driver()
+    if driver is None:
+        return None
+    count, device, number, raw = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    uuid = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"  # of drivers before 470
+    _check("cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    found = []
+    for ordinal in range(count.value):
+        _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
+        _check(uuid, getattr(driver, uuid)(ctypes.byref(raw), device))
+        _check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(ctypes.byref(number), _MULTIPROCESSORS, device))
+        found.append(CudaDevice(ordinal, gpu_uuid(bytes(raw)), number.value))
+    return tuple(found)
+
+
+def _check(call: str, code: int) -> None:
+    if code:
+        raise DeviceError(f"CUDA: {call}: error {code}\n    fix: run `nvidia-smi` and check the driver")
+
+
 def ordinals() -> dict[str, int]:
     """CUDA's ordinal of each GPU that it shows this process, by UUID; empty where nothing has initialised CUDA.
 
     Not from CuPy's `getDeviceProperties`: its `uuid` ends at the first byte that is zero (measured).
     """
+    return {device.uuid: device.ordinal for device in visible() or ()}
+
+
+def active(ordinal: int) -> bool | None:
+    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, which makes none); None if unknown."""
     driver = _driver()
+    device, flags, found = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     if driver is None:
-        return {}
-    found: dict[str, int] = {}
-    count, device, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    for ordinal in range(count.value):
-        if not driver.cuDeviceGet(ctypes.byref(device), ordinal) and not driver.cuDeviceGetUuid(
-            ctypes.byref(raw), device
-        ):
-            found[gpu_uuid(bytes(raw))] = ordinal
-    return found
+        return False
+    if driver.cuDeviceGet(ctypes.byref(device), ordinal) or driver.cuDevicePrimaryCtxGetState(
+        device, ctypes.byref(flags), ctypes.byref(found)
+    ):
+        return None
+    return bool(found.value)
 
 
 @contextlib.contextmanager
@@ -86,13 +125,11 @@ def pushed(ordinal: int) -> Iterator[bool]:
     if current() == ordinal:
         yield True
         return
-    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    context = ctypes.c_void_p()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
     if (
         driver is None
+        or not active(ordinal)
         or driver.cuDeviceGet(ctypes.byref(device), ordinal)
-        or driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-        or not active.value
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     ):
         yield False

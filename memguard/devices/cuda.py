@@ -1,4 +1,6 @@
-"""libcuda through `cuda-bindings` (optional), the only door to it.
+"""CUDA before anything has initialised it, and its memory pools. The only door to `cuda-bindings` (optional).
+
+Where CUDA is initialised `contexts` asks the driver itself: importing the bindings takes up to 0.2 s.
 
 No call here runs `cuInit` in this process: that takes 215 ms on an H200 and makes CUDA unusable in
 forked children. Where CUDA is not initialised yet, a short child process is asked instead.
@@ -12,24 +14,14 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from memguard.devices import contexts
+from memguard.devices.contexts import CudaDevice
 from memguard.errors import DeviceError
-from memguard.units import gpu_uuid
 
 _log = logging.getLogger("memguard")
 _CHILD_TIMEOUT = 60.0
-
-
-@dataclass(frozen=True)
-class CudaDevice:
-    """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`)."""
-
-    ordinal: int
-    uuid: str
-    multiprocessors: int
 
 
 def available() -> bool:
@@ -51,22 +43,11 @@ def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
     """The devices CUDA shows this process, by ordinal; None where it could not be asked.
 
     Honours CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER because CUDA itself answers. A child process costs
-    about 0.4 s; it is started only where CUDA is not initialised here and `ask_child` allows it.
+    about 0.4 s and takes `cuda-bindings`; only where CUDA is not initialised here and `ask_child` allows it.
     """
     if contexts.initialised():
-        return _enumerate(_driver()) if available() else None
+        return contexts.visible()
     return _ask_child() if ask_child and available() else None
-
-
-def context_active(ordinal: int) -> bool | None:
-    """Whether the primary context exists (`cuDevicePrimaryCtxGetState`, which creates none); None if unknown."""
-    if not contexts.initialised():
-        return False
-    if not available():
-        return None
-    driver = _driver()
-    code, _, active = driver.cuDevicePrimaryCtxGetState(driver.CUdevice(ordinal))
-    return bool(active) if code == driver.CUresult.CUDA_SUCCESS else None
 
 
 class CappedPool:
@@ -131,18 +112,6 @@ def _check(driver: Any, what: str, result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-def _enumerate(driver: Any) -> tuple[CudaDevice, ...]:
-    count = _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount())
-    multiprocessors = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-    found = []
-    for ordinal in range(count):
-        device = driver.CUdevice(ordinal)
-        uuid = gpu_uuid(_check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes)
-        number = _check(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(multiprocessors, device))
-        found.append(CudaDevice(ordinal, uuid, number))
-    return tuple(found)
-
-
 def _ask_child() -> tuple[CudaDevice, ...] | None:
     code = "from memguard.devices import cuda; cuda._answer_parent()"
     path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -169,4 +138,7 @@ def _answer_parent() -> None:
         print("[]")
         return
     _check(driver, "cuInit", (code,))
-    print(json.dumps([(d.ordinal, d.uuid, d.multiprocessors) for d in _enumerate(driver)]))
+    found = contexts.visible()
+    if found is None:
+        raise DeviceError("the bindings have initialised another libcuda than libcuda.so.1")
+    print(json.dumps([(d.ordinal, d.uuid, d.multiprocessors) for d in found]))

@@ -22,7 +22,7 @@ _ELSEWHERE = {
 
 
 class RealHost:
-    """`Host` over NVML and, where `cuda-bindings` is installed, libcuda."""
+    """`Host` over NVML and libcuda; before CUDA is initialised only where `cuda-bindings` is installed."""
 
     simulated = False
 
@@ -35,7 +35,7 @@ class RealHost:
             )
         self._nvml = Nvml()
         self._lock = threading.Lock()
-        self._cuda: tuple[cuda.CudaDevice, ...] | None = None
+        self._cuda: tuple[contexts.CudaDevice, ...] | None = None
 
     @property
     def pid(self) -> int:
@@ -88,10 +88,10 @@ class RealHost:
 
     def context_active(self, device: Device) -> bool | None:
         asked = self._ask(child=False)
-        if asked is None:  # CUDA is initialised and cuda-bindings missing, or nothing has initialised it
-            return None if contexts.initialised() else False
+        if asked is None:  # nothing has initialised CUDA
+            return False
         ordinal = next((c.ordinal for c in asked if c.uuid == device.uuid), None)
-        return None if ordinal is None else cuda.context_active(ordinal)
+        return None if ordinal is None else contexts.active(ordinal)
 
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's own count, to check what a framework believes; None where CUDA cannot be asked."""
@@ -100,7 +100,7 @@ class RealHost:
     def close(self) -> None:
         self._nvml.close()
 
-    def _ask(self, *, child: bool) -> tuple[cuda.CudaDevice, ...] | None:
+    def _ask(self, *, child: bool) -> tuple[contexts.CudaDevice, ...] | None:
         with self._lock:
             if self._cuda is None:  # what CUDA shows cannot change once it was initialised
                 self._cuda = cuda.visible(ask_child=child)

@@ -364,7 +364,7 @@ class Torch(Framework):
             if "tensorflow" not in sys.modules:
                 continue
             if true is None:
-                self._say("torch beside tensorflow: not checked against the driver; fix: pip install 'memguard[cuda]'")
+                self._say("torch beside tensorflow: not checked against the driver, which does not show this GPU")
             else:
                 self._say(f"torch beside tensorflow: checked, it sees the driver's {true} multiprocessors")
 

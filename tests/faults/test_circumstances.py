@@ -24,21 +24,21 @@ def sums():
 HIDE = "sys.modules['cuda'] = None  # no cuda-bindings\n"
 BINDINGS = """
 import enum, os
+from memguard.devices import contexts
 class CUresult(enum.Enum):
     CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE, CUDA_ERROR_UNKNOWN = 0, 100, 999
-class CUdevice_attribute(enum.Enum):
-    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
-class Uuid:
-    def __init__(self, text): self.bytes = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
 SHOWN = [uuid for uuid in os.environ["CUDA_SHOWS"].split(",") if uuid]
-OK = CUresult.CUDA_SUCCESS
+class Driver:  # as ctypes shows libcuda once it is initialised
+    def cuDeviceGetCount(self, count): count._obj.value = len(SHOWN)
+    def cuDeviceGet(self, device, ordinal): device._obj.value = ordinal
+    def cuDeviceGetUuid_v2(self, raw, device):
+        raw._obj[:] = bytes.fromhex(SHOWN[device.value].removeprefix("GPU-").replace("-", ""))
+    def cuDeviceGetAttribute(self, number, attribute, device): number._obj.value = 100 + device.value
 def cuInit(flags):
     if os.environ["CUDA_SHOWS"] == "broken": raise SystemExit("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
-    return (OK if SHOWN else CUresult.CUDA_ERROR_NO_DEVICE,)
-def cuDeviceGetCount(): return OK, len(SHOWN)
-def CUdevice(ordinal): return ordinal
-def cuDeviceGetUuid(device): return OK, Uuid(SHOWN[device])
-def cuDeviceGetAttribute(attribute, device): return OK, 100 + device
+    if not SHOWN: return (CUresult.CUDA_ERROR_NO_DEVICE,)
+    contexts._initialised = Driver()
+    return (CUresult.CUDA_SUCCESS,)
 """
 
 
@@ -194,7 +194,7 @@ def test_what_was_hidden_after_cuda_had_been_initialised_is_not_hidden(run: Run)
 from memguard.devices import contexts, cuda
 contexts.initialised = lambda: True
 cuda.visible = lambda ask_child=True: (cuda.CudaDevice(0, json.loads(os.environ["GPU"]), 132),)
-cuda.context_active = lambda ordinal: False
+contexts.active = lambda ordinal: False
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 result["count"] = len(memguard.init(BUDGET).plan.devices)
 """,

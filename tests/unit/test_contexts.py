@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from memguard.devices import contexts
+from memguard.devices import contexts, cuda
+from memguard.errors import DeviceError
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +83,12 @@ class LibCUDA:
         device.value = ordinal
         return 0 if ordinal < 2 else 101
 
-    def _cuDeviceGetUuid(self, raw: Any, device: Any) -> None:  # noqa: N802
+    def _cuDeviceGetUuid_v2(self, raw: Any, device: Any) -> None:  # noqa: N802
         raw[:] = bytes([device.value, 0, *range(2, 16)])
+
+    def _cuDeviceGetAttribute(self, number: Any, attribute: int, device: Any) -> None:  # noqa: N802
+        assert attribute == 16, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"
+        number.value = 100 + device.value
 
     def _cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> None:  # noqa: N802
         active.value = self.active
@@ -129,6 +135,46 @@ def test_ordinals_are_found_by_uuid_whatever_bytes_it_has(library: Callable[...,
     driver.initialised = True
     rest = "0203-0405-0607-0809-0a0b0c0d0e0f"
     assert contexts.ordinals() == {f"GPU-0000{rest}": 0, f"GPU-0100{rest}": 1}
+
+
+def test_an_initialised_cuda_is_asked_without_cuda_bindings(
+    library: Callable[..., LibCUDA], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing those takes 0.2 s, which the monitor's thread had to spend in its first sample after CUDA's start."""
+    driver = library(initialised=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cuda", None)  # not installed
+    assert contexts.visible() is None and cuda.visible() is None
+    driver.initialised = True
+    found = cuda.visible()
+    assert found == contexts.visible() and found is not None
+    assert [(gpu.ordinal, gpu.multiprocessors) for gpu in found] == [(0, 100), (1, 101)]
+    assert {gpu.uuid: gpu.ordinal for gpu in found} == contexts.ordinals()
+
+
+@pytest.mark.parametrize("call", ["cuDeviceGet", "cuDeviceGetUuid_v2", "cuDeviceGetAttribute"])
+def test_a_gpu_of_which_cuda_says_nothing_is_an_error(library: Callable[..., LibCUDA], call: str) -> None:
+    library(fails=call)
+    with pytest.raises(DeviceError, match=f"CUDA: {call}: error 1"):
+        contexts.visible()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_active"),
+    [
+        ({}, True),
+        ({"active": 0}, False),
+        ({"initialised": False}, False),
+        ({"fails": "cuDeviceGet"}, None),
+        ({"fails": "cuDevicePrimaryCtxGetState"}, None),
+    ],
+)
+def test_whether_there_is_a_context_is_asked_without_making_one(
+    library: Callable[..., LibCUDA], settings: dict[str, Any], is_active: bool | None
+) -> None:
+    driver = library(**settings)
+    assert contexts.active(0) is is_active and driver.done == []
 
 
 def test_a_library_that_is_not_initialised_is_asked_again_until_it_is(library: Callable[..., LibCUDA]) -> None:
