@@ -115,7 +115,7 @@ def last_oom() -> Report | None:
 
 def facts_of(error: BaseException) -> Facts:
     """The exception as plain data: nothing of it is kept alive."""
-    from memguard.oom import Facts
+    from memguard.oom_texts import Facts
 
     kind = type(error)
     try:
@@ -136,7 +136,8 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
                 return _reports.get(number), False
             if not isinstance(one, Exception):
                 continue
-            from memguard.oom import classify  # not before: an import while KeyboardInterrupt ends a program hides it
+            # Not before: an import while KeyboardInterrupt ends a program hides it.
+            from memguard.oom_texts import classify
 
             facts = facts_of(one)
             verdict = classify(facts)

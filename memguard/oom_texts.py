@@ -155,6 +155,14 @@ RULES = (
          r"|DNN library initialization failed|Blas \w+ launch failed|cudaErrorOperatingSystem"),
 )  # fmt: skip
 
+STEMS = (
+    "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "torch_", "initializ", "internal_error", "launch failed",
+    "no space left", "disk is full", "bfcarena", "dst tensor", "space hbm", "batch size", "new thread",
+    "able to create", "unexpectedly",
+)  # fmt: skip
+"""Of every text that a rule fits, but for those that rule it out for sure, at least one is a part, in small letters:
+what has none of them and no type that speaks of memory is no out-of-memory error, and is not searched for it."""
+
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
 """ENOMEM, ENOSPC, EDQUOT."""
 _FAMILIES = {
@@ -185,6 +193,8 @@ def classify(facts: Facts) -> Verdict:
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
         return Verdict(memory, None, asked(facts) if memory != "none" else None, True)
+    if not _worth_a_look(facts):
+        return Verdict("none", None, None, True)
     text, mro = facts.text, (*facts.mro, *_wrapped(facts.text))
     if "builtins.ValueError" in mro:
         text = _QUOTED.sub("''", text)  # the value that was wrong, which may be anything
@@ -196,6 +206,14 @@ def classify(facts: Facts) -> Verdict:
             return Verdict("none", None, None, rule.certain and rule.memory == "none")
         return Verdict(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain)
     return Verdict("none", None, None, True)
+
+
+def _worth_a_look(facts: Facts) -> bool:
+    """Whether a rule may fit: quickly, as every error that leaves a block comes by here."""
+    if any("Memory" in name for name in facts.mro):
+        return True
+    text = facts.text.casefold()
+    return any(stem in text for stem in STEMS)
 
 
 def family(facts: Facts) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memguard import incidents, oom_texts
 from memguard.oom import Facts, Verdict, classify
-from memguard.oom_texts import RULES
+from memguard.oom_texts import RULES, Rule
+
+if sys.version_info >= (3, 11):
+    from re import _parser as regex_parser  # type: ignore[attr-defined]
+else:
+    import sre_parse as regex_parser
 
 HERE = Path(__file__).parent
 CORPUS = {name: json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("real", "lookalikes")}
@@ -165,3 +173,69 @@ def test_no_rule_is_there_for_nothing() -> None:
 def test_a_long_text_is_no_trouble() -> None:
     text = "OOM out of memory Traceback (most recent call last) cuMemAlloc BFCArena NCCL bad_alloc " * 250
     assert classify(Facts("builtins.RuntimeError", ("builtins.RuntimeError",), text, {})).memory in ("gpu", "none")
+
+
+# What is not even searched
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[entry["id"] for entry in ENTRIES])
+def test_no_text_of_the_corpus_is_passed_over(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = [facts_of(entry), facts_of(entry, entry["text"].swapcase()), wrapped(entry)]
+    if entry["expect"]["memory"] == "gpu":
+        assert oom_texts._worth_a_look(variants[0])
+    quick = [classify(facts) for facts in variants]
+    monkeypatch.setattr(oom_texts, "_worth_a_look", lambda facts: True)
+    assert quick == [classify(facts) for facts in variants]
+
+
+def needs_a_stem(pattern: Any) -> bool:
+    """Whether whatever the (parsed) pattern fits has a stem in it."""
+    run, found = "", False
+    for kind, value in [*pattern, (None, None)]:
+        if str(kind) == "LITERAL":
+            run += chr(value).lower()
+            continue
+        found, run = found or any(stem in run for stem in oom_texts.STEMS), ""
+        if str(kind) == "SUBPATTERN":
+            found = found or needs_a_stem(value[-1])
+        elif str(kind) == "BRANCH":
+            found = found or all(needs_a_stem(choice) for choice in value[1])
+        elif str(kind) == "MAX_REPEAT" and value[0] > 0:
+            found = found or needs_a_stem(value[2])
+    return found
+
+
+TELLING = [rule for rule in RULES if (rule.memory, rule.certain) != ("none", True)]
+
+
+@pytest.mark.parametrize("rule", TELLING, ids=[rule.why for rule in TELLING])
+def test_what_a_rule_fits_has_a_stem_or_a_type_that_speaks_of_memory(rule: Rule) -> None:
+    if rule.text:
+        assert needs_a_stem(regex_parser.parse(rule.text))
+    else:  # the type alone
+        assert "Memory" in rule.type
+
+
+@given(st.text(), st.sampled_from(ENTRIES), st.text())
+def test_nothing_around_it_hides_it(before: str, entry: dict[str, Any], after: str) -> None:
+    facts = facts_of(entry, f"{before}{entry['text']}{after}")
+    if entry["expect"]["memory"] == "gpu":
+        assert oom_texts._worth_a_look(facts)
+
+
+@pytest.mark.parametrize("words", ["x", "e'", "wrong shape of (3, 4), "])
+def test_an_ordinary_error_costs_next_to_nothing(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than 0.1 ms where every rule takes 4 ms."""
+    facts = incidents.facts_of(ValueError(words * (100_000 // len(words))))
+
+    def fastest() -> float:
+        took = []
+        for _ in range(50):
+            begun = time.perf_counter()
+            assert classify(facts).memory == "none"
+            took.append(time.perf_counter() - begun)
+        return min(took)
+
+    quick = fastest()
+    monkeypatch.setattr(oom_texts, "_worth_a_look", lambda facts: True)
+    assert quick < fastest() / 10
