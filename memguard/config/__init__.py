@@ -32,6 +32,7 @@ from memguard.config._document import Document
 from memguard.config._problems import Origin, in_order, problems
 from memguard.config._schema import SCHEMA
 from memguard.errors import ConfigError, Problem
+from memguard.findings import Name
 from memguard.units import MIB, short
 
 FRAMEWORKS = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
@@ -121,6 +122,22 @@ class MonitorConfig(_Model):
     timeline_size: Annotated[int, PlainValidator(_values.timeline_size), _TEXT] = 64 * MIB
 
 
+class DoctorConfig(_Model):
+    """What `memguard doctor` is told. `ignore`: findings that it leaves out, by name, in the order of their list."""
+
+    ignore: Annotated[
+        tuple[Annotated[Name, PlainValidator(_values.finding)], ...],
+        BeforeValidator(_values.findings),
+        AfterValidator(_values.in_order),
+        PlainSerializer(list),
+    ] = ()
+
+
+def _said(doctor: DoctorConfig | None) -> DoctorConfig | None:
+    """None where it says nothing: the same as no such key."""
+    return doctor if doctor is not None and doctor.ignore else None
+
+
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"torch": {"nccl": 0}, "tensorflow": {"growth": True}}
 
 
@@ -147,7 +164,8 @@ class Budget(_Model):
 
     `devices` has a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `on_busy`
     is what init does where other processes hold so much of a GPU that its limit cannot be had. `monitor` is None where
-    nothing watches; `on_pressure` is what is done besides warning where the pressure becomes critical.
+    nothing watches; `on_pressure` is what is done besides warning where the pressure becomes critical. `doctor` is for
+    `memguard doctor` alone, None where it says nothing.
     """
 
     version: Annotated[int, PlainValidator(_values.version)]
@@ -169,6 +187,7 @@ class Budget(_Model):
         BeforeValidator(_values.pressures),
         PlainSerializer(list),
     ] = ()
+    doctor: Annotated[DoctorConfig | None, BeforeValidator(_values.doctor), AfterValidator(_said)] = None
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @property
@@ -188,6 +207,7 @@ _NAMES = {
     **{name: ("share", "limit", *settings) for name, settings in _DEFAULTS.items()},
     "frameworks": FRAMEWORKS,
     "monitor": tuple(MonitorConfig.model_fields),
+    "doctor": tuple(DoctorConfig.model_fields),
 }
 
 

@@ -65,6 +65,7 @@ def check(data: Mapping[str, Any], known: tuple[str, ...]) -> list[Finding]:
     findings += _same_device(_mapping(data.get("devices")))
     findings += _levels(_mapping(data.get("monitor")))
     findings += _on_pressure(data)
+    findings += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
     return findings
 
 
@@ -157,9 +158,14 @@ def _on_pressure(data: Mapping[str, Any]) -> Iterator[Finding]:
     if "monitor" not in data:
         message = "nothing watches the pressure: on_pressure needs a monitor"
         yield Finding(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True)
-    for index, name in enumerate(listed):
-        if name in listed[:index] and isinstance(name, str):
-            yield Finding(("on_pressure", index), f"{values.found(name)} is named twice", "keep one of them")
+    yield from _repeated(("on_pressure",), listed)
+
+
+def _repeated(loc: Loc, listed: object) -> Iterator[Finding]:
+    names = listed if isinstance(listed, (list, tuple)) else ()
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name in names[:index]:
+            yield Finding((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
 
 
 def _about(size: int) -> str:

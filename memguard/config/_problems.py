@@ -38,6 +38,9 @@ _ALSO = {
     "path": "timeline",
     "log": "timeline",
     "watch": "monitor",
+    "ignored": "ignore",
+    "skip": "ignore",
+    "silence": "ignore",
 }
 _OTHERS = ("cudf", "cuml", "numpy")
 """Libraries whose names are close to a framework's and that are not misspelt ones."""
@@ -46,6 +49,7 @@ _HOMES = {
     "frameworks": "'frameworks:'",
     "device": "'device:'",
     "monitor": "'monitor:'",
+    "doctor": "'doctor:'",
     "framework": "a framework, as in 'torch: {share: 50%}'",
     "torch": "'torch:'",
     "tensorflow": "'tensorflow:'",
@@ -64,7 +68,7 @@ def problems(
     names: Mapping[str, tuple[str, ...]],
 ) -> list[Problem]:
     """Everything wrong, in file order. `names` gives the keys allowed at '', 'device', 'frameworks', 'framework',
-    'monitor', and at each framework with settings of its own.
+    'monitor', 'doctor', and at each framework with settings of its own.
     """
     listed = [*(_finding(error, names) for error in errors), *findings]
     alone = {finding.loc for finding in listed if finding.alone}
@@ -170,7 +174,7 @@ def _level(loc: Loc) -> str:
         return ""
     if loc[0] == "frameworks":
         return "frameworks" if len(loc) == 2 else str(loc[1]) if loc[1] in ("torch", "tensorflow") else "framework"
-    return "monitor" if loc[0] == "monitor" else "device"
+    return str(loc[0]) if loc[0] in ("monitor", "doctor") else "device"
 
 
 def _shape(loc: Loc, value: object) -> tuple[str, str]:

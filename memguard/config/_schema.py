@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from memguard.config._values import FORECAST, INTERVAL, MAX_NCCL, MAX_PATH, TIMELINE_SIZE
+from memguard.findings import NAMES
 from memguard.units import GRANULE, MAX_SIZE
 
 _UNIT = "([Bb]|[KkMmGgTt][Ii][Bb])"
@@ -196,6 +197,20 @@ SCHEMA: dict[str, Any] = {
             "items": {"enum": ["trim", "raise"]},
             "uniqueItems": True,
             "default": [],
+        },
+        "doctor": {
+            "description": "What `memguard doctor` is told; nothing else looks at it.",
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "ignore": {
+                    "description": "Findings that it leaves out, by name: docs/doctor has a page for each.",
+                    "type": "array",
+                    "items": {"enum": list(NAMES)},
+                    "uniqueItems": True,
+                    "default": [],
+                }
+            },
         },
     },
     "if": {"required": ["on_pressure"], "properties": {"on_pressure": {"minItems": 1}}},

@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from pydantic_core import PydanticCustomError
 
+from memguard.findings import NAMES, Name, nearest
 from memguard.units import GIB, GRANULE, KIB, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
@@ -273,6 +274,40 @@ def pressure(value: object) -> Literal["trim", "raise"]:
     elif name in ("call", "callback", "function", "hook"):
         fix = "remove it: functions are registered from Python, never named in a budget"
     raise wrong(f"on_pressure knows trim and raise, found {found(value)}", fix)
+
+
+def doctor(value: object) -> object:
+    """What `memguard doctor` is told; the single keys are judged one by one."""
+    if isinstance(value, dict):
+        return value
+    raise wrong(f"expected its settings, found {found(value)}", "write 'doctor: {ignore: []}', or remove the key")
+
+
+def findings(value: object) -> list[object]:
+    """Names of findings; the single ones are `finding`'s to judge."""
+    _given(value, "'[]'")
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    name = _meant(value)
+    raise wrong(f"ignore is a list of findings, found {found(value)}", f"write '[{name}]'" if name else "write '[]'")
+
+
+def finding(value: object) -> Name:
+    """The name of something that `memguard doctor` may find."""
+    if isinstance(value, str) and value in NAMES:
+        return cast("Name", value)
+    name = _meant(value)
+    fix = f"did you mean {name!r}?" if name else "remove it; `memguard doctor --list` prints the names"
+    raise wrong(f"{found(value)} is no finding of memguard doctor", fix)
+
+
+def in_order(names: tuple[Name, ...]) -> tuple[Name, ...]:
+    """In the order of the list, so that budgets that mean the same are equal."""
+    return tuple(sorted(names, key=NAMES.index))
+
+
+def _meant(value: object) -> str | None:
+    return nearest(value.strip().lower().replace("_", "-")) if isinstance(value, str) and len(value) <= 40 else None
 
 
 def device_key(value: object) -> str:

@@ -20,6 +20,7 @@ from memguard.config import (
     FRAMEWORKS,
     Budget,
     DeviceOverride,
+    DoctorConfig,
     FrameworkBudget,
     MonitorConfig,
     from_mapping,
@@ -28,6 +29,7 @@ from memguard.config import (
     parse,
 )
 from memguard.errors import ConfigError
+from memguard.findings import NAMES
 from memguard.units import GIB, MIB
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -137,6 +139,14 @@ def test_a_forecast_of_0_is_none(written: str) -> None:
     assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"monitor: {{forecast: {written}}}"))
 
 
+def test_what_the_doctor_is_to_ignore() -> None:
+    assert parse(GOOD).doctor is None
+    assert parse(GOOD + "doctor: {}").doctor is parse(GOOD + "doctor: {ignore: []}").doctor is None
+    budget = parse(GOOD + "doctor: {ignore: [preallocation, driver-minor-version]}")
+    assert budget.doctor == DoctorConfig(ignore=("driver-minor-version", "preallocation"))
+    assert budget.model_dump(exclude_none=True)["doctor"] == {"ignore": ["driver-minor-version", "preallocation"]}
+
+
 def test_equal_means_the_same_budget_however_written() -> None:
     one = parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%}}")
     two = parse("frameworks:\n  tensorflow: {growth: true, share: '50.0 %'}\n  torch: {limit: 1024 mib}\nversion: 1\n"
@@ -160,6 +170,12 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (WATCHED, WATCHED, GOOD + "monitor: {timeline: a.jsonl}"),
         (WATCHED, GOOD + "monitor: {timeline_size: 64MiB}", GOOD + "monitor: {timeline_size: 1MiB}"),
         (WATCHED, WATCHED + "on_pressure: []", WATCHED + "on_pressure: [trim]"),
+        (GOOD, GOOD + "doctor: {ignore: []}", GOOD + "doctor: {ignore: [mig]}"),
+        (
+            GOOD + "doctor: {ignore: [mig, wsl]}",
+            GOOD + "doctor: {ignore: [wsl, mig]}",
+            GOOD + "doctor: {ignore: [wsl]}",
+        ),
     ],
     ids=[
         "on_busy",
@@ -173,6 +189,8 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "timeline",
         "timeline_size",
         "on_pressure",
+        "doctor",
+        "ignore",
     ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
@@ -319,6 +337,14 @@ def plain(text: str) -> Any:
         WATCHED + "on_pressure: trim",
         WATCHED + "on_pressure: [warn]",
         WATCHED + "on_pressure: [trim, trim]",
+        GOOD + "doctor:",
+        GOOD + "doctor: off",
+        GOOD + "doctor: {ignored: []}",
+        GOOD + "doctor: {ignore: }",
+        GOOD + "doctor: {ignore: mig}",
+        GOOD + "doctor: {ignore: [MIG]}",
+        GOOD + "doctor: {ignore: [gpu]}",
+        GOOD + "doctor: {ignore: [mig, mig]}",
     ],
 )
 def test_the_schema_refuses_what_the_parser_refuses(text: str) -> None:
@@ -338,6 +364,10 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     assert {"share", "limit"}.union(*own.values()) == set(FrameworkBudget.model_fields)
     assert set(properties["device"]["properties"]) == set(DeviceOverride.model_fields)
     assert set(properties["monitor"]["properties"]) == set(MonitorConfig.model_fields)
+    ignore = properties["doctor"]["properties"]["ignore"]
+    assert set(properties["doctor"]["properties"]) == set(DoctorConfig.model_fields)
+    assert ignore["items"] == {"enum": list(NAMES)}
+    assert ignore["default"] == list(DoctorConfig().ignore)
     dumped = MonitorConfig().model_dump(exclude_none=True)
     assert {k: v["default"] for k, v in properties["monitor"]["properties"].items() if "default" in v} == {
         **dumped, "forecast": "20s",

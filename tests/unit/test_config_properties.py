@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from memguard.config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
 from memguard.config._yaml import read
 from memguard.errors import ConfigError
+from memguard.findings import NAMES
 from memguard.units import GIB, GRANULE, MIB
 
 SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()
@@ -57,6 +58,9 @@ def invariants(budget: Budget) -> None:
     assert len(set(budget.on_pressure)) == len(budget.on_pressure)
     assert set(budget.on_pressure) <= {"trim", "raise"}
     assert not budget.on_pressure or budget.monitor is not None
+    assert budget.doctor is None or budget.doctor.ignore
+    ignored = budget.doctor.ignore if budget.doctor is not None else ()
+    assert [name for name in NAMES if name in ignored] == list(ignored)
     if budget.monitor is not None:
         assert 0.05 <= budget.monitor.interval <= 3600
         assert 0 < budget.monitor.warn < budget.monitor.critical <= 1
@@ -88,8 +92,9 @@ def test_any_text(text: str) -> None:
 WORDS = [
     "version", "device", "devices", "frameworks", "on_busy", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba",
     "monitor", "on_pressure", "interval", "warn", "critical", "forecast", "timeline", "timeline_size", "trim", "500ms",
+    "doctor", "ignore",
     "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
-    "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~",
+    "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~", "mig", "second-context",
     "1:30", "GPU-1", "A*", "&a", "*a", "!x", "<<", "---", "...", "- ", "? ", ": ", ":", ", ", "{", "}", "[", "]", "'",
     '"', "\\x", "#", "|", ">", "%", "@", "\n", "\n  ", "\n    ", "\t", " ", "\r\n", "\ufeff", "\x85", "\u2028", "é",
 ]  # fmt: skip
@@ -113,7 +118,7 @@ SCALARS = st.one_of(
     st.sampled_from([1, 2, GIB, GRANULE, Fraction(1, 2)]),
     st.just(5000).map(lambda digits: 10**digits),
 )  # fmt: skip
-KEYS = st.one_of(st.sampled_from(WORDS[:28]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
+KEYS = st.one_of(st.sampled_from(WORDS[:30]), st.text(max_size=5), st.integers(-1, 3), st.booleans(), st.none())
 ANYTHING = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner),
@@ -167,6 +172,7 @@ BUDGETS = st.fixed_dictionaries(
         )
         | ANYTHING,
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]) | SCALARS, max_size=3) | ANYTHING,
+        "doctor": entries(ignore=st.lists(st.sampled_from(NAMES) | SCALARS, max_size=3)) | ANYTHING,
         "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
         "devices": st.dictionaries(
             st.sampled_from(["0", "1", "cuda:1", "cuda:", "A100*"]) | KEYS,
@@ -213,6 +219,7 @@ DEFINED = st.fixed_dictionaries(
             },
         ),
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]), unique=True),
+        "doctor": st.fixed_dictionaries({}, optional={"ignore": st.lists(st.sampled_from(NAMES), unique=True)}),
         "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
         "devices": st.dictionaries(
             st.sampled_from(["0", "7", "cuda:1", "A100*"]),
