@@ -27,11 +27,7 @@ def activate(folder: str) -> None:
     try:
         memguard = _memguard(os.path.dirname(folder))
         show_warnings()
-        names = simulated.split(",") if simulated else None
-        memguard.init(budget, simulate=names)
-        if names is not None:
-            active: Any = importlib.import_module("memguard.active")
-            active.simulated_by_default = names
+        apply(memguard.init, budget, simulated.split(",") if simulated else None)
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:
@@ -45,6 +41,15 @@ def activate(folder: str) -> None:
         if not hasattr(error, "exit_code"):
             _end(traceback.format_exc().rstrip(), 1)
         _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
+
+
+def apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> Any:
+    """What memguard's `init` gives for the budget; the program's own means the same simulated GPUs from now on."""
+    guard = init(budget, simulate=simulated)
+    if simulated is not None:
+        active: Any = importlib.import_module("memguard.active")
+        active.simulated_by_default = simulated
+    return guard
 
 
 def _leave_path(folder: str) -> None:

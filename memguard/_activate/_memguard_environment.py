@@ -44,16 +44,21 @@ _armed = False
 
 
 def arm() -> None:
-    """Wait for the first framework. The file's name is made absolute, for children that start in another folder."""
+    """Wait for the first framework. The file's name is made absolute, for children that start in another folder.
+
+    Also where nothing is applied here: a child may be started without MEMGUARD_DISABLE, and none inherits MEMGUARD_RUN.
+    """
     global _armed
     config = os.environ.get(CONFIG, "")
-    # `memguard run` brings a budget of its own, which is applied in a moment.
-    if not config or _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
+    if not config:
         return
     try:  # noqa: SIM105 (contextlib is one import more)
         os.environ[CONFIG] = os.path.abspath(os.path.expanduser(config))
     except OSError:  # the current folder is gone
         pass
+    # `memguard run` brings a budget of its own, which is applied in a moment.
+    if _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
+        return
     _armed = True
     _wait(_Finder())
 
@@ -113,12 +118,12 @@ def _apply(config: str, names: list[str] | None) -> None:
         if error.name == "memguard":  # pip builds a package in an environment of its own
             return
         raise
-    from memguard._activate._memguard_child import show_warnings
+    from memguard._activate import _memguard_child as child
     from memguard.errors import AlreadyActive
 
-    hide = show_warnings()
+    hide = child.show_warnings()
     try:
-        active.from_environment = active.init(config, simulate=names)
+        active.from_environment = child.apply(active.init, config, names)
     except BaseException as error:
         hide()
         if isinstance(error, AlreadyActive):  # by another thread, meanwhile
@@ -126,7 +131,6 @@ def _apply(config: str, names: list[str] | None) -> None:
         raise
     _undo.append(hide)
     if names is not None:
-        active.simulated_by_default = names
         _say_simulated(names)
 
 

@@ -123,6 +123,34 @@ def test_children_in_another_folder_find_a_relative_file(python: Path, folder: P
     assert said(run(python, folder, child)) == ["(True, ['torch'])", str(folder / "budget.yaml")]
 
 
+CHILD = f"""
+import os, subprocess, sys
+os.chdir("below")
+print(os.environ["MEMGUARD_CONFIG"], [n for n in sys.modules if n.partition(".")[0] == "memguard"])
+env = {{k: v for k, v in os.environ.items() if k != "MEMGUARD_DISABLE"}} | {{"MEMGUARD_SIMULATE": "h200"}}
+code = "import torch\\n" + {APPLIED!r}
+sys.stdout.write(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout)
+"""
+
+
+def test_children_find_it_too_where_their_parent_was_told_to_apply_nothing(python: Path, folder: Path) -> None:
+    (folder / "below").mkdir()
+    done = run(python, folder, CHILD, MEMGUARD_DISABLE="1", PYTHONPATH=str(folder))
+    assert said(done) == [f"{folder / 'budget.yaml'} []", "(True, ['torch'])"]
+    assert done.stderr == ""
+
+
+def test_children_find_it_too_where_their_parent_has_the_budget_of_memguard_run(python: Path, folder: Path) -> None:
+    (folder / "below").mkdir()
+    (folder / "own.yaml").write_text("version: 1\nframeworks:\n  cupy: {share: 50%}\n")
+    (folder / "program.py").write_text(f"{APPLIED}{CHILD}")
+    shown = [str(python), "program.py"]
+    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_activate'}:{folder}"}
+    own, child, budget = said(command(shown, folder, **env))
+    assert own == "(True, ['cupy'])" and budget == "(True, ['torch'])"
+    assert child.startswith(f"{folder / 'budget.yaml'} ['memguard'")
+
+
 def test_the_home_folder_may_be_written_as_a_tilde(python: Path, folder: Path) -> None:
     done = run(python, folder, f"import torch\n{APPLIED}", config="~/budget.yaml", HOME=str(folder))
     assert said(done) == ["(True, ['torch'])"]
