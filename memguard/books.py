@@ -15,7 +15,7 @@ from memguard.devices.host import Host
 from memguard.errors import MemguardError
 from memguard.frameworks import _driver_bytes, registry
 from memguard.frameworks.base import Framework
-from memguard.model import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample
+from memguard.model import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard.units import GRANULE, MIB, format_size
 
 _ATTEMPTS = 3
@@ -71,14 +71,14 @@ class Books:
         device = part.device
         for attempt in range(_ATTEMPTS):
             before = self._host.memory(device), self._host.processes(device).get(self._host.pid)
-            usages = {name: framework.usage(device) for name, framework in frameworks.items()}
+            usages: dict[str, Usage | None] = {name: one.usage(device) for name, one in frameworks.items()}
             processes = self._host.processes(device)
             memory = self._host.memory(device)
             moved = (memory, processes.get(self._host.pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
         steady = processes.get(self._host.pid) == before[1]  # else another thread allocates: no time to charge anything
-        usages.update({n: u for n, f in self.strangers().items() if (u := f.usage(device)) is not None})
+        usages.update(_usages(self.strangers(), device))
         live = frozenset(name for name, usage in usages.items() if usage is not None)
         active = self._host.context_active(device)
         own = accounts.own_bytes(processes, self._host.pid, bool(active) or bool(live and active is None))
@@ -121,10 +121,8 @@ class Books:
     ) -> DeviceSample:
         device = part.device
         uuid = device.uuid
-        usages = {name: usage for name, one in frameworks.items() if (usage := one.usage(device)) is not None}
-        for name, one in self.strangers().items():
-            if (usage := one.usage(device)) is not None:
-                usages[name] = usage
+        usages = _usages(frameworks, device)
+        usages.update(_usages(self.strangers(), device))
         memory = self._host.memory(device)
         own = self._own(device, memory.used, bool(usages))
         slabs = _driver_bytes.slabs[uuid].gaps
@@ -155,3 +153,8 @@ class Books:
         if communicators and part.reserve_source == "auto":
             return f"frameworks.torch.nccl: {communicators} in the budget"
         return f"device: {{reserve: {-(-state.total // MIB)}MiB}}"
+
+
+def _usages(frameworks: Mapping[str, Framework], device: Device) -> dict[str, Usage]:
+    """Of those that hold something there."""
+    return {name: usage for name, one in frameworks.items() if (usage := one.usage(device)) is not None}
