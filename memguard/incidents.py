@@ -157,7 +157,7 @@ def _explained(error: BaseException, facts: Facts, verdict: Verdict, source: Sou
     from memguard.oom import diagnose
 
     number = next(_numbers)
-    _quietly("the error cannot be marked", lambda: setattr(error, _MARK, (os.getpid(), number)))
+    _own(error)[_MARK] = (os.getpid(), number)
     scene = _quietly("no reading at an out-of-memory error", source.scene) or Scene()
     report = diagnose(facts, verdict, scene.ledger, scene.plan, scene.processes or {}, scene.samples, time=time.time())
     _reports[number] = report
@@ -218,8 +218,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _marked(error: BaseException) -> int | None:
     """The number of its incident, where it was reported in this process."""
-    mark = getattr(error, "__dict__", {}).get(_MARK)
+    mark = _own(error).get(_MARK)
     return mark[1] if mark is not None and mark[0] == os.getpid() else None
+
+
+def _own(error: BaseException) -> dict[str, Any]:
+    """The attributes that every exception has room for, of one too that lets none be set: frozen, or with slots."""
+    found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
+    return found
 
 
 def _named(kind: type) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import gc
 import os
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import traceback
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,6 +258,43 @@ def test_a_failure_of_ours_never_replaces_the_users_error(budget: Budget, capsys
             raise RuntimeError(note)
 
     assert seen(raised(Sealed(TEXT)), show=False) is not None
+
+
+class Sealed(OutOfMemoryError):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class Slotted(OutOfMemoryError):
+    __slots__ = ("size",)
+
+
+class Dictless(OutOfMemoryError):
+    @property
+    def __dict__(self) -> Any:
+        raise AttributeError("__dict__")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(OutOfMemoryError):
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+OfC = type("OutOfMemoryError", (zlib.error,), {"__module__": "torch", "__slots__": ()})
+
+
+@pytest.mark.parametrize("kind", [Sealed, Slotted, Dictless, Frozen, OfC])
+def test_one_that_takes_no_attribute_is_told_once_too(
+    budget: Budget, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    error = raised(kind(TEXT))
+    report = seen(error)
+    assert report is not None and seen(error) is report
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert len(budget.recorded) == 1 and capsys.readouterr().err.count("\n  error  ") == 1
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])
