@@ -60,7 +60,9 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     global _active, _why_none, from_environment
     if not passive.wanted(passive.reimporting(sys.modules), os.environ):
         return _stay_passive()
-    loaded = _load(budget)
+    from memguard import config
+
+    loaded = config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
     with _lock:
         before = _active if _active is not None and _active.active else None
@@ -235,16 +237,6 @@ def current() -> Guard:
     if found is None:
         raise NotActive(getattr(_environment, "why", None) or _why_none)
     return found
-
-
-def _load(budget: BudgetLike) -> Budget:
-    from memguard import config
-
-    if isinstance(budget, config.Budget):
-        return budget
-    if isinstance(budget, Mapping):
-        return config.from_mapping(budget)
-    return config.load(budget)
 
 
 def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:

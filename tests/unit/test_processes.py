@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import active, passive
+from memguard import active, config, passive
 from memguard.conductor import Guard
 from memguard.errors import AlreadyActive, CapNotApplied, ConfigError, MemguardError, NotActive, PlanError
 from memguard.frameworks import registry
@@ -535,7 +535,7 @@ def test_threads_that_begin_the_same_budget_have_one_guard(monkeypatch: pytest.M
 
 def test_of_blocks_that_begin_at_once_the_one_that_began_the_budget_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other leaves it as it found it: active."""
-    load, begin = active._load, Guard.start
+    load, begin = config.of, Guard.start
     both, inside, left = threading.Barrier(2), threading.Barrier(2), threading.Event()
     began, seen = [], []
 
@@ -556,7 +556,7 @@ def test_of_blocks_that_begin_at_once_the_one_that_began_the_budget_ends_it(monk
                 seen.append(active._active is not None and active._active.active)
         left.set()
 
-    monkeypatch.setattr(active, "_load", loading)
+    monkeypatch.setattr(config, "of", loading)
     monkeypatch.setattr(Guard, "start", starting)
     assert together(work, work) == []
     assert seen == [True] and active._active is None

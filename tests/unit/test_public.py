@@ -122,6 +122,7 @@ def test_arguments_of_the_public_functions() -> None:
     }
     assert given == {
         "checkpoint": [],
+        "doctor": ["budget", "frameworks", "ignore", "timeout"],
         "guard": ["budget", "replace", "simulate"],
         "init": ["budget", "replace", "simulate"],
         "last_oom": [],
