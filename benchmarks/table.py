@@ -238,7 +238,7 @@ def tables() -> str:
 
 
 def status() -> list[str]:
-    """One line for each result: measured when, on what, and whether `memguard/` has changed since."""
+    """One line for each result: measured when, on what, and whether memguard has changed since (`source_hash`)."""
     current = source_hash()
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
