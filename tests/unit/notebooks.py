@@ -27,7 +27,7 @@ class Notebook:
         cells = self._client.nb.cells
         cells.append(nbformat.v4.new_code_cell("\n".join(lines)))
         cell = self._client.execute_cell(cells[-1], len(cells) - 1)
-        return list(cell.outputs)
+        return joined(cell.outputs)
 
     def text(self, *lines: str) -> str:
         """Everything that the cell shows as text."""
@@ -36,7 +36,18 @@ class Notebook:
     def fails(self, *lines: str) -> list[Any]:
         with pytest.raises(CellExecutionError):
             self.run(*lines)
-        return list(self._client.nb.cells[-1].outputs)
+        return joined(self._client.nb.cells[-1].outputs)
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """With what follows within one stream as one output: the kernel cuts it where its clock says so, even in a line."""
+    found: list[Any] = []
+    for out in outputs:
+        if found and out["output_type"] == "stream" and out["name"] == found[-1].get("name"):
+            found[-1] = {**found[-1], "text": found[-1]["text"] + out["text"]}
+        else:
+            found.append(out)
+    return found
 
 
 def text(outputs: list[Any]) -> str:
