@@ -38,6 +38,8 @@ _WALKED = 100
 """Exceptions of one chain that are looked at."""
 _KEPT = 8
 """Reports that are remembered, for exceptions that come by again."""
+_AGAIN = 60.0
+"""Seconds in which the like of a report that was shown in full is one line: of a loop that tries smaller batches."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +64,26 @@ class Source(Protocol):
         ...
 
 
-shows: Callable[[Report], None] | None = None
-"""Who shows reports instead of standard error: in a notebook they come under the cell's traceback."""
+shows: Callable[[Report | str], None] | None = None
+"""Who shows reports, or lines, instead of standard error: in a notebook they come under the cell's traceback."""
 _source: Source | None = None
 _undo: Callable[[], None] | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
 _reports: dict[int, Report] = {}
+_clock: Callable[[], float] = time.monotonic
+_told: dict[tuple[str | None, ...], tuple[float, int]] = {}
+"""When a report was last shown in full, and how many like it came since, it included."""
 
 
-def install(source: Source) -> Callable[[], None]:
+def install(source: Source, *, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """Look at what nobody catches, in the main thread and in others, until the returned call undoes it.
 
     The hooks that are there go on being called. Installed already, only the source changes; an undo of a source
-    that was replaced does nothing. Hooks that came after ours stay in place when ours goes.
+    that was replaced does nothing. Hooks that came after ours stay in place when ours goes. `clock` is as
+    `time.monotonic`.
     """
-    global _source, _undo, _pid
+    global _source, _undo, _pid, _clock
     if _source is source and _undo is not None:
         return _undo
     if _undo is not None:
@@ -93,13 +99,20 @@ def install(source: Source) -> Callable[[], None]:
         if _source is source:
             _source = _undo = None
 
-    _source, _undo, _pid = source, undo, os.getpid()
+    _source, _undo, _pid, _clock = source, undo, os.getpid(), clock
+    in_full_again()
     return undo
+
+
+def in_full_again() -> None:
+    """The next report is shown in full, whatever was shown before: another budget, another cell of a notebook."""
+    _told.clear()
 
 
 def seen(error: BaseException, *, show: bool = True) -> Report | None:
     """The report, if an out-of-memory error is in it or in what it came from; made, noted and printed once.
 
+    Printed in full once a minute for each of who asked, why and where: in between one line says that it came again.
     None too where no budget is active, and the error was not reported while one was.
     """
     report, fresh = _examine(error)
@@ -181,16 +194,43 @@ def _quietly(what: str, call: Callable[[], Any]) -> Any:
 def _show(report: Report) -> None:
     """To standard error: drawn on a terminal, plain elsewhere."""
     try:
+        shown = _again(report) or report
         if shows is not None:
-            shows(report)
-        elif sys.stderr.isatty():
+            shows(shown)
+        elif sys.stderr.isatty() and not isinstance(shown, str):
             from rich.console import Console
 
-            Console(file=sys.stderr, highlight=False).print(report, soft_wrap=True)
+            Console(file=sys.stderr, highlight=False).print(shown, soft_wrap=True)
         else:
-            sys.stderr.write(f"{report}\n")
+            sys.stderr.write(f"{shown}\n")
     except Exception as failure:  # closed, or none at all under pythonw and services
         _log.debug("the report could not be shown: %s", str(failure))
+
+
+def _again(report: Report) -> str | None:
+    """The line instead of a report, where one like it was shown a short time ago; None where it is to be shown.
+
+    Without a lock, which a signal's handler might find held: of two threads at once both may show theirs.
+    """
+    verdict, now = report.verdict, _clock()
+    for key, (shown, _) in list(_told.items()):
+        if not 0 <= now - shown < _AGAIN:
+            _told.pop(key, None)
+    key = verdict.memory, verdict.requester, report.requester, report.reason, report.uuid
+    since, count = _told.get(key, (now, 0))
+    _told[key] = since, count + 1
+    if not count:
+        return None
+    who = "" if report.requester == "unknown" else f"{report.requester} "
+    possibly = "" if verdict.certain else "possibly "
+    what = {"gpu": "out of memory", "disk": "out of disk"}.get(verdict.memory, f"out of {verdict.memory} memory")
+    times = f"{_ordinal(count + 1)} time in {max(round(now - since), 1)} s"
+    return f"memguard: {who}{possibly}{what} again ({times}): memguard.last_oom()"
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}th" if number % 100 in (11, 12, 13) else f"{number}{ending}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

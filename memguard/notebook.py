@@ -68,7 +68,7 @@ class Extension:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._running = False
-        self._reports: list[Report] = []  # for the end of the cell
+        self._reports: list[Report | str] = []  # for the end of the cell
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """The ledger; or `%memguard plan`, `%memguard trim [FRAMEWORK]`, `%%memguard --framework NAME --needs SIZE`."""
@@ -122,8 +122,9 @@ class Extension:
             last = compiler(ast.Expression(tree.body.pop().value), place, "eval")
         return compiler(tree, place, "exec"), last
 
-    def show(self, report: Report) -> None:
-        """A report: under the traceback, which is shown when the cell has ended; else, of another thread, at once."""
+    def show(self, report: Report | str) -> None:
+        """A report, or the line that one like it came again: under the traceback, which is shown when the cell has
+        ended; else, of another thread, at once."""
         if self._running:
             self._reports.append(report)
         else:
@@ -131,6 +132,7 @@ class Extension:
 
     def runs(self, info: Any = None) -> None:
         """Before each cell."""
+        incidents.in_full_again()  # what the cell before said may be out of sight, or this one's own output of before
         self._running = True
 
     def ran(self, result: Any) -> None:
@@ -140,6 +142,9 @@ class Extension:
         self._running = False
         reports, self._reports = self._reports, []
         for report in reports:
+            if isinstance(report, str):
+                print(report, file=sys.stderr)
+                continue
             from IPython.display import display
 
             display({"text/plain": str(report), "text/html": report._repr_html_()}, raw=True)

@@ -260,6 +260,78 @@ def test_a_failure_of_ours_never_replaces_the_users_error(budget: Budget, capsys
     assert seen(raised(Sealed(TEXT)), show=False) is not None
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+AGAIN = "memguard: torch out of memory again ({}): memguard.last_oom()\n"
+
+
+def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, source = Clock(), Budget()
+    undo = install(source, clock=clock)
+
+    def said() -> tuple[bool, str]:
+        error = oom()
+        report = seen(error)
+        assert report is not None and last_oom() is report, "always the newest"
+        if NOTES:
+            assert getattr(error, "__notes__", []) == [report.note], "complete"
+        text = capsys.readouterr().err
+        return text == f"{report}\n", text
+
+    try:
+        assert said()[0]
+        for count, passed in (("2nd", 0.0), ("3rd", 12.0), ("4th", 59.0)):
+            clock.now = 1000 + passed
+            assert said()[1] == AGAIN.format(f"{count} time in {passed or 1:.0f} s")
+        clock.now = 1060
+        assert said()[0] and not said()[0]
+        clock.now = 900  # set back
+        assert said()[0]
+    finally:
+        undo()
+    assert len(source.recorded) == 7, "every one is recorded"
+    undo = install(source, clock=clock)
+    assert said()[0], "another budget begins anew"
+    undo()
+
+
+def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = (TEXT, "CUDA out of memory. DefaultCPUAllocator", "cublas_status_alloc_failed", "CUDA error: out of memory")
+    undo = install(Budget(), clock=Clock())
+    try:
+        for text in texts:
+            seen(raised(RuntimeError(text)))
+        assert capsys.readouterr().err.count("\n  error  ") == 4
+        for text in texts:
+            seen(raised(RuntimeError(text)))
+        assert [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()] == [
+            "memguard: torch out of memory again",
+            "memguard: torch out of host memory again",
+            "memguard: cublas out of memory again",
+            "memguard: cuda possibly out of memory again",
+        ]
+        assert seen(oom(), show=False) is not None and len(incidents._told) == 4
+    finally:
+        undo()
+
+
+def test_what_was_not_shown_was_not_said(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        seen(oom(), show=False)
+    seen(oom())
+    assert capsys.readouterr().err.count("\n  error  ") == 1
+
+
+def test_numbers_in_words() -> None:
+    numbers = {1: "1st", 2: "2nd", 3: "3rd", 4: "4th", 11: "11th", 12: "12th", 13: "13th", 21: "21st", 112: "112th"}
+    assert {number: incidents._ordinal(number) for number in numbers} == numbers
+
+
 class Sealed(OutOfMemoryError):
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(name)

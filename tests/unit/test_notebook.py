@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_an_out_of_memory_is_reported_and_lets_go_of_what_its_traceback_held(nb:
     assert nb.text("print(in_use('torch'))") == "4.0\n"  # the user's own, which is in Out too, stays
     assert nb.text("import sys\nprint(type(sys.last_value).__name__)") == "SimulatedTorchOutOfMemory\n"
     assert "in grow" in nb.text("%tb") + error(nb.run("%tb"))
+
+
+def test_each_cell_has_a_whole_report_and_one_that_tries_again_lines_after_it(nb: Notebook) -> None:
+    for _ in range(2):
+        outputs = nb.run(
+            "for size in (90, 80, 70):\n    try:\n        with memguard.workload('try', framework='torch'):\n"
+            "            train(size * GIB)\n    except Exception:\n        pass"
+        )
+        assert html(outputs).count("torch ran out of GPU memory") == 1
+        again = re.findall(r"memguard: torch out of memory again \((\w+) time in", text(outputs))
+        assert again == ["2nd", "3rd"]
 
 
 def test_what_it_came_from_is_let_go_of_too(nb: Notebook) -> None:
