@@ -1,0 +1,81 @@
+"""CUDA_VISIBLE_DEVICES as CUDA reads it (CUDA programming guide, "CUDA Environment Variables").
+
+The first entry decides whether the list is of indices, of GPUs' UUIDs or of MIG instances. It ends before the first
+entry that is of another kind or names nothing; an entry that names a GPU a second time leaves none at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+Kind = Literal["index", "GPU-", "MIG-"]
+Why = Literal["", "empty", "negative", "word", "repeated", "absent", "ambiguous", "mixed"]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the variable leaves. `entries` as they count; `stopped_at` the entry that ended the list and `why`."""
+
+    value: str
+    kind: Kind | None
+    entries: tuple[str, ...]
+    stopped_at: str = ""
+    why: Why = ""
+
+
+def kind_of(entry: str) -> Kind | None:
+    """What an entry is; None where it is nothing that names a GPU. `1gpu` is 1, as strtoul has it."""
+    if entry.startswith("GPU-"):
+        return "GPU-"
+    if entry.startswith("MIG-"):
+        return "MIG-"
+    return "index" if re.match(r"[+-]?\d", entry) else None
+
+
+def index_of(entry: str) -> int:
+    found = re.match(r"[+-]?\d+", entry)
+    return int(found.group()) if found else -1
+
+
+def read(value: str, count: int | None, uuids: Sequence[str] | None) -> Visible:
+    """What CUDA makes of the value. `count`: how many GPUs there are, `uuids` theirs; None where nobody knows."""
+    listed = [entry.strip() for entry in value.split(",")]
+    kind = kind_of(listed[0])
+    kept: list[str] = []
+    for entry in listed:
+        why = _wrong(entry, kind, count, uuids)
+        if not why and _names(entry, uuids) in {_names(other, uuids) for other in kept}:
+            return Visible(value, kind, (), entry, "repeated")
+        if why:
+            return Visible(value, kind, tuple(kept), entry, why)
+        kept.append(entry)
+    return Visible(value, kind, tuple(kept))
+
+
+def _wrong(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str] | None) -> Why:
+    own = kind_of(entry)
+    if not entry:
+        return "empty"
+    if own is None:
+        return "word"
+    if own == "index" and index_of(entry) < 0:
+        return "negative"
+    if own != kind:
+        return "mixed"
+    if own == "index":
+        return "absent" if count is not None and index_of(entry) >= count else ""
+    if own == "MIG-" or uuids is None:
+        return ""  # NVML's list has no instances: nobody knows
+    matches = sum(uuid.lower().startswith(entry.lower()) for uuid in uuids)
+    return "" if matches == 1 else "ambiguous" if matches else "absent"
+
+
+def _names(entry: str, uuids: Sequence[str] | None) -> object:
+    """What it names: two spellings of one GPU are one."""
+    if kind_of(entry) == "index":
+        return index_of(entry)
+    return next((uuid for uuid in uuids or () if uuid.lower().startswith(entry.lower())), entry.lower())
