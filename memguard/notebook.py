@@ -17,6 +17,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Iterator
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import Any, NoReturn
 
 from memguard import active, incidents
@@ -26,6 +27,7 @@ from memguard.oom import Report
 from memguard.units import format_size
 
 _LINE = "%memguard [plan | trim [FRAMEWORK]]"
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CELL = "%%memguard --framework NAME [--needs SIZE] [--name TEXT]"
 
 
@@ -167,20 +169,38 @@ def let_go(error: BaseException) -> None:
     """Empty the frames that the error holds, and those of the errors that it came from: arrays live in their locals.
 
     The error, its traceback and its text stay, wherever they are kept (`sys.last_value`, the shell, a variable of the
-    user's): `%tb` shows them again, and `%debug` finds no locals.
+    user's): `%tb` shows them again, and `%debug` finds no locals. A generator or coroutine that caught the error and
+    waits to go on keeps what it has.
     """
-    for one in _chain(error):
-        place = one.__traceback__
-        while place is not None:
-            frame, place = place.tb_frame, place.tb_next
-            if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a cell: the names are the user's
-                continue
-            try:
-                frame.clear()
-            except RuntimeError:  # it still runs
-                continue
-            _ = frame.f_locals  # up to Python 3.12 a copy, made for whoever looked at it last, that is emptied so
+    frames = [place.tb_frame for one in _chain(error) for place in _places(one.__traceback__)]
+    waiting = _waiting([frame for frame in frames if frame.f_code.co_flags & _GENERATORS])
+    for frame in frames:
+        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a cell: the names are the user's
+            continue
+        if id(frame) in waiting:  # `clear` would end it, up to Python 3.12
+            continue
+        try:
+            frame.clear()
+        except RuntimeError:  # it still runs
+            continue
+        _ = frame.f_locals  # up to Python 3.12 a copy, made for whoever looked at it last, that is emptied so
     gc.collect()
+
+
+def _places(place: TracebackType | None) -> Iterator[TracebackType]:
+    while place is not None:
+        yield place
+        place = place.tb_next
+
+
+def _waiting(frames: list[FrameType]) -> set[int]:
+    """Of these frames of generators and coroutines the ids of those that are not over: their generator has them still.
+
+    That is looked up the long way, through everything that Python has: a frame does not say it.
+    """
+    owners = gc.get_referrers(*frames) if frames else []
+    names = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+    return {id(getattr(owner, names[type(owner)])) for owner in owners if type(owner) in names}
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

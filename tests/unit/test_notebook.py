@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,6 +296,115 @@ def test_let_go_empties_frames_and_keeps_the_error() -> None:
     notebook.let_go(found)
     assert [ref() for ref in held] == [None, None]
     assert str(found) == "full" and found.__traceback__ is not None and found.__context__ is not None
+
+
+def generator(held: list[weakref.ref[Held]], kept: list[BaseException], catches: bool) -> Iterator[str]:
+    mine = Held()
+    held.append(weakref.ref(mine))
+    try:
+        failing(held)
+    except ValueError as error:
+        kept.append(error)
+        if not catches:
+            raise
+    try:
+        yield "caught"
+        yield "goes on"
+    finally:
+        kept.append(KeyError("ended"))
+
+
+async def coroutine(held: list[weakref.ref[Held]], kept: list[BaseException], catches: bool) -> str:
+    mine = Held()
+    held.append(weakref.ref(mine))
+    try:
+        failing(held)
+    except ValueError as error:
+        kept.append(error)
+        if not catches:
+            raise
+    try:
+        await Once()
+        await Once()
+    finally:
+        kept.append(KeyError("ended"))
+    return "done"
+
+
+async def asynchronous(held: list[weakref.ref[Held]], kept: list[BaseException], catches: bool) -> AsyncIterator[str]:
+    mine = Held()
+    held.append(weakref.ref(mine))
+    try:
+        failing(held)
+    except ValueError as error:
+        kept.append(error)
+        if not catches:
+            raise
+    try:
+        yield "caught"
+        yield "goes on"
+    finally:
+        kept.append(KeyError("ended"))
+
+
+class Once:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+def started(kind: Any, held: list[weakref.ref[Held]], kept: list[BaseException], catches: bool) -> Any:
+    """A generator or its like, with its first step done: what sends it on."""
+    made = kind(held, kept, catches)
+    if kind is not asynchronous:
+        made.send(None)
+        return made
+    with contextlib.suppress(StopIteration):
+        made.__anext__().send(None)
+    return made
+
+
+@pytest.mark.parametrize("kind", [generator, coroutine, asynchronous])
+def test_let_go_ends_nothing_that_caught_the_error_and_waits_to_go_on(kind: Any) -> None:
+    held, kept = list[weakref.ref[Held]](), list[BaseException]()
+    made = started(kind, held, kept, True)
+    (error,) = kept
+    notebook.let_go(error)
+    assert len(kept) == 1, "its finally has not run"
+    assert [ref() is not None for ref in held] == [True, False], "what it came through is empty, and it is not"
+    if kind is asynchronous:
+        with pytest.raises(StopIteration) as step:
+            made.__anext__().send(None)
+        assert step.value.value == "goes on"
+    else:
+        assert made.send(None) == ("goes on" if kind is generator else None)
+
+
+@pytest.mark.parametrize("kind", [generator, coroutine, asynchronous])
+def test_let_go_empties_those_that_the_error_ended(kind: Any) -> None:
+    held, kept = list[weakref.ref[Held]](), list[BaseException]()
+    with pytest.raises(ValueError, match="full") as caught:
+        started(kind, held, kept, False)
+    notebook.let_go(caught.value)
+    assert [ref() for ref in held] == [None, None]
+
+
+def test_let_go_leaves_one_that_merely_waits_alone() -> None:
+    ended = list[bool]()
+
+    def waits() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            ended.append(True)
+
+    one = waits()
+    assert next(one) == 1
+    try:
+        failing([])
+    except ValueError as error:
+        notebook.let_go(error)
+    assert ended == [] and next(one) == 2
 
 
 class Group(Exception):
