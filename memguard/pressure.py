@@ -17,7 +17,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from memguard.model import DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard.model import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard.units import format_size
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ _KEEPERS = ("tensorflow", "jax")
 
 @dataclass(frozen=True)
 class Settings:
-    """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core."""
+    """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core.
+
+    `names`: what texts call a GPU, by UUID; nothing where that is empty, its UUID where it has none.
+    """
 
     interval: float = 0.5
     warn: float = 0.85
@@ -54,17 +57,32 @@ class Settings:
     forecast: float = 20.0
     cpu: float = 0.01
     on_pressure: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, monitor: MonitorConfig, on_pressure: Sequence[str]) -> Settings:
-        """What a budget file says."""
+    def of(cls, monitor: MonitorConfig, on_pressure: Sequence[str], devices: Sequence[Device] = ()) -> Settings:
+        """What a budget file says, for these GPUs."""
         return cls(
             interval=monitor.interval,
             warn=float(monitor.warn),
             critical=float(monitor.critical),
             forecast=monitor.forecast,
             on_pressure=tuple(on_pressure),
+            names=_names(devices),
         )
+
+    def on(self, uuid: str | None) -> str:
+        """` on cuda:0 (NVIDIA H200)`, for the end of a sentence."""
+        name = self.names.get(uuid or "", uuid)
+        return f" on {name}" if name else ""
+
+
+def _names(devices: Sequence[Device]) -> dict[str, str]:
+    """By CUDA's number, or NVML's where CUDA was not asked. The only one there is needs no name."""
+    if len(devices) == 1:
+        return {devices[0].uuid: ""}
+    numbers = {d.uuid: f"GPU {d.index}" if d.ordinal is None else f"cuda:{d.ordinal}" for d in devices}
+    return {device.uuid: f"{numbers[device.uuid]} ({device.name})" for device in devices}
 
 
 class Action(NamedTuple):
@@ -227,7 +245,9 @@ def _pressure(
     if pressure is track.level:
         return track
     rises = pressure.rank > track.level.rank
-    event = Event(now, "pressure", _sentence(key, level, pressure), pressure, key[0], key[1], None, level.used)
+    event = Event(
+        now, "pressure", _sentence(settings, key, level, pressure), pressure, key[0], key[1], None, level.used
+    )
     warned = dict(track.warned)
     loud = rises and now - warned.get(pressure, now - AGAIN) >= AGAIN
     actions.append(Action("warn" if loud else "log", event))
@@ -247,16 +267,16 @@ def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
     return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
 
 
-def _sentence(key: tuple[str, str | None], level: _Level, pressure: Pressure) -> str:
-    uuid, framework = key
+def _sentence(settings: Settings, key: tuple[str, str | None], level: _Level, pressure: Pressure) -> str:
+    on, framework = settings.on(key[0]), key[1]
     sizes = f"{format_size(level.used)} of {format_size(level.top)} ({level.used / level.top:.0%})"
     if framework is not None:
-        return f"pressure {pressure.value}: {framework} needs {sizes} of its cap on {uuid}"
+        return f"pressure {pressure.value}: {framework} needs {sizes} of its cap{on}"
     if level.others:
         left, limit = format_size(max(level.top - level.used, 0)), format_size(level.top)
-        had = f"{left} can still be had of the limit of {limit} on {uuid}"
+        had = f"{left} can still be had of the limit of {limit}{on}"
         return f"pressure {pressure.value}: {had}: other processes hold the rest of the card"
-    return f"pressure {pressure.value}: this process needs {sizes} of its limit on {uuid}"
+    return f"pressure {pressure.value}: this process needs {sizes} of its limit{on}"
 
 
 def _forecast(
@@ -276,7 +296,7 @@ def _forecast(
     if level.others:
         what = "what can be had shrinks by"
     end = f"its cap of {format_size(level.top)}" if key[1] is not None else f"the limit of {format_size(level.top)}"
-    text = f"{what} {format_size(int(slope))}/s: {end} is reached in about {max(seconds, 0):.0f} s on {key[0]}"
+    text = f"{what} {format_size(int(slope))}/s: {end} is reached in about {max(seconds, 0):.0f} s{settings.on(key[0])}"
     left = max(level.top - level.used, 0)
     event = Event(now, "forecast", text, track.level, key[0], key[1], max(seconds, 0.0), left)
     actions += [Action("warn", event), Action("callback", event)]

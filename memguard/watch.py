@@ -111,7 +111,8 @@ class Watch(Observer):
         self._writer = self._writer or self._made_writer()
         if self._writer is not None:
             self._writer.begin()
-        self._settings = Settings.of(wanted, self._guard.budget.on_pressure)
+        devices = [part.device for part in self._guard.plan.devices]
+        self._settings = Settings.of(wanted, self._guard.budget.on_pressure, devices)
         self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
         atexit.register(self._ended)
         self.monitor.start()

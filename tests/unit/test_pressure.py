@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard.model import DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard.config import MonitorConfig
+from memguard.model import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard.pressure import BLOCKS, START, Action, Settings, State, decide, leak, needed
 from memguard.units import GIB, MIB
 
@@ -70,6 +71,35 @@ def test_a_level_goes_up_at_once_and_down_only_below_its_threshold_less_the_hyst
     assert [event.time - BEGIN for event in said] == [0.5, 2.0, 2.5, 3.5, 4.5]
     assert said[0].text == f"pressure warn: torch needs 34.00 GiB of 40.00 GiB (85%) of its cap on {UUID}"
     assert (said[0].uuid, said[0].bytes) == (UUID, 34 * GIB)
+
+
+def gpus(*ordinals: int | None) -> list[Device]:
+    return [
+        Device(UUID if not n else f"GPU-{n}", "NVIDIA H200", n + 3, TOTAL, None, "hopper", ordinal)
+        for n, ordinal in enumerate(ordinals)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "end"),
+    [
+        (gpus(0), ""), (gpus(None), ""), (gpus(1, 0), " on cuda:1 (NVIDIA H200)"),
+        (gpus(None, None), " on GPU 3 (NVIDIA H200)"), ([], f" on {UUID}"), (gpus(5, 6, 7)[1:], f" on {UUID}"),
+    ],
+)  # fmt: skip
+def test_texts_name_the_gpu_where_there_are_several(devices: list[Device], end: str) -> None:
+    to = Settings.of(MonitorConfig(), [], devices)
+    (said,) = events(at(0.9, to=to))
+    assert said.text == f"pressure warn: torch needs 36.00 GiB of 40.00 GiB (90%) of its cap{end}"
+    assert said.uuid == UUID
+    (said,) = events(run([sample(0, limit=41 * GIB, torch=torch(39 * GIB, cap=99 * GIB))], to), framework=None)
+    assert said.text.endswith(f" of its limit{end}")
+    rising = (sample(t, torch=torch((31 + t / 2) * GIB, cap=40 * GIB)) for t in times(12, 0.5))
+    (said,) = events(run(rising, to), "forecast")
+    assert said.text.endswith(f" s{end}")
+    shared = DeviceSample(UUID, TOTAL, 0, GIB, 2 * GIB, 40 * GIB, GIB, 0, {})
+    (said,) = events(run([Sample(BEGIN, (shared,))], to), framework=None)
+    assert f" of the limit of 40.00 GiB{end}: other processes" in said.text
 
 
 @pytest.mark.parametrize("threshold", [0.85, 0.95])

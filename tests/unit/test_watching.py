@@ -167,6 +167,21 @@ def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureF
     assert watch.callbacks == []
 
 
+@pytest.mark.parametrize(
+    ("names", "end"), [("h200", " of its cap"), (["h200", "l4"], " of its cap on cuda:0 (NVIDIA H200)")]
+)
+def test_what_is_said_of_pressure_names_the_gpu_where_there_are_several(names: Any, end: str) -> None:
+    seen: list[Event] = []
+    memguard.on_pressure(seen.append)
+    budget = {**BUDGET, "device": {"limit": "20GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}, "monitor": MONITOR}
+    guard = memguard.init(budget, simulate=names)
+    torch = guard.frameworks["torch"]
+    assert isinstance(torch, SimulatedFramework)
+    torch.allocate(10 * GIB - 64 * MIB)
+    said = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
+    assert said.text.endswith(end) and said.uuid == guard.plan.devices[0].device.uuid
+
+
 def test_a_trim_waits_for_a_checkpoint_on_the_users_thread() -> None:
     looking, frameworks = begin()
     torch = frameworks["torch"]
