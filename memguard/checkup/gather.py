@@ -1,0 +1,225 @@
+"""Reads the facts: the driver, what is installed, and each framework at work, all in processes of their own."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memguard.checkup import machine, told
+from memguard.checkup.facts import BudgetFacts, Driver, Facts
+from memguard.checkup.probes import _main
+from memguard.checkup.processes import Ended, watch
+from memguard.errors import FactsError, PlanError
+
+if TYPE_CHECKING:
+    from memguard.config import Budget
+
+ORDER = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
+"""In which they get on with each other in one process: PyTorch before TensorFlow."""
+_LONGEST = ("tensorflow", "jax", "torch", "numba", "cupy", "pycuda")
+_EACH = 1536 << 20
+"""Bytes of a GPU that a probe may take: context, modules and libraries of all six at once."""
+
+
+def facts(
+    budget: Budget | None,
+    *,
+    frameworks: Sequence[str] | None,
+    timeout: float,
+    here: bool,
+    python: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    script: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Facts:
+    """What there is to know. Each process is stopped after `timeout` seconds; `say` gets a line as each one ends.
+
+    `frameworks`: only those; else those that the budget names; else all that are installed. `here`: this process too.
+    `python` and `environ` are those of the program in question, where they are not this process's. `script` is its
+    file, which is read. Raises FactsError where that Python cannot be started.
+    """
+    started = time.monotonic()
+    environ = dict(os.environ if environ is None else environ)
+    stop = threading.Event()
+    asked = _Asked(
+        tuple(python or (sys.executable,)),
+        machine.clean(environ),
+        timeout,
+        stop,
+        tuple(sys.path) if here and python is None else (),
+        os.path.dirname(os.path.abspath(script)) if script is not None else None,
+        say or (lambda line: None),
+    )
+    try:
+        driver, installed = _first(asked)
+        wanted = tuple(frameworks) if frameworks is not None else _named(budget)
+        names = [name for name in ORDER if (name in wanted if wanted is not None else installed.path(name))]
+        ended = _probe(asked, driver, [name for name in names if installed.path(name)])
+    finally:
+        stop.set()
+    found = Facts(
+        memguard=str(getattr(sys.modules["memguard"], "__version__", "")),
+        time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        system=machine.system(environ, installed.python, installed.executable),
+        environment=machine.environment(environ),
+        tools=machine.tools(environ),
+        packages=installed.packages,
+        driver=driver,
+        frameworks={name: told.framework(installed.frameworks.get(name, {}), ended.get((name,))) for name in names},
+        together=tuple(told.together(order, how) for order, how in ended.items() if len(order) > 1),
+        process=_here(driver) if here else None,
+        script=_script(script),
+        budget=_budget(budget, driver),
+        seconds={
+            **asked.seconds,
+            "total": round(time.monotonic() - started, 3),
+        },
+    )
+    plain = machine.without_home(found.model_dump(mode="json"), machine.homes(environ))
+    return Facts.model_validate(plain)
+
+
+@dataclass
+class _Asked:
+    """What all processes have in common."""
+
+    python: tuple[str, ...]
+    environ: Mapping[str, str]
+    timeout: float
+    stop: threading.Event
+    path: tuple[str, ...]
+    first: str | None
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, probes: Sequence[str], *, name: str, timeout: float | None = None) -> Ended:
+        """Probes in one process of the interpreter in question."""
+        spec = {"probes": list(probes), "path": list(self.path), "first": self.first}
+        command = (*self.python, "-c", _main.BOOT, _main.__file__)
+        return self._watched(name, command, spec, timeout or self.timeout)
+
+    def survey(self) -> Ended:
+        """The driver's own, which needs memguard and so this interpreter."""
+        code = (
+            "import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
+            "from memguard.devices import survey; survey.main(spec['fd'], spec['without'])"
+        )
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        spec = {"path": path, "without": [os.getpid()]}
+        return self._watched("driver", (sys.executable, "-c", code), spec, self.timeout)
+
+    def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:
+        try:
+            ended = watch(command, spec, self.environ, timeout, self.stop)
+        except OSError as error:
+            raise FactsError(
+                f"{command[0]} cannot be started: {error.strerror or error}\n"
+                "    fix: give the Python that runs the program: memguard doctor -- python train.py"
+            ) from None
+        self.seconds[name] = ended.seconds
+        how = f"stopped after {ended.seconds:.0f} s" if ended.hung else ended.signal or f"{ended.seconds:.1f} s"
+        self.say(f"{name}: {how}")
+        return ended
+
+
+def _first(asked: _Asked) -> tuple[Driver, told.Installed]:
+    """Driver and inventory: what the rest depends on."""
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            survey = pool.submit(asked.survey)
+            inventory = pool.submit(asked.run, ["_inventory"], name="inventory")
+            return told.driver(survey.result()), told.installed(inventory.result())
+        except BaseException:  # Ctrl-C: leaving the pool waits for what runs in it
+            asked.stop.set()
+            raise
+
+
+def _named(budget: Budget | None) -> tuple[str, ...] | None:
+    return tuple(budget.frameworks) if budget is not None else None
+
+
+def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
+    """Each framework alone; where there is a GPU also all of them at once, and PyTorch after TensorFlow."""
+    several: list[tuple[str, ...]] = []
+    if driver.cuda.devices and len(names) > 1:
+        several.append(tuple(names))
+        if "torch" in names and "tensorflow" in names:
+            several.append(("tensorflow", "torch"))
+    orders = [*several, *((name,) for name in sorted(names, key=_LONGEST.index))]
+    with ThreadPoolExecutor(at_once(driver, len(orders), _cpus())) as pool:
+        try:
+            waiting: dict[tuple[str, ...], Future[Ended]] = {
+                order: pool.submit(
+                    asked.run,
+                    order,
+                    name=" then ".join(order),
+                    timeout=asked.timeout * (2 if len(order) > 1 else 1),
+                )
+                for order in orders
+            }
+            return {order: future.result() for order, future in waiting.items()}
+        except BaseException:
+            asked.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def at_once(driver: Driver, probes: int, cpus: int) -> int:
+    """How many probes may run at a time: one each for a CPU and for the memory it may need on the fullest GPU.
+
+    Only one where a GPU lets one process in at a time.
+    """
+    visible = {device.uuid for device in driver.cuda.devices}
+    gpus = [device for device in driver.nvml.devices if device.uuid in visible]
+    if any(device.mode == "Exclusive_Process" for device in gpus):
+        return 1
+    room = [device.free // _EACH for device in gpus if device.free is not None]
+    return max(1, min([probes, cpus, *room]))
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _here(driver: Driver) -> Any:
+    from memguard.checkup import here
+
+    return here.process(device.uuid for device in driver.nvml.devices if device.uuid)
+
+
+def _script(path: str | None) -> Any:
+    from memguard.checkup import script
+
+    return None if path is None else script.read(path)
+
+
+def _budget(budget: Budget | None, driver: Driver) -> BudgetFacts | None:
+    from memguard import policy
+
+    if budget is None:
+        return None
+    tensorflow = budget.frameworks.get("tensorflow")
+    limits: dict[str, int] = {}
+    errors: tuple[str, ...] = ()
+    devices = told.devices(driver)
+    if devices:
+        try:
+            limits = {part.device.uuid: part.limit for part in policy.plan(budget, devices).devices}
+        except PlanError as error:
+            errors = tuple(problem.render(error.source) for problem in error.problems)
+    return BudgetFacts(
+        source=budget.source or "budget",
+        frameworks=tuple(budget.frameworks),
+        growth=tensorflow.growth if tensorflow is not None else None,
+        limits=limits,
+        errors=errors,
+    )

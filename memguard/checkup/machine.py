@@ -1,0 +1,112 @@
+"""The machine, its environment and its tools. Reads files, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard.checkup.facts import System
+
+_PREFIXES = (
+    "CUDA_", "NVIDIA_", "XLA_", "TF_", "PYTORCH_", "TORCH_", "CUPY_", "NUMBA_", "JAX_", "RMM_", "NCCL_", "CUDNN_",
+    "CUBLAS_", "PYCUDA_", "KERAS_", "MEMGUARD_",
+)  # fmt: skip
+_NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX"}
+_LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a page of versions, which the container's start has checked
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
+_TOOLS = ("nvidia-smi", "nvcc", "ptxas", "gcc", "g++", "cc", "ldconfig")
+_ACTIVATE = re.compile(r"(^|/)memguard/_activate/?$")
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for probes: no budget of memguard's applies in them."""
+    kept = {name: value for name, value in environ.items() if name not in ("MEMGUARD_RUN", "MEMGUARD_CONFIG")}
+    if "PYTHONPATH" in kept:  # `memguard run` puts a folder in front of it
+        folders = [folder for folder in kept["PYTHONPATH"].split(os.pathsep) if not _ACTIVATE.search(folder)]
+        kept["PYTHONPATH"] = os.pathsep.join(folders)
+        if not folders:
+            del kept["PYTHONPATH"]
+    kept["MEMGUARD_DISABLE"] = "1"
+    return kept
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that CUDA, the loader, a framework or memguard reads; none that may be a secret."""
+    return {
+        name: value[:2000]
+        for name, value in sorted(environ.items())
+        if (name in _NAMES or name.startswith(_PREFIXES)) and name not in _LEFT_OUT and not _SECRET.search(name)
+    }
+
+
+def tools(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Where the programs are that frameworks start, or that say something about the driver."""
+    return {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
+
+
+def system(environ: Mapping[str, str], python: str, executable: str, root: str = "/") -> System:
+    """The machine; `python` and `executable` are the interpreter's in question."""
+    kernel = platform.release()
+    return System(
+        platform=sys.platform,
+        machine=platform.machine(),
+        kernel=kernel,
+        python=python,
+        executable=executable,
+        root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        wsl="microsoft" in kernel.lower() or os.path.exists(os.path.join(root, "dev/dxg")),
+        container=container(environ, root),
+    )
+
+
+def container(environ: Mapping[str, str], root: str = "/") -> str | None:
+    """The kind of container this is in, by the files that each puts there."""
+    said = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return "kubernetes"
+    if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _is(root, ".singularity.d"):
+        return "apptainer"
+    if _is(root, "run/.containerenv") or said == "podman":
+        return "podman"
+    if _is(root, ".dockerenv") or said == "docker":
+        return "docker"
+    return "lxc" if said.startswith("lxc") else None
+
+
+def _is(root: str, path: str) -> bool:
+    return os.path.exists(os.path.join(root, path))
+
+
+def _first(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(100).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def without_home(value: Any, homes: tuple[str, ...]) -> Any:
+    """The same plain data with `~` for the home folder: facts are made to be shown to others."""
+    if isinstance(value, str):
+        for home in homes:
+            value = re.sub(rf"(?<![\w~./-]){re.escape(home)}(?![\w.-])", "~", value)
+        return value
+    if isinstance(value, dict):
+        return {without_home(key, homes): without_home(item, homes) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_home(item, homes) for item in value]
+    return value
+
+
+def homes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The home folder as it may be written, the longest first; none where that is no folder of one's own."""
+    named = [environ.get("HOME", ""), os.path.expanduser("~")]
+    found = {path.rstrip("/") for name in named if name for path in (name, os.path.realpath(name))}
+    return tuple(
+        sorted((path for path in found if path.count("/") >= 1 and path not in ("", "~")), key=len, reverse=True)
+    )

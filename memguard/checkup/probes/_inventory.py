@@ -1,0 +1,72 @@
+"""What is installed in the interpreter in question, and where `import` would find it. Imports no framework."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from memguard.checkup.probes._main import Report
+
+_PACKAGES = re.compile(
+    r"^(torch|pytorch|tensorflow|tf-nightly|tf-keras|keras|jax|cupy|pycuda|numba|numpy|triton|nvidia-|cuda-|rmm|librmm"
+    r"|cudnn|cupti|onnxruntime|memguard)"
+)
+_MODULES = {
+    "torch": r"torch",
+    "tensorflow": r"tensorflow|tf-nightly",
+    "jax": r"jax",
+    "cupy": r"cupy",
+    "pycuda": r"pycuda",
+    "numba": r"numba",
+}
+
+
+def probe(report: Report) -> None:
+    with report.stage("inventory"):
+        report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
+        distributions = list(_distributions())
+        report.put(packages={name: d.version for name, d in distributions if _PACKAGES.match(name)})
+        for module, pattern in _MODULES.items():
+            ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
+            folder = str(ours[0][1].locate_file("")) if ours else None
+            report.framework(
+                module,
+                distributions={name: d.version for name, d in ours},
+                folder=os.path.normpath(folder) if folder else None,
+                path=_found(module),
+            )
+
+
+def _distributions() -> Any:
+    seen = set()
+    for distribution in importlib.metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        place = (name, str(distribution.locate_file("")))
+        if name and place not in seen:  # the same folder may be on the path twice
+            seen.add(place)
+            yield name, distribution
+
+
+def _installs(distribution: Any, module: str, name: str) -> bool:
+    record = distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")
+    if record:
+        return bool(re.search(rf"(^|/){module}/__init__\.py(,|$)", record, re.MULTILINE)) or name == module
+    top = distribution.read_text("top_level.txt")
+    return module in top.split() if top else name == module
+
+
+def _found(module: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)

@@ -1,0 +1,177 @@
+"""Runs probes in a process of their own, and tells the parent what they find: JSON lines on a pipe, one at a time.
+
+So what was read before a crash is known. stderr is the framework's, and the parent keeps it. Started as
+`python -c BOOT FILE SPEC`, with `sys.path[0]` the current folder: this file is no module there, and the probes are
+loaded by their location, so that nothing here named torch.py is found in place of a framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False  # as `typing` has it, of which nothing is wanted at run time
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Any
+
+BOOT = (
+    "import sys; n = sys.argv[1]; f = open(n, encoding='utf-8'); c = compile(f.read(), n, 'exec'); f.close(); "
+    "exec(c, {'__name__': '_probe', '__file__': n})"
+)
+
+LIBRARY = re.compile(
+    r"(^|/)(lib(cuda|cublas|cudnn|cufft|cufile|curand|cusolver|cusparse|cutensor|cupti|nccl|nvrtc|nvJitLink|nvvm|nvshmem"
+    r"|nvToolsExt|nvtx|nvidia-|c10|torch|tensorflow|rmm)|xla_cuda_plugin|cuda_plugin_extension|_pywrap_tensorflow_internal"
+    r"|pycuda/_driver\.|jaxlib/_xla|cupy_backends/cuda/api/runtime\.)[^/]*$"
+)
+"""Files of CUDA and the frameworks' own cores, among everything that a process has mapped."""
+_MOST = 3000
+"""Characters of an error's text: some quote whole tracebacks."""
+
+
+class Stopped(Exception):
+    """A step failed, which the parent knows already."""
+
+
+class Report:
+    """What one probe says. `of` is the framework where several share a process."""
+
+    def __init__(self, fd: int, of: str = "") -> None:
+        self._fd, self._of = fd, of
+        self._libraries: list[str] = []
+
+    @staticmethod
+    def cuda_version(number: int) -> str:
+        """CUDA's number as it is written: 13020 is 13.2."""
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    @staticmethod
+    def cudnn_version(number: int) -> str:
+        """cuDNN's number as it is written: 91900 is 9.19.0, and before version 9 8902 was 8.9.2."""
+        if number >= 90000:
+            return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
+
+    def put(self, **facts: Any) -> None:
+        """Facts of the framework, by their names in `checkup.facts.Framework`."""
+        self._send(facts=facts)
+
+    def framework(self, name: str, **facts: Any) -> None:
+        """Facts of another one than the probe is of."""
+        self._send(facts=facts, of=name)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A step of the probe. What it raises is told, and ends the probe."""
+        self._send(begin=name)
+        started = time.monotonic()
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:  # some call sys.exit on import
+            error = raised
+        said = {} if error is None else {"error": text(error), "kind": kind(error)}
+        self._send(stage=name, seconds=round(time.monotonic() - started, 3), **said)
+        self.mapped()
+        if error is not None:
+            raise Stopped
+
+    def loaded(self) -> None:
+        """The cuDNN that it runs with."""
+        found = cudnn()
+        if found is not None:
+            self.put(cudnn_loaded=found)
+
+    def mapped(self) -> None:
+        found = libraries()
+        if found != self._libraries:
+            self._libraries = found
+            self._send(libraries=found)
+
+    def _send(self, **line: Any) -> None:
+        data = (json.dumps({"of": self._of, **line}, default=str) + "\n").encode()
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+def libraries(pid: int | str = "self") -> list[str]:
+    """The files of `LIBRARY` that a process has mapped, links resolved; empty where they cannot be read."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+            fields = [line.rstrip("\n").split(None, 5) for line in maps]
+    except OSError:
+        return []
+    paths = {field[5].replace(" (deleted)", "") for field in fields if len(field) > 5}
+    return sorted(path for path in paths if ".so" in path and LIBRARY.search(path))
+
+
+def text(error: BaseException) -> str:
+    """What an error says, and what it arose from; the middle of a long one is left out."""
+    said = str(error)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and str(cause) not in said:
+        said += f" (from {type(cause).__name__}: {cause})"
+    return said if len(said) <= _MOST else f"{said[: _MOST // 2]} … {said[-_MOST // 2 :]}"
+
+
+def kind(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+def cudnn() -> str | None:
+    """The version of the cuDNN that this process has mapped, in its own words."""
+    for path in libraries():
+        if re.search(r"/libcudnn\.so", path):
+            with contextlib.suppress(OSError, AttributeError):
+                library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4))
+                library.cudnnGetVersion.restype = ctypes.c_size_t
+                return Report.cudnn_version(library.cudnnGetVersion())
+    return None
+
+
+def load(name: str) -> Any:
+    """The probe of that name beside this file, under a name that no framework has."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_memguard_probe_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(spec: Mapping[str, Any]) -> None:
+    """`spec`: the pipe's number `fd`, `probes` by name, `timeout`, and where they are wanted
+    `path` for `sys.path`, or `first` for the first of it."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(spec["timeout"] * 0.9, 0.1))  # where it hangs
+    signal.alarm(int(spec["timeout"]) + 10)  # should the parent be killed
+    sys.argv = ["-c"]
+    if spec.get("path"):
+        sys.path[:] = spec["path"]
+    elif spec.get("first") and sys.path[:1] == [""]:  # the folder of the program, as Python has it for one
+        sys.path[0] = spec["first"]
+    probes = spec["probes"]
+    for name in probes:
+        module = load(name)
+        with contextlib.suppress(Stopped):
+            module.probe(Report(spec["fd"], name if len(probes) > 1 else ""))
+    Report(spec["fd"])._send(begin="exit")
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(max(spec["timeout"] * 0.9, 0.1))  # for what runs at exit
+
+
+if __name__ == "_probe":
+    main(json.loads(sys.argv[2]))

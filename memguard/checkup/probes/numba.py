@@ -1,0 +1,41 @@
+"""Numba (numba-cuda, or the CUDA part that Numba had itself)."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from memguard.checkup.probes._main import Report
+
+
+def probe(report: Report) -> None:
+    os.environ["NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS"] = "0"
+    with report.stage("import"):
+        import numba
+        import numpy as np
+        from numba import cuda
+    report.put(version=numba.__version__, path=numba.__file__, gpu=True)
+    with report.stage("devices"):
+        devices = list(cuda.list_devices())
+        report.put(gpus=len(devices), multiprocessors=[int(device.MULTIPROCESSOR_COUNT) for device in devices])
+        report.put(cuda=".".join(str(part) for part in cuda.runtime.get_version()))
+    if not hasattr(np, "row_stack"):
+        # NumPy 2.5 took it away, and numba-cuda 0.30 compiles with it: a step of its own, for whoever reads the facts.
+        with report.stage("numpy.row_stack"):
+            np.row_stack = np.vstack
+    with report.stage("compute"):
+        array = cuda.to_device(np.zeros(64, dtype=np.float32))
+        _kernel(cuda)[2, 32](array)
+        if array.copy_to_host().sum() != 64:
+            raise RuntimeError("what the kernel wrote came back changed")
+
+
+def _kernel(cuda: Any) -> Any:
+    def add(array):  # type: ignore[no-untyped-def]
+        i = cuda.grid(1)
+        array[i] += 1
+
+    return cuda.jit(add)

@@ -1,0 +1,177 @@
+"""What the processes reported, as facts. Pure: nothing that they may have said, and no end of theirs, raises here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from memguard.checkup.facts import Driver, Framework, Probe, Stage, Together
+from memguard.checkup.missing import missing, noise, opened
+from memguard.checkup.processes import Ended
+from memguard.errors import FactsError
+from memguard.model import Device
+
+F = TypeVar("F", bound=BaseModel)
+
+
+@dataclass
+class Installed:
+    """What the inventory found: facts of each framework, as it reported them."""
+
+    python: str = ""
+    executable: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    frameworks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def path(self, name: str) -> str | None:
+        """Where `import` would find the framework."""
+        found = self.frameworks.get(name, {}).get("path")
+        return found if isinstance(found, str) else None
+
+
+def installed(ended: Ended) -> Installed:
+    """Raises FactsError where the interpreter gave no inventory."""
+    own = _facts(ended, "")
+    if "packages" not in own:
+        how = "did not answer in time" if ended.hung else f"ended with {ended.signal or ended.exit}"
+        said = [stage.get("error") for stage in ended.reported if stage.get("error")] or list(ended.said[-1:])
+        raise FactsError(
+            f"the Python in question {how}{': ' + str(said[-1]) if said else ''}\n"
+            "    fix: give one that works (3.8 or newer): memguard doctor -- python train.py"
+        )
+    names = [str(line["of"]) for line in ended.reported if line.get("of")]
+    return Installed(
+        str(own.get("python", "")),
+        str(own.get("executable", "")),
+        own["packages"],
+        {name: _facts(ended, name) for name in dict.fromkeys(names)},
+    )
+
+
+def framework(found: Mapping[str, Any], ended: Ended | None) -> Framework:
+    """A framework from the inventory's facts and its probe."""
+    if ended is None:
+        return _checked(Framework, found)
+    texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
+    facts = {**found, **_facts(ended, "")}
+    facts.setdefault("wants", opened(ended.said))
+    return _checked(Framework, {**facts, "missing": missing(texts), "probe": probe(ended)})
+
+
+def together(order: tuple[str, ...], ended: Ended) -> Together:
+    """Frameworks in one process: a step for each."""
+    counts = {}
+    for name in order:
+        each = _facts(ended, name).get("multiprocessors")
+        if isinstance(each, list) and each and isinstance(each[0], int):
+            counts[name] = each[0]
+    steps = list(_stages(ended))
+    stages: list[Stage] = []
+    for name in dict.fromkeys(of for of, _ in steps):
+        own = [stage for of, stage in steps if of == name]
+        failed = next((stage for stage in own if stage.error is not None), None)
+        stages.append(
+            Stage(
+                name=name or own[0].name,
+                seconds=round(sum(stage.seconds for stage in own), 3),
+                error=failed.error if failed else None,
+                kind=failed.kind if failed else None,
+            )
+        )
+    return Together(order=order, multiprocessors=counts, probe=probe(ended, stages))
+
+
+def probe(ended: Ended, stages: Sequence[Stage] | None = None) -> Probe:
+    """How a process went."""
+    mapped = [line["libraries"] for line in ended.reported if isinstance(line.get("libraries"), list)]
+    libraries = {path for paths in (*mapped, ended.libraries) for path in paths if isinstance(path, str)}
+    return Probe(
+        stages=tuple(stages if stages is not None else (stage for _, stage in _stages(ended))),
+        seconds=ended.seconds,
+        exit=ended.exit,
+        signal=ended.signal if not ended.hung else None,
+        hung=ended.hung,
+        libraries=tuple(sorted(libraries)),
+        said=tuple(line for line in ended.said if not noise(line)),
+    )
+
+
+def _stages(ended: Ended) -> Iterable[tuple[str, Stage]]:
+    """The steps with whose they are. One that was begun and not ended is the last, and has neither error nor kind."""
+    found: list[tuple[str, Stage]] = []
+    begun: tuple[str, str] | None = None
+    for line in ended.reported:
+        of = str(line.get("of", ""))
+        if isinstance(line.get("begin"), str):
+            begun = (of, line["begin"])
+        elif isinstance(line.get("stage"), str):
+            begun = None
+            stage: dict[str, Any] = {
+                "name": line["stage"],
+                **{key: line[key] for key in ("seconds", "error", "kind") if key in line},
+            }
+            found.append((of, _checked(Stage, {"seconds": 0.0, **stage})))
+    good = ended.exit == 0 and not ended.hung
+    if begun is not None and not (begun[1] == "exit" and good):
+        left = max(0.0, ended.seconds - sum(stage.seconds for _, stage in found))
+        found.append((begun[0], Stage(name=begun[1], seconds=round(left, 3))))
+    return found
+
+
+def driver(ended: Ended) -> Driver:
+    """The driver. A survey that hung or crashed has told of everything before; what CUDA did is its `init` then."""
+    found: dict[str, Any] = {}
+    for line in ended.reported:
+        found.update(line)
+    facts = _checked(Driver, found)
+    if ended.hung or ended.signal:
+        how = f"no answer in {ended.seconds:.0f} s" if ended.hung else f"ended by {ended.signal}"
+        if "nvml" not in found:
+            return facts.model_copy(update={"nvml": facts.nvml.model_copy(update={"error": how})})
+        if facts.cuda.init is None:
+            return facts.model_copy(update={"cuda": facts.cuda.model_copy(update={"init": how})})
+    return facts
+
+
+_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
+
+
+def devices(driver: Driver) -> tuple[Device, ...]:
+    """The GPUs that CUDA shows, as plans take them; NVML's where CUDA was not asked."""
+    by_uuid = {gpu.uuid: gpu for gpu in driver.nvml.devices if gpu.uuid and gpu.total is not None}
+    ordinals = {gpu.uuid: gpu.ordinal for gpu in driver.cuda.devices}
+    found = []
+    for uuid, gpu in by_uuid.items():
+        if driver.cuda.init is not None and uuid not in ordinals:
+            continue
+        total = gpu.total or 0
+        reserved = total - gpu.used - gpu.free if gpu.used is not None and gpu.free is not None else None
+        major, minor = gpu.capability or (0, 0)
+        architecture = {(7, 5): "turing", (8, 9): "ada"}.get((major, minor)) or _ARCHITECTURES.get(major, "unknown")
+        found.append(Device(uuid, gpu.name, gpu.index, total, reserved or None, architecture, ordinals.get(uuid)))
+    return tuple(sorted(found, key=lambda device: (device.ordinal is None, device.ordinal, device.index)))
+
+
+def _facts(ended: Ended, of: str) -> dict[str, Any]:
+    """Everything that was reported of one framework; "" is the process's own."""
+    found: dict[str, Any] = {}
+    for line in ended.reported:
+        if line.get("of", "") == of and isinstance(line.get("facts"), dict):
+            found.update({name: value for name, value in line["facts"].items() if value is not None})
+    return found
+
+
+def _checked(model: type[F], found: Mapping[str, Any]) -> F:
+    """The model from what fits it: what has another name or type was written by somebody else."""
+    known = {name: value for name, value in found.items() if name in model.model_fields}
+    while True:
+        try:
+            return model.model_validate(known)
+        except ValidationError as error:
+            wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]} & set(known)
+            if not wrong:
+                raise
+            known = {name: value for name, value in known.items() if name not in wrong}
