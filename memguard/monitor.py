@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from memguard import pressure
-from memguard.model import Event, Pressure, Sample
+from memguard.model import Event, Sample
 from memguard.pressure import Action, Settings
 
 _log = logging.getLogger("memguard")
@@ -126,10 +126,6 @@ class Monitor:
         with self._lock:
             samples = list(self._ring)
         return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
-
-    def level(self, uuid: str | None, framework: str | None = None) -> Pressure:
-        """The pressure at the last sample: of a framework on one GPU, or of the process there."""
-        return self._state.level(uuid, framework)
 
     def _run(self, stop: threading.Event, pid: int) -> None:
         debt = 0.0  # seconds of CPU beyond the share

@@ -103,15 +103,6 @@ def test_what_is_decided_is_done_and_recorded() -> None:
     ]  # fmt: skip
 
 
-def test_the_level_of_the_last_sample_can_be_asked() -> None:
-    world = World(ticks=1)
-    assert world.monitor.level(UUID, "torch") is Pressure.OK
-    world.level = 0.9
-    world.run()
-    assert world.monitor.level(UUID, "torch") is Pressure.WARN
-    assert world.monitor.level(UUID) is world.monitor.level(None) is Pressure.OK
-
-
 def test_the_last_samples_are_kept_and_no_more() -> None:
     world = World(ticks=KEPT + 50).run()
     assert len(world.monitor.last(1e9)) == KEPT
