@@ -104,10 +104,9 @@ class Driver(_Fact):
 
 
 class Stage(_Fact):
-    """A step of a probe: import, devices, compute; the framework's name where several share a process.
+    """A step of a probe that ended: import, devices, compute; the framework's name where several share a process.
 
-    Where it failed `error` is the exception's text and `kind` its type, with the module. The last step of a probe that
-    crashed or hung is the one it was in, and has neither.
+    Where it failed `error` is the exception's text and `kind` its type, with the module.
     """
 
     name: str

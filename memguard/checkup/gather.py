@@ -64,6 +64,7 @@ def facts(
         ended = _probe(asked, driver, [name for name in names if installed.path(name)])
     finally:
         stop.set()
+    level = machine.level(environ)
     found = Facts(
         memguard=str(getattr(sys.modules["memguard"], "__version__", "")),
         time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -73,7 +74,7 @@ def facts(
         packages=installed.packages,
         driver=driver,
         frameworks={name: told.framework(installed.frameworks.get(name, {}), ended.get((name,))) for name in names},
-        together=tuple(told.together(order, how) for order, how in ended.items() if len(order) > 1),
+        together=tuple(told.together(order, how, level) for order, how in ended.items() if len(order) > 1),
         process=_here(driver) if here else None,
         script=_script(script),
         budget=_budget(budget, driver),

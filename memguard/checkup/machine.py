@@ -44,6 +44,12 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def level(environ: Mapping[str, str]) -> int:
+    """TF_CPP_MIN_LOG_LEVEL: the least that the user sees of TensorFlow's messages, 0 for all."""
+    given = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+    return min(int(given), 3) if given.isdecimal() else 0
+
+
 def tools(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Where the programs are that frameworks start, or that say something about the driver."""
     return {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}

@@ -11,10 +11,11 @@ _MISSING = (
     re.compile(rf"Could not load dynamic library '({_NAME})'"),  # TensorFlow
     re.compile(rf"Could not load library ({_NAME})"),  # cuDNN 8
     re.compile(rf"failed to open ({_NAME})"),  # NVRTC, of its builtins
-    re.compile(rf'Failure finding "({_NAME})"'),  # cuda-pathfinder, which Numba and cuda-bindings ask
+    re.compile(rf'Failure finding "({_NAME})["\s]'),  # cuda-pathfinder, which Numba and cuda-bindings ask
     re.compile(rf"CuPy failed to load ({_NAME})"),
 )
 _ANY = re.compile(r"Unable to load any of \{([^}]*)\}")  # cuDNN 9: the same library by several names
+_SPOKEN = re.compile(r"Unable to load (cu\w+)\. Is it installed\?", re.IGNORECASE)  # JAX, of no version
 _OPENED = re.compile(rf"Successfully opened dynamic library ({_NAME})")
 
 
@@ -27,8 +28,14 @@ def missing(texts: Iterable[str]) -> tuple[str, ...]:
             names = re.findall(_NAME, match[1])
             short = [name for name in names if re.search(r"\.so\.\d+$", name)]
             at += [(match.start(1), name) for name in (short or names)[:1]]
+        at += [(match.start(1), _stem(match[1]) + ".so") for match in _SPOKEN.finditer(text)]
         found.update(dict.fromkeys(name for _, name in sorted(at)))
     return tuple(found)
+
+
+def _stem(spoken: str) -> str:
+    """`cuDNN`, as a library's name begins."""
+    return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"
 
 
 def opened(texts: Iterable[str]) -> tuple[str, ...]:
@@ -36,6 +43,14 @@ def opened(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[1] for text in texts for match in _OPENED.finditer(text)))
 
 
-def noise(line: str) -> bool:
-    """Whether a line is there only because the probe asked TensorFlow to name the libraries it opens."""
-    return _OPENED.search(line) is not None
+def shown(said: Iterable[str], level: int) -> tuple[str, ...]:
+    """The lines that the user sees too: the probe asks TensorFlow for more than its TF_CPP_MIN_LOG_LEVEL, `level`."""
+    return tuple(line for line in said if not _OPENED.search(line) and _severity(line) >= level)
+
+
+def _severity(line: str) -> int:
+    """0 for information, 1 for a warning, 2 for an error of TensorFlow's logger; what is not of it is always shown."""
+    if line.startswith("To enable the following instructions"):  # the second half of a line of information
+        return 0
+    found = re.match(r"([IWEF])\d{4} |[\d: .-]+([IWEF]) \w+/", line)
+    return "IWEF".index(found[1] or found[2]) if found else 3

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from memguard.checkup.facts import Driver, Framework, Probe, Stage, Together
-from memguard.checkup.missing import missing, noise, opened
+from memguard.checkup.missing import missing, opened, shown
 from memguard.checkup.processes import Ended
 from memguard.errors import FactsError
 from memguard.model import Device
@@ -51,40 +51,36 @@ def installed(ended: Ended) -> Installed:
     )
 
 
-def framework(found: Mapping[str, Any], ended: Ended | None) -> Framework:
-    """A framework from the inventory's facts and its probe."""
+def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> Framework:
+    """A framework from the inventory's facts and its probe. `level`: what TF_CPP_MIN_LOG_LEVEL is in earnest."""
     if ended is None:
         return _checked(Framework, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
     facts.setdefault("wants", opened(ended.said))
-    return _checked(Framework, {**facts, "missing": missing(texts), "probe": probe(ended)})
+    return _checked(Framework, {**facts, "missing": missing(texts), "probe": probe(ended, level)})
 
 
-def together(order: tuple[str, ...], ended: Ended) -> Together:
-    """Frameworks in one process: a step for each."""
+def together(order: tuple[str, ...], ended: Ended, level: int = 0) -> Together:
+    """Frameworks in one process: a step for each that was done with all of its own."""
     counts = {}
     for name in order:
         each = _facts(ended, name).get("multiprocessors")
         if isinstance(each, list) and each and isinstance(each[0], int):
             counts[name] = each[0]
     steps = list(_stages(ended))
-    stages: list[Stage] = []
-    for name in dict.fromkeys(of for of, _ in steps):
+    done = dict.fromkeys(str(line["done"]) for line in ended.reported if line.get("done"))
+    stages = []
+    for name in done:
         own = [stage for of, stage in steps if of == name]
         failed = next((stage for stage in own if stage.error is not None), None)
-        stages.append(
-            Stage(
-                name=name or own[0].name,
-                seconds=round(sum(stage.seconds for stage in own), 3),
-                error=failed.error if failed else None,
-                kind=failed.kind if failed else None,
-            )
-        )
-    return Together(order=order, multiprocessors=counts, probe=probe(ended, stages))
+        seconds = round(sum(stage.seconds for stage in own), 3)
+        error, kind = (failed.error, failed.kind) if failed is not None else (None, None)
+        stages.append(Stage(name=name, seconds=seconds, error=error, kind=kind))
+    return Together(order=order, multiprocessors=counts, probe=probe(ended, level, stages))
 
 
-def probe(ended: Ended, stages: Sequence[Stage] | None = None) -> Probe:
+def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None) -> Probe:
     """How a process went."""
     mapped = [line["libraries"] for line in ended.reported if isinstance(line.get("libraries"), list)]
     libraries = {path for paths in (*mapped, ended.libraries) for path in paths if isinstance(path, str)}
@@ -95,30 +91,16 @@ def probe(ended: Ended, stages: Sequence[Stage] | None = None) -> Probe:
         signal=ended.signal if not ended.hung else None,
         hung=ended.hung,
         libraries=tuple(sorted(libraries)),
-        said=tuple(line for line in ended.said if not noise(line)),
+        said=shown(ended.said, level),
     )
 
 
-def _stages(ended: Ended) -> Iterable[tuple[str, Stage]]:
-    """The steps with whose they are. One that was begun and not ended is the last, and has neither error nor kind."""
-    found: list[tuple[str, Stage]] = []
-    begun: tuple[str, str] | None = None
+def _stages(ended: Ended) -> Iterator[tuple[str, Stage]]:
+    """The steps that ended, with whose they are."""
     for line in ended.reported:
-        of = str(line.get("of", ""))
-        if isinstance(line.get("begin"), str):
-            begun = (of, line["begin"])
-        elif isinstance(line.get("stage"), str):
-            begun = None
-            stage: dict[str, Any] = {
-                "name": line["stage"],
-                **{key: line[key] for key in ("seconds", "error", "kind") if key in line},
-            }
-            found.append((of, _checked(Stage, {"seconds": 0.0, **stage})))
-    good = ended.exit == 0 and not ended.hung
-    if begun is not None and not (begun[1] == "exit" and good):
-        left = max(0.0, ended.seconds - sum(stage.seconds for _, stage in found))
-        found.append((begun[0], Stage(name=begun[1], seconds=round(left, 3))))
-    return found
+        if isinstance(line.get("stage"), str):
+            stage = {"seconds": 0.0, **line, "name": line["stage"]}
+            yield str(line.get("of", "")), _checked(Stage, stage)
 
 
 def driver(ended: Ended) -> Driver:

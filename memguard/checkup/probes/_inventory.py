@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -35,13 +37,9 @@ def probe(report: Report) -> None:
         report.put(packages={name: d.version for name, d in distributions if _PACKAGES.match(name)})
         for module, pattern in _MODULES.items():
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
-            folder = str(ours[0][1].locate_file("")) if ours else None
-            report.framework(
-                module,
-                distributions={name: d.version for name, d in ours},
-                folder=os.path.normpath(folder) if folder else None,
-                path=_found(module),
-            )
+            path = _found(module)
+            folder = _folder(ours[0][1], module, path) if ours else None
+            report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
 
 
 def _distributions() -> Any:
@@ -60,6 +58,18 @@ def _installs(distribution: Any, module: str, name: str) -> bool:
         return bool(re.search(rf"(^|/){module}/__init__\.py(,|$)", record, re.MULTILINE)) or name == module
     top = distribution.read_text("top_level.txt")
     return module in top.split() if top else name == module
+
+
+def _folder(distribution: Any, module: str, path: str | None) -> str | None:
+    """Where the distribution puts modules, as `path` writes it; None for an editable one, whose are elsewhere."""
+    with contextlib.suppress(ValueError, AttributeError):
+        if json.loads(distribution.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"):
+            return None
+    folder = os.path.normpath(str(distribution.locate_file("")))
+    with contextlib.suppress(OSError):  # the same by another name: lib64 for lib, links of uv's
+        if path is not None and os.path.samefile(os.path.join(folder, module), os.path.dirname(path)):
+            return os.path.dirname(os.path.dirname(path))
+    return folder
 
 
 def _found(module: str) -> str | None:

@@ -72,7 +72,6 @@ class Report:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A step of the probe. What it raises is told, and ends the probe."""
-        self._send(begin=name)
         started = time.monotonic()
         error: BaseException | None = None
         try:
@@ -90,6 +89,10 @@ class Report:
         found = cudnn()
         if found is not None:
             self.put(cudnn_loaded=found)
+
+    def done(self, name: str) -> None:
+        """The probe of that name has come to its end, an error of its framework's included."""
+        self._send(done=name)
 
     def mapped(self) -> None:
         found = libraries()
@@ -165,10 +168,11 @@ def main(spec: Mapping[str, Any]) -> None:
         sys.path[0] = spec["first"]
     probes = spec["probes"]
     for name in probes:
+        report = Report(spec["fd"], name if len(probes) > 1 else "")
         module = load(name)
         with contextlib.suppress(Stopped):
-            module.probe(Report(spec["fd"], name if len(probes) > 1 else ""))
-    Report(spec["fd"])._send(begin="exit")
+            module.probe(report)
+        report.done(name)
     faulthandler.cancel_dump_traceback_later()
     faulthandler.dump_traceback_later(max(spec["timeout"] * 0.9, 0.1))  # for what runs at exit
 

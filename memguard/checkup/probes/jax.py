@@ -16,9 +16,9 @@ def probe(report: Report) -> None:
         import jax
         import jax.numpy as jnp
     report.put(version=jax.__version__, path=jax.__file__, gpu=_plugin())
+    report.put(**_versions(report))
     with report.stage("devices"):
         found = [device for device in jax.devices() if device.platform in ("gpu", "cuda")]
-        report.put(**_versions(report))
         asked = os.environ.get("JAX_PLATFORMS", "")
         if not found and _plugin() and (not asked or "cuda" in asked or "gpu" in asked):
             found = jax.devices("cuda")  # raises, and says why there is none
@@ -54,14 +54,10 @@ def _versions(report: Report) -> dict[str, str]:
     except ImportError:
         return {}
     found = {}
-    for name, call in (
-        ("cuda", "cuda_runtime_build_version"),
-        ("cudnn", "cudnn_build_version"),
-        ("cudnn_loaded", "cudnn_get_version"),
-    ):
+    for name, call in (("cuda", "cuda_runtime_build_version"), ("cudnn", "cudnn_build_version")):
         try:
             number = int(getattr(cuda_versions, call)())
-        except Exception:  # None without a plugin; an error where the library cannot be opened
+        except Exception:  # there is no plugin
             continue
         found[name] = report.cuda_version(number) if name == "cuda" else report.cudnn_version(number)
     return found
