@@ -1,0 +1,203 @@
+"""What went wrong in a probe and nothing else explains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from memguard.checkup.checks import _import_order
+from memguard.checkup.checks._cudnn import too_old
+from memguard.checkup.checks._numpy import fails_of_numpy
+from memguard.checkup.checks._shared import explained, out_of_memory
+from memguard.checkup.checks._words import ended, full_name, how_it_ended, last_line, listing, texts
+from memguard.checkup.checks.libraries import without_libraries
+from memguard.checkup.checks.noise import meaning
+from memguard.checkup.facts import Facts, Framework, Probe, Stage
+from memguard.checkup.finding import Finding, Severity
+
+NO_NVCC = re.compile(r"nvcc was not found|No such file or directory: '[^']*nvcc'|error invoking '[^']*nvcc")
+NO_COMPILER = re.compile(
+    r"Failed to find C compiler|nvcc fatal *: Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus)['\"]?: "
+    r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
+)
+_JAX_SAYS = "CUDA-enabled jaxlib is not installed"
+_NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name 'cuda' from 'numba'")
+_BOTH_FRACTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+
+
+def without_cuda(facts: Facts, name: str) -> bool:
+    """It is a build for CPUs."""
+    found = facts.frameworks[name]
+    if name == "jax" and any(_JAX_SAYS in text for text in texts(found.probe)):
+        return True
+    if name == "numba" and "numba-cuda" not in (*found.distributions, *facts.packages):
+        return any(_NO_NUMBA_CUDA.search(text) for text in texts(found.probe)) or found.gpu is False
+    return found.gpu is False
+
+
+def elsewhere(found: Framework) -> bool:
+    """It was imported from outside the folder that its package is installed in."""
+    if found.path is None or not found.folder:
+        return False
+    return not found.path.startswith(found.folder.rstrip("/") + "/")
+
+
+def _known(facts: Facts, name: str) -> bool:
+    """Another finding is about why it fails."""
+    found = facts.frameworks[name]
+    return (
+        explained(facts, name)
+        or without_libraries(facts, name)
+        or too_old(found)
+        or fails_of_numpy(facts, name)
+        or elsewhere(found)
+        or without_cuda(facts, name)
+        or _lacks_a_tool(found)
+        or (name == "jax" and facts.environment.keys() >= _BOTH_FRACTIONS)
+    )
+
+
+def _lacks_a_tool(found: Framework) -> bool:
+    failed = found.probe.failed if found.probe is not None else None
+    error = failed.error or "" if failed is not None else ""
+    return NO_NVCC.search(error) is not None or NO_COMPILER.search(error) is not None
+
+
+def _kept_off(facts: Facts, name: str) -> bool:
+    """A variable says that it is not to use a GPU."""
+    given = facts.environment
+    if name == "jax":
+        return any(value and not re.search("cuda|gpu", value) for key, value in given.items() if key == "JAX_PLATFORMS")
+    return name == "numba" and any(given.get(key) == "1" for key in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM"))
+
+
+def _step(probe: Probe) -> str:
+    """The step it was in: one that was begun and not ended is the last."""
+    return f"in the step {probe.last.name}" if probe.last is not None else "before its first step"
+
+
+def _said(probe: Probe) -> tuple[str, ...]:
+    """The end of what it said, without what is known to be harmless."""
+    lines = [last_line(text) for text in probe.said if meaning(text) is None]
+    return tuple(filter(None, lines[-6:]))
+
+
+def _error(stage: Stage) -> str:
+    line, kind = last_line(stage.error or ""), (stage.kind or "").removeprefix("builtins.")
+    return line if not kind or line.startswith(kind.rpartition(".")[2]) else f"{kind}: {line}"
+
+
+def _in_a_sentence(stage: Stage) -> str:
+    return re.sub(r"[.!?]+\s+", "; ", _error(stage)).rstrip(".!?")
+
+
+def framework_fails(facts: Facts) -> Iterator[Finding]:
+    """An exception in a step, or no GPU where CUDA has one."""
+    for name, found in facts.frameworks.items():
+        probe = found.probe
+        if probe is None or probe.hung or ended(probe) or _known(facts, name):
+            continue
+        failed = probe.failed
+        if failed is not None:
+            yield Finding(
+                "framework-fails",
+                Severity.ERROR,
+                f"{full_name(facts, name)} fails in the step {failed.name}: {_error(failed).rstrip('.!')}".replace(
+                    ". ", "; "
+                ),
+                (f"{name}, {failed.name}: {_error(failed)}", *_said(probe)),
+                f"python -c 'import {name}' shows the whole of it"
+                if failed.name == "import"
+                else f"Look for this text in the issues of {name}; a few lines that do the same show the whole error",
+                name,
+            )
+        elif failed is None and found.gpus == 0 and facts.driver.cuda.devices and not _kept_off(facts, name):
+            yield Finding(
+                "framework-fails",
+                Severity.ERROR,
+                f"{full_name(facts, name)} sees no GPU where CUDA sees {len(facts.driver.cuda.devices)}",
+                (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_said(probe)),
+                f"See what {name} says on stderr when it is imported; reinstall it where it says nothing",
+                name,
+            )
+    yield from _together(facts)
+
+
+def _fine(facts: Facts, names: tuple[str, ...]) -> bool:
+    """Each of them is, alone."""
+    probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
+    return all(probe is None or not (probe.failed or probe.hung or ended(probe)) for probe in probes)
+
+
+def _together(facts: Facts) -> Iterator[Finding]:
+    """An exception in a process of several that none of them raises alone."""
+    for together in facts.together:
+        failed = together.probe.failed
+        if failed is None or not _fine(facts, together.order) or _import_order.breaks(facts, together):
+            continue
+        if out_of_memory(failed) or any(explained(facts, name) for name in together.order):
+            continue
+        names = listing(together.order)
+        yield Finding(
+            "framework-fails",
+            Severity.ERROR,
+            f"{failed.name} fails in a process with {names}, and not alone: {_error(failed).rstrip('.!')}".replace(
+                ". ", "; "
+            ),
+            (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
+            "Run them in processes of their own, or try another order of their imports",
+            ", ".join(together.order),
+        )
+
+
+def probe_crashed(facts: Facts) -> Iterator[Finding]:
+    for name, found in facts.frameworks.items():
+        if found.probe is None or not ended(found.probe) or _known(facts, name):
+            continue
+        how = how_it_ended(found.probe)
+        yield Finding(
+            "probe-crashed",
+            Severity.ERROR,
+            f"a process that only imports and uses {full_name(facts, name)} {how}, {_step(found.probe)}",
+            (f"{name}: the process {how} after {found.probe.seconds:.1f} s", *_said(found.probe)),
+            f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries",
+            name,
+        )
+    if any(_import_order.findings(facts)):
+        return
+    for together in facts.together:
+        if ended(together.probe) and _fine(facts, together.order):
+            names, how = listing(together.order), how_it_ended(together.probe)
+            yield Finding(
+                "probe-crashed",
+                Severity.ERROR,
+                f"a process of {names}, in this order, {how}, {_step(together.probe)}, and alone each works",
+                (f"{' then '.join(together.order)}: the process {how}", *_said(together.probe)),
+                "Run them in processes of their own, or try another order of their imports",
+                ", ".join(together.order),
+            )
+
+
+def probe_hung(facts: Facts) -> Iterator[Finding]:
+    for name, found in facts.frameworks.items():
+        if found.probe is not None and found.probe.hung and not explained(facts, name):
+            yield _hung(name, full_name(facts, name), found.probe)
+    for together in facts.together:
+        if together.probe.hung and _fine(facts, together.order):
+            names = listing(together.order)
+            yield _hung(", ".join(together.order), names, together.probe)
+
+
+def _hung(subject: str, what: str, probe: Probe) -> Finding:
+    return Finding(
+        "probe-hung",
+        Severity.ERROR,
+        f"{what} did not finish within {probe.seconds:.0f} s, {_step(probe)}, and was stopped",
+        (
+            *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages[:-1]),
+            f"{subject}: stopped after {probe.seconds:.1f} s",
+            *_said(probe),
+        ),
+        "memguard doctor --timeout 300 tells slow from stuck: kernels compiled at a first start can take minutes",
+        subject,
+    )

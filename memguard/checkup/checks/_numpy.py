@@ -1,0 +1,77 @@
+"""NumPy against what was compiled for another NumPy, by the messages that NumPy and the others give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from memguard.checkup.checks._words import few, full_name, last_line, listing, texts
+from memguard.checkup.facts import Facts
+from memguard.checkup.finding import Finding, Severity
+
+_COMPILED = re.compile(
+    r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|numpy\.dtype size changed"
+    r"|numpy\.ndarray size changed|numpy\.core\.multiarray failed to import|numpy\._core\.multiarray failed to import"
+    r"|module compiled against (?:ABI|API) version",
+)
+_NUMBA = re.compile(r"Numba needs NumPy (?P<major>\d+)\.(?P<minor>\d+) or (?P<which>less|greater)")
+_TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
+# The step in which Numba's probe puts back what NumPy 2.5 took away and numba-cuda 0.30 compiles with.
+_PUT_BACK = "numpy.row_stack"
+
+
+def _said(facts: Facts, framework: str) -> list[str]:
+    patterns = (_COMPILED, _NUMBA, _TAKEN_AWAY)
+    return [
+        line
+        for text in texts(facts.frameworks[framework].probe)
+        for line in text.splitlines()
+        if any(pattern.search(line) for pattern in patterns)
+    ]
+
+
+def fails_of_numpy(facts: Facts, framework: str) -> bool:
+    """One of its messages is about NumPy's version."""
+    return bool(_said(facts, framework))
+
+
+def _remedy(lines: list[str], who: str) -> str:
+    for line in lines:
+        if found := _NUMBA.search(line):
+            major, minor = int(found["major"]), int(found["minor"])
+            return (
+                f"pip install 'numpy<{major}.{minor + 1}'"
+                if found["which"] == "less"
+                else f"pip install 'numpy>={major}.{minor}'"
+            )
+    if any("1.x" in line or "_ARRAY_API" in line for line in lines):
+        return f"pip install --upgrade {who}; where no release of it is for NumPy 2, pip install 'numpy<2'"
+    return f"pip install --upgrade --force-reinstall {who} numpy"
+
+
+def numpy_abi(facts: Facts) -> Iterator[Finding]:
+    """One for all: the cause is one NumPy."""
+    said = {name: lines for name in facts.frameworks if (lines := _said(facts, name))}
+    numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
+    if said:
+        failed = [name for name in said if (probe := facts.frameworks[name].probe) and (probe.failed or probe.signal)]
+        yield Finding(
+            "numpy-abi",
+            Severity.ERROR if failed else Severity.WARNING,
+            f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) is not for {numpy}",
+            few([f"{name}: {last_line(line)}" for name, lines in said.items() for line in lines]),
+            _remedy([line for lines in said.values() for line in lines], " ".join(said)),
+            ", ".join(said),
+        )
+    numba = facts.frameworks.get("numba")
+    steps = numba.probe.stages if numba is not None and numba.probe is not None and "numba" not in said else ()
+    if numba is not None and any(stage.name == _PUT_BACK for stage in steps):
+        release = numba.distributions.get("numba-cuda")
+        yield Finding(
+            "numpy-abi",
+            Severity.INFO,
+            f"numba-cuda{' ' + release if release else ''} may compile with numpy.row_stack, which {numpy} lacks",
+            (f"numpy.row_stack is not there ({numpy}); the probe of numba put it back before its kernel",),
+            "pip install 'numpy<2.5', or numpy.row_stack = numpy.vstack before the first kernel, if one fails for it",
+            "numba",
+        )

@@ -1,0 +1,58 @@
+"""How findings say things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memguard.checkup.facts import Facts, Probe
+
+_ENOUGH = 8
+
+
+def listing(names: Iterable[str]) -> str:
+    """a, b and c."""
+    *most, last = dict.fromkeys(names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def few(lines: Sequence[str]) -> tuple[str, ...]:
+    """The first of them, and how many more there are."""
+    rest = len(lines) - _ENOUGH
+    return tuple(lines) if rest <= 0 else (*lines[:_ENOUGH], f"and {rest} more")
+
+
+def last_line(text: str) -> str:
+    """Of an error: what people quote of it."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def full_name(facts: Facts, framework: str) -> str:
+    """With its version."""
+    found = facts.frameworks.get(framework)
+    return f"{framework} {found.version}" if found is not None and found.version else framework
+
+
+def built_for(facts: Facts, framework: str) -> str:
+    """A line of evidence."""
+    return f"{full_name(facts, framework)} was built for CUDA {facts.frameworks[framework].cuda}"
+
+
+def texts(probe: Probe | None) -> tuple[str, ...]:
+    """All that it said, errors of its steps first."""
+    if probe is None:
+        return ()
+    return (*(stage.error for stage in probe.stages if stage.error is not None), *probe.said)
+
+
+def broken(probe: Probe | None) -> bool:
+    """It did not get through its steps."""
+    return probe is not None and (probe.failed is not None or probe.hung or ended(probe))
+
+
+def ended(probe: Probe) -> bool:
+    """It died by itself: a signal, or an exit that no step explains."""
+    return not probe.hung and (probe.signal is not None or (probe.exit not in (None, 0) and probe.failed is None))
+
+
+def how_it_ended(probe: Probe) -> str:
+    return f"was ended by {probe.signal}" if probe.signal else f"ended with exit code {probe.exit}"

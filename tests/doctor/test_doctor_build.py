@@ -1,0 +1,124 @@
+"""How frameworks were built and installed: what is said, and what is left to other findings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from doctor_facts import edited
+
+from memguard.checkup.checks import build
+from memguard.checkup.facts import Facts
+
+
+def _names(facts: Facts) -> list[tuple[str, str]]:
+    return sorted((f.name, f.subject) for check in build.CHECKS for f in check(facts))
+
+
+def _of(framework: str, **changes: Any) -> Facts:
+    return edited("healthy-h200.json", {"together": [], "frameworks": {framework: changes}})
+
+
+def _failing(framework: str, step: str, error: str, kind: str = "builtins.RuntimeError", **more: Any) -> Facts:
+    stages = [{"name": step, "seconds": 1.0, "error": error, "kind": kind}]
+    return _of(framework, probe={"stages": stages, "exit": 1}, **more)
+
+
+def test_an_error_that_nothing_explains() -> None:
+    assert _names(_failing("cupy", "compute", "something is broken")) == [("framework-fails", "cupy")]
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        ("numpy.dtype size changed, may indicate binary incompatibility. Expected 96, got 88", "numpy-abi"),
+        ("numpy.core.multiarray failed to import", "numpy-abi"),
+        ("module 'numpy' has no attribute 'row_stack'", "numpy-abi"),
+        ("libcublas.so.13: cannot open shared object file: No such file or directory", None),
+        ("PyTorch was compiled against (9, 19, 0) but found runtime version (9, 8, 0)", None),
+        ("Failed to find C compiler. Please specify via CC environment variable", "compiler-missing"),
+    ],
+)
+def test_an_error_that_another_finding_explains_is_not_told_twice(error: str, name: str | None) -> None:
+    assert {found for found, _ in _names(_failing("torch", "import", error))} == ({name} if name else set())
+
+
+def test_nvcc_that_the_probe_missed_is_found_by_its_message() -> None:
+    facts = _of("pycuda", probe={"said": ["OSError: nvcc was not found (is it on the PATH?)"]})
+    assert _names(facts) == [("nvcc-missing", "pycuda")]
+
+
+def test_without_a_gpu_there_is_nothing_to_compile_for() -> None:
+    facts = edited(
+        "no-driver.json", {"tools": {"nvcc": "", "gcc": "", "g++": "", "cc": ""}, "packages": {"triton": "3"}}
+    )
+    assert _names(facts) == []
+
+
+def test_what_was_not_looked_for_is_not_missing() -> None:
+    assert _names(edited("healthy-h200.json", {"tools": {"nvcc": None, "gcc": None, "g++": None, "cc": None}})) == []
+
+
+def test_both_of_jaxs_fractions_are_a_finding_of_memory() -> None:
+    given = {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    changes = {"environment": given, "together": [], "frameworks": {"jax": {"gpus": 0, "probe": {"stages": []}}}}
+    assert _names(edited("healthy-h200.json", changes)) == []
+    assert _names(edited("healthy-h200.json", {**changes, "environment": {}})) == [("framework-fails", "jax")]
+
+
+@pytest.mark.parametrize(
+    ("names", "keep"),
+    [
+        (["cupy-cuda12x", "cupy-cuda13x"], "cupy-cuda13x"),
+        (["cupy", "cupy-cuda12x"], "cupy-cuda12x"),
+        (["tensorflow", "tensorflow-cpu"], "tensorflow"),
+    ],
+)
+def test_the_distribution_to_keep(names: list[str], keep: str) -> None:
+    assert build._keep(edited("healthy-h200.json", {}), names) == keep
+
+
+def test_the_newest_that_the_driver_can_is_kept() -> None:
+    old = edited("healthy-h200.json", {"driver": {"cuda": {"version": 12040}}})
+    assert build._keep(old, ["cupy-cuda12x", "cupy-cuda13x"]) == "cupy-cuda12x"
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ({"numba": "0.68.0", "numba-cuda": "0.30.4"}, False),
+        ({"jax": "0.11.2", "jaxlib": "0.11.2"}, False),
+        ({"tensorflow": "2.21.0", "tensorflow-io": "0.37"}, False),
+        ({"tensorflow": "2.21.0", "tf_nightly": "2.22.dev"}, True),
+    ],
+)
+def test_parts_of_one_framework_are_no_two(names: dict[str, str], found: bool) -> None:
+    framework = next(iter(names))
+    told = build.two_distributions(_of(framework, distributions=names))
+    assert bool(list(told)) is found
+
+
+@pytest.mark.parametrize(("version", "extra"), [(12040, "jax[cuda12]"), (13000, "jax[cuda13]"), (14000, "jax[cuda13]")])
+def test_the_build_for_the_drivers_cuda(version: int, extra: str) -> None:
+    changes = {
+        "driver": {"cuda": {"version": version}},
+        "together": [],
+        "frameworks": {"jax": {"gpu": False, "gpus": 0}},
+    }
+    (found,) = build.cpu_build(edited("healthy-h200.json", changes))
+    assert extra in found.remedy
+
+
+def test_a_crash_names_the_step_it_was_in() -> None:
+    stages = [{"name": "import", "seconds": 1.0}, {"name": "compute", "seconds": 0.5}]
+    (found,) = build.probe_crashed(_of("torch", probe={"stages": stages, "signal": "SIGSEGV", "exit": None}))
+    assert "SIGSEGV, in the step compute" in found.cause
+
+
+def test_an_exit_without_a_word_is_a_crash() -> None:
+    assert _names(_of("torch", probe={"exit": 3})) == [("probe-crashed", "torch")]
+
+
+def test_harmless_lines_are_no_evidence_of_a_hang() -> None:
+    (found,) = build.probe_hung(_of("tensorflow", probe={"hung": True, "exit": None}))
+    assert not any("oneDNN" in line for line in found.evidence)
