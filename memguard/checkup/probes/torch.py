@@ -11,8 +11,10 @@ def probe(report: Report) -> None:
     """A CPU build ends after the import."""
     with report.stage("import"):
         import torch
-    built = torch.version.cuda
-    report.put(version=torch.__version__, path=torch.__file__, cuda=built, gpu=built is not None)
+
+        report.put(path=torch.__file__)
+        built = torch.version.cuda
+        report.put(version=torch.__version__, cuda=built, gpu=built is not None)
     if built is None:
         report.put(gpus=0)
         return
@@ -23,7 +25,8 @@ def probe(report: Report) -> None:
         each = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         report.put(gpus=count, multiprocessors=each)
     with report.stage("compute"):
-        x = torch.ones(64, 64, device="cuda:0")
+        # Smaller ones come out right where torch reads its GPU wrongly; from 512 on cuBLAS dies of it (measured).
+        x = torch.ones(512, 512, device="cuda:0")
         float((x @ x).sum())
         image, kernel = torch.ones(1, 1, 8, 8, device="cuda:0"), torch.ones(1, 1, 3, 3, device="cuda:0")
         float(torch.nn.functional.conv2d(image, kernel).sum())
