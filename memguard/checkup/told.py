@@ -35,7 +35,7 @@ class Installed:
 def installed(ended: Ended) -> Installed:
     """Raises FactsError where the interpreter gave no inventory."""
     own = _facts(ended, "")
-    if "packages" not in own:
+    if not isinstance(own.get("packages"), dict):
         how = "did not answer in time" if ended.hung else f"ended with {ended.signal or ended.exit}"
         said = [stage.get("error") for stage in ended.reported if stage.get("error")] or list(ended.said[-1:])
         raise FactsError(
@@ -46,7 +46,7 @@ def installed(ended: Ended) -> Installed:
     return Installed(
         str(own.get("python", "")),
         str(own.get("executable", "")),
-        own["packages"],
+        {str(name): str(version) for name, version in own["packages"].items()},
         {name: _facts(ended, name) for name in dict.fromkeys(names)},
     )
 
@@ -98,9 +98,9 @@ def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None) -
 def _stages(ended: Ended) -> Iterator[tuple[str, Stage]]:
     """The steps that ended, with whose they are."""
     for line in ended.reported:
-        if isinstance(line.get("stage"), str):
-            stage = {"seconds": 0.0, **line, "name": line["stage"]}
-            yield str(line.get("of", "")), _checked(Stage, stage)
+        name, seconds = line.get("stage"), line.get("seconds")
+        if isinstance(name, str) and isinstance(seconds, (int, float)):
+            yield str(line.get("of", "")), _checked(Stage, {**line, "name": name})
 
 
 def driver(ended: Ended) -> Driver:

@@ -70,16 +70,19 @@ class Report:
         self._send(facts=facts, of=name)
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """A step of the probe. What it raises is told, and ends the probe."""
+    def stage(self, name: str, quiet: bool = False) -> Iterator[None]:
+        """A step of the probe. What it raises is told, and ends the probe. `quiet`: only that is told of it."""
         started = time.monotonic()
         error: BaseException | None = None
         try:
             yield
+        except Stopped:
+            raise
         except BaseException as raised:  # some call sys.exit on import
             error = raised
         said = {} if error is None else {"error": text(error), "kind": kind(error)}
-        self._send(stage=name, seconds=round(time.monotonic() - started, 3), **said)
+        if error is not None or not quiet:
+            self._send(stage=name, seconds=round(time.monotonic() - started, 3), **said)
         self.mapped()
         if error is not None:
             raise Stopped
@@ -170,7 +173,7 @@ def main(spec: Mapping[str, Any]) -> None:
     for name in probes:
         report = Report(spec["fd"], name if len(probes) > 1 else "")
         module = load(name)
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(Stopped), report.stage("probe", quiet=True):
             module.probe(report)
         report.done(name)
     faulthandler.cancel_dump_traceback_later()

@@ -14,10 +14,12 @@ def probe(report: Report) -> None:
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     with report.stage("import"):
         import cupy
-    runtime = cupy.cuda.runtime
-    report.put(version=cupy.__version__, path=cupy.__file__, gpu=not runtime.is_hip)
-    if not runtime.is_hip:
-        report.put(cuda=report.cuda_version(cupy.cuda.driver.get_build_version()))
+
+        report.put(path=cupy.__file__)
+        runtime = cupy.cuda.runtime
+        report.put(version=cupy.__version__, gpu=not runtime.is_hip)
+        if not runtime.is_hip:
+            report.put(cuda=report.cuda_version(cupy.cuda.driver.get_build_version()))
     with report.stage("devices"):
         count = runtime.getDeviceCount()
         each = [runtime.getDeviceProperties(i)["multiProcessorCount"] for i in range(count)]

@@ -14,9 +14,11 @@ def probe(report: Report) -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with report.stage("import"):
         import jax
+
+        report.put(path=jax.__file__)
         import jax.numpy as jnp
-    report.put(version=jax.__version__, path=jax.__file__, gpu=_plugin())
-    report.put(**_versions(report))
+
+        report.put(version=jax.__version__, gpu=_plugin(), **_versions(report))
     with report.stage("devices"):
         found = [device for device in jax.devices() if device.platform in ("gpu", "cuda")]
         asked = os.environ.get("JAX_PLATFORMS", "")

@@ -15,9 +15,11 @@ def probe(report: Report) -> None:
     os.environ["NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS"] = "0"
     with report.stage("import"):
         import numba
+
+        report.put(path=numba.__file__)
+        report.put(version=numba.__version__, gpu=True)
         import numpy as np
         from numba import cuda
-    report.put(version=numba.__version__, path=numba.__file__, gpu=True)
     with report.stage("devices"):
         devices = list(cuda.list_devices())
         report.put(gpus=len(devices), multiprocessors=[int(device.MULTIPROCESSOR_COUNT) for device in devices])

@@ -11,9 +11,12 @@ def probe(report: Report) -> None:
     """In the primary context, which is popped again: one that is left aborts the process at its end."""
     with report.stage("import"):
         import pycuda
+
+        report.put(path=pycuda.__file__)
         import pycuda.driver as cuda
-    report.put(version=pycuda.VERSION_TEXT, path=pycuda.__file__, gpu=True)
-    report.put(cuda=".".join(str(part) for part in cuda.get_version()[:2]))
+
+        report.put(version=pycuda.VERSION_TEXT, gpu=True)
+        report.put(cuda=".".join(str(part) for part in cuda.get_version()[:2]))
     with report.stage("devices"):
         cuda.init()
         count = cuda.Device.count()

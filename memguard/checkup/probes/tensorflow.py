@@ -16,11 +16,12 @@ def probe(report: Report) -> None:
     os.environ.setdefault("TF_CPP_VMODULE", "dso_loader=1")  # names each library that it opens, or cannot
     with report.stage("import"):
         import tensorflow as tf
-    build = tf.sysconfig.get_build_info()
-    built = bool(build.get("is_cuda_build"))
-    report.put(version=tf.__version__, path=tf.__file__, gpu=built)
-    report.put(cuda=build.get("cuda_version"), cudnn=build.get("cudnn_version"))
-    report.put(architectures=[str(name) for name in build.get("cuda_compute_capabilities", ())])
+
+        report.put(path=tf.__file__)
+        build = tf.sysconfig.get_build_info()
+        report.put(version=tf.__version__, gpu=bool(build.get("is_cuda_build")))
+        report.put(cuda=build.get("cuda_version"), cudnn=build.get("cudnn_version"))
+        report.put(architectures=[str(name) for name in build.get("cuda_compute_capabilities", ())])
     with report.stage("devices"):
         count = len(tf.config.list_physical_devices("GPU"))
         report.put(gpus=count)

@@ -1,0 +1,303 @@
+"""Probes run to their end, whatever the framework in them does, and what was read until then is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from doctor_processes import TORCH, environ, run, write
+
+from memguard.checkup import told
+from memguard.checkup.facts import Framework
+from memguard.checkup.probes import _main
+from memguard.checkup.processes import descendants, lines, watch
+
+IMPORTED, USED = 0, 1
+
+
+def torch(tmp_path: Path, bad: str = "", when: int = USED, timeout: float = 30) -> Framework:
+    """What is told of a PyTorch that runs `bad` when it is imported, or when a tensor is made."""
+    body = "import os, signal, sys, time\n" + "".join(f"    {line}\n" for line in bad.splitlines())
+    hook = f"def _bad():\n    {body}\n"
+    source = hook + TORCH.replace("def ones(*shape, device): return", "def ones(*shape, device): _bad(); return")
+    if when == IMPORTED:
+        source = f"{hook}\n_bad()\n{TORCH}"
+    return told.framework({}, run(environ(write(tmp_path, "torch", source)), "torch", timeout=timeout))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def gone(path: Path) -> bool:
+    """Whether the process whose number is in the file ends within a second."""
+    pid = int(path.read_text())
+    deadline = time.monotonic() + 1
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_a_framework_that_works(tmp_path: Path) -> None:
+    found = torch(tmp_path)
+    assert found.probe is not None
+    assert [stage.name for stage in found.probe.stages] == ["import", "devices", "compute"]
+    assert found.probe.failed is None
+    assert (found.probe.exit, found.probe.signal, found.probe.hung) == (0, None, False)
+    assert (found.version, found.cuda, found.cudnn, found.gpus) == ("2.11.0+cu130", "13.0", "9.19.0", 1)
+    assert (found.multiprocessors, found.architectures) == ((132,), ("sm_90",))
+    assert found.path == str(tmp_path / "torch" / "__init__.py")
+
+
+def test_an_import_that_fails_is_told_with_the_library_that_it_lacks(tmp_path: Path) -> None:
+    text = "libcudart.so.12: cannot open shared object file: No such file or directory"
+    found = torch(tmp_path, f"raise ImportError({text!r})", IMPORTED)
+    assert found.probe is not None and found.probe.failed is not None
+    assert (found.probe.failed.name, found.probe.failed.error) == ("import", text)
+    assert found.probe.failed.kind == "builtins.ImportError"
+    assert found.missing == ("libcudart.so.12",)
+
+
+def test_what_an_error_arose_from_is_told_too(tmp_path: Path) -> None:
+    bad = "try: raise OSError('libnvrtc.so.13 is not there')\nexcept OSError as e: raise ValueError('no') from e"
+    found = torch(tmp_path, bad)
+    assert found.probe is not None and found.probe.failed is not None
+    assert found.probe.failed.error == "no (from OSError: libnvrtc.so.13 is not there)"
+
+
+def test_a_crash_keeps_what_was_read_before(tmp_path: Path) -> None:
+    found = torch(tmp_path, "os.kill(os.getpid(), signal.SIGFPE); time.sleep(9)")
+    assert found.probe is not None
+    assert (found.probe.signal, found.probe.exit, found.probe.hung) == ("SIGFPE", None, False)
+    assert [stage.name for stage in found.probe.stages] == ["import", "devices"]
+    assert found.multiprocessors == (132,)
+    assert any("Fatal Python error" in line for line in found.probe.said)
+
+
+def test_a_probe_that_hangs_is_stopped_and_told(tmp_path: Path) -> None:
+    library = tmp_path / "libcudart.so.13"
+    library.write_bytes(b"\0" * 4096)
+    bad = f"import mmap; f = open({str(library)!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
+    started = time.monotonic()
+    found = torch(tmp_path, bad + "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(60)", timeout=2)
+    assert time.monotonic() - started < 10
+    assert found.probe is not None
+    assert (found.probe.hung, found.probe.signal) == (True, None)
+    assert [stage.name for stage in found.probe.stages] == ["import", "devices"]
+    assert found.probe.libraries == (str(library),)  # mapped after the last step: read from outside
+    assert any("in _bad" in line for line in found.probe.said), "where it hangs is said"
+
+
+def test_a_hang_at_the_end_is_one_too(tmp_path: Path) -> None:
+    found = torch(tmp_path, "import atexit; atexit.register(time.sleep, 60)", timeout=1)
+    assert found.probe is not None and found.probe.hung
+    assert [stage.name for stage in found.probe.stages] == ["import", "devices", "compute"]
+
+
+def test_a_crash_at_the_end_is_one_too(tmp_path: Path) -> None:
+    found = torch(tmp_path, "import atexit; atexit.register(os.abort)")
+    assert found.probe is not None and found.probe.signal == "SIGABRT"
+    assert [stage.name for stage in found.probe.stages] == ["import", "devices", "compute"]
+
+
+@pytest.mark.parametrize(("bad", "code", "kind"), [("sys.exit(3)", 0, "builtins.SystemExit"), ("os._exit(3)", 3, None)])
+def test_a_framework_that_ends_the_process(tmp_path: Path, bad: str, code: int, kind: str | None) -> None:
+    found = torch(tmp_path, bad, IMPORTED)
+    assert found.probe is not None and found.probe.exit == code
+    assert (found.probe.failed.kind if found.probe.failed else None) == kind
+
+
+GARBAGE = r"""
+for fd in range(3, 30):
+    try:
+        os.write(fd, b'\xff\x00 nonsense\n[1]\n{"facts": 3, "stage": 4, "of": {}}\n{"stage": "x", "seconds": "long"}\n')
+        os.write(fd, b'{"facts": {"gpus": "many", "unheard": 1}, "of": ""}\n{"libraries": [1]}\n')
+    except OSError:
+        pass
+"""
+
+
+def test_garbage_on_the_pipe_is_passed_over(tmp_path: Path) -> None:
+    found = torch(tmp_path, GARBAGE)
+    assert found.probe is not None and found.probe.failed is None
+    assert found.version == "2.11.0+cu130"
+    assert "compute" in [stage.name for stage in found.probe.stages]
+
+
+def test_a_report_cut_short_keeps_what_was_whole(tmp_path: Path) -> None:
+    bad = "\n".join(
+        (
+            "for fd in range(3, 30):",
+            '    try: os.write(fd, b\'{"facts": {"version": "9.9\')',
+            "    except OSError: pass",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+        )
+    )
+    found = torch(tmp_path, bad)
+    assert found.probe is not None and found.probe.signal == "SIGKILL"
+    assert (found.version, found.gpus) == ("2.11.0+cu130", 1)
+
+
+def test_a_child_that_outlives_its_probe_is_ended_and_not_waited_for(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    bad = (
+        "import subprocess; p = subprocess.Popen(['sleep', '60'], close_fds=False)\n"
+        f"open({str(note)!r}, 'w').write(str(p.pid))"
+    )
+    started = time.monotonic()
+    found = torch(tmp_path, bad)
+    assert time.monotonic() - started < 15
+    assert found.probe is not None and not found.probe.hung and found.probe.exit == 0
+    assert gone(note)
+
+
+def test_at_the_time_out_children_in_sessions_of_their_own_go_too(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    bad = (
+        "import subprocess; p = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"open({str(note)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    )
+    found = torch(tmp_path, bad, timeout=1.5)
+    assert found.probe is not None and found.probe.hung
+    assert gone(note)
+
+
+def test_a_torrent_of_messages_is_bounded_and_holds_nothing_up(tmp_path: Path) -> None:
+    names = "'first ' + 'x' * 1000, *(chr(0x4e00 + i) * 100 for i in range(3000)), 'the last'"
+    found = torch(tmp_path, f"for text in ({names}): print(text, file=sys.stderr)")
+    assert found.probe is not None and found.probe.failed is None
+    said = found.probe.said
+    assert len(said) == 200 and max(map(len, said)) == 400
+    assert said[0].startswith("first") and said[-1] == "the last"
+
+
+def test_messages_are_told_once_however_their_numbers_change() -> None:
+    said = lines(b"I0000 17952.5 port.cc] on\n\nI0000 17953.1 port.cc] on\n\x1b[1mbold\x1b[0m\x07\n  \nother \xff\n")
+    assert said == ("I0000 17952.5 port.cc] on", "bold", "other \ufffd")
+
+
+def test_stop_ends_a_probe_that_runs(tmp_path: Path) -> None:
+    site = write(tmp_path, "torch", "import time\ntime.sleep(60)")
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    started = time.monotonic()
+    run(environ(site), "torch", stop=stop)
+    assert time.monotonic() - started < 10
+
+
+def test_a_file_of_the_current_folder_is_what_a_program_there_would_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = write(tmp_path / "site", "torch", TORCH)
+    (tmp_path / "torch.py").write_text("notes = 'mine'")
+    monkeypatch.chdir(tmp_path)
+    found = told.framework({}, run(environ(site), "torch"))
+    assert found.probe is not None and found.probe.failed is not None
+    assert found.probe.failed.kind == "builtins.AttributeError"
+    assert found.path == str(tmp_path / "torch.py")
+    inventory = told.installed(run(environ(site), "_inventory"))
+    assert inventory.path("torch") == str(tmp_path / "torch.py")
+
+
+def test_frameworks_in_one_process_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path, "torch", "import sys\n" + TORCH)
+    write(tmp_path, "cupy", "raise ImportError('not here')")
+    order = ("cupy", "torch")
+    found = told.together(order, run(environ(tmp_path), *order))
+    assert found.multiprocessors == {"torch": 132}
+    assert [(stage.name, stage.error) for stage in found.probe.stages] == [("cupy", "not here"), ("torch", None)]
+
+
+def test_a_crash_in_one_process_names_those_that_were_done(tmp_path: Path) -> None:
+    write(tmp_path, "cupy", "raise ImportError('not here')")
+    crash = "def ones(*shape, device): import os; os.abort()"
+    write(tmp_path, "torch", TORCH.replace("def ones(*shape, device): return Tensor(1)", crash))
+    found = told.together(("cupy", "torch"), run(environ(tmp_path), "cupy", "torch"))
+    assert found.probe.signal == "SIGABRT"
+    assert [stage.name for stage in found.probe.stages] == ["cupy"]
+    assert found.multiprocessors == {"torch": 132}, "it had told before it crashed"
+
+
+def test_an_error_between_steps_is_told_as_one(tmp_path: Path) -> None:
+    main = shutil.copy(_main.__file__, tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def probe(report):\n    with report.stage('import'): pass\n    raise KeyError('x')"
+    )
+    spec = {"probes": ["mine"], "path": [], "first": None}
+    ended = watch((sys.executable, "-c", _main.BOOT, main), spec, environ(tmp_path), 30, threading.Event())
+    found = told.probe(ended)
+    assert [(stage.name, stage.kind) for stage in found.stages] == [("import", None), ("probe", "builtins.KeyError")]
+    assert found.exit == 0 and not found.said
+
+
+def test_no_core_file_is_written(tmp_path: Path) -> None:
+    note = tmp_path / "limit"
+    bad = f"import resource; open({str(note)!r}, 'w').write(str(resource.getrlimit(resource.RLIMIT_CORE)))"
+    torch(tmp_path, bad)
+    assert note.read_text() == "(0, 0)"
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.04", True),
+        ("/site/nvidia/cu13/lib/libcudart.so.13", True),
+        ("/site/torchvision.libs/libcudart.faf08d9a.so.13", True),
+        ("/site/nvidia/cudnn/lib/libcudnn_graph.so.9", True),
+        ("/site/nvidia/cu13/lib/libnvJitLink.so.13", True),
+        ("/usr/local/cuda-13.0/nvvm/lib64/libnvvm.so.4.0.0", True),
+        ("/site/torch/lib/libc10_cuda.so", True),
+        ("/site/tensorflow/libtensorflow_framework.so.2", True),
+        ("/site/jax_plugins/xla_cuda13/xla_cuda_plugin.so", True),
+        ("/site/pycuda/_driver.cpython-312-x86_64-linux-gnu.so", True),
+        ("/site/cuda/bindings/driver.cpython-312-x86_64-linux-gnu.so", False),
+        ("/site/numpy.libs/libscipy_openblas64_-61654e39.so", False),
+        ("/site/pandas/_libs/lib.cpython-312-x86_64-linux-gnu.so", False),
+        ("/site/torch/_C.cpython-312-x86_64-linux-gnu.so", False),
+        ("/usr/lib/x86_64-linux-gnu/libc.so.6", False),
+    ],
+)
+def test_which_mapped_files_are_told(path: str, counts: bool) -> None:
+    assert bool(_main.LIBRARY.search(path)) is counts
+
+
+def test_versions_as_they_are_written() -> None:
+    assert [_main.Report.cudnn_version(number) for number in (91900, 90100, 8902)] == ["9.19.0", "9.1.0", "8.9.2"]
+    assert [_main.Report.cuda_version(number) for number in (13020, 12040, 11080)] == ["13.2", "12.4", "11.8"]
+
+
+def test_probes_need_nothing_of_memguards() -> None:
+    """They run in interpreters that have none of it."""
+    folder = Path(_main.__file__).parent
+    code = (
+        "import ast, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    tree = ast.parse(open(name).read(), feature_version=(3, 8))\n"
+        "    for node in tree.body:\n"
+        "        for alias in getattr(node, 'names', ()):\n"
+        "            module = getattr(node, 'module', None) or alias.name\n"
+        "            assert module.partition('.')[0] in sys.stdlib_module_names, (name, module)\n"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code, *map(str, folder.glob("*.py"))], check=True)
+
+
+def test_descendants() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 30 & wait"], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 5
+        while not descendants(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(descendants(child.pid)) == 1
+        assert child.pid in descendants(os.getpid())
+    finally:
+        os.killpg(child.pid, 9)
+        child.wait()
