@@ -109,10 +109,18 @@ def test_the_build_for_the_drivers_cuda(version: int, extra: str) -> None:
     assert extra in found.remedy
 
 
-def test_a_crash_names_the_step_it_was_in() -> None:
-    stages = [{"name": "import", "seconds": 1.0}, {"name": "compute", "seconds": 0.5}]
+@pytest.mark.parametrize(
+    ("ended", "step"),
+    [
+        ([], "in the step import"),
+        (["import", "devices"], "in the step compute"),
+        (["import", "devices", "numpy.row_stack", "compute"], "at its end"),
+    ],
+)
+def test_a_crash_names_the_step_it_was_in(ended: list[str], step: str) -> None:
+    stages = [{"name": name, "seconds": 1.0} for name in ended]
     (found,) = build.probe_crashed(_of("torch", probe={"stages": stages, "signal": "SIGSEGV", "exit": None}))
-    assert "SIGSEGV, in the step compute" in found.cause
+    assert f"SIGSEGV, {step}" in found.cause
 
 
 def test_an_exit_without_a_word_is_a_crash() -> None:

@@ -71,9 +71,14 @@ def _kept_off(facts: Facts, name: str) -> bool:
     return name == "numba" and any(given.get(key) == "1" for key in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM"))
 
 
-def _step(probe: Probe) -> str:
-    """The step it was in: one that was begun and not ended is the last."""
-    return f"in the step {probe.last.name}" if probe.last is not None else "before its first step"
+_STEPS = ("import", "devices", "compute")
+
+
+def _step(probe: Probe, steps: tuple[str, ...]) -> str:
+    """The step it was in: only those that ended are in the facts."""
+    ended_ones = {stage.name for stage in probe.stages}
+    following = next((step for step in steps if step not in ended_ones), None)
+    return f"in the step {following}" if following is not None else "at its end"
 
 
 def _said(probe: Probe) -> tuple[str, ...]:
@@ -158,7 +163,7 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "probe-crashed",
             Severity.ERROR,
-            f"a process that only imports and uses {full_name(facts, name)} {how}, {_step(found.probe)}",
+            f"a process that only imports and uses {full_name(facts, name)} {how}, {_step(found.probe, _STEPS)}",
             (f"{name}: the process {how} after {found.probe.seconds:.1f} s", *_said(found.probe)),
             f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries",
             name,
@@ -171,7 +176,7 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "probe-crashed",
                 Severity.ERROR,
-                f"a process of {names}, in this order, {how}, {_step(together.probe)}, and alone each works",
+                f"a process of {names} {how}, {_step(together.probe, together.order)}, and alone each works",
                 (f"{' then '.join(together.order)}: the process {how}", *_said(together.probe)),
                 "Run them in processes of their own, or try another order of their imports",
                 ", ".join(together.order),
@@ -181,20 +186,20 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
 def probe_hung(facts: Facts) -> Iterator[Finding]:
     for name, found in facts.frameworks.items():
         if found.probe is not None and found.probe.hung and not explained(facts, name):
-            yield _hung(name, full_name(facts, name), found.probe)
+            yield _hung(name, full_name(facts, name), found.probe, _STEPS)
     for together in facts.together:
         if together.probe.hung and _fine(facts, together.order):
             names = listing(together.order)
-            yield _hung(", ".join(together.order), names, together.probe)
+            yield _hung(", ".join(together.order), names, together.probe, together.order)
 
 
-def _hung(subject: str, what: str, probe: Probe) -> Finding:
+def _hung(subject: str, what: str, probe: Probe, steps: tuple[str, ...]) -> Finding:
     return Finding(
         "probe-hung",
         Severity.ERROR,
-        f"{what} did not finish within {probe.seconds:.0f} s, {_step(probe)}, and was stopped",
+        f"{what} did not finish within {probe.seconds:.0f} s, {_step(probe, steps)}, and was stopped",
         (
-            *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages[:-1]),
+            *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages),
             f"{subject}: stopped after {probe.seconds:.1f} s",
             *_said(probe),
         ),
