@@ -64,6 +64,12 @@ def failure(framework: Framework) -> Stage | None:
     return framework.probe.failed if framework.probe is not None else None
 
 
+def fails_at(framework: Framework, stage: str) -> bool:
+    """Whether that step of its probe is the one that raised."""
+    failed = failure(framework)
+    return failed is not None and failed.name == stage
+
+
 def computes(framework: Framework) -> bool:
     """Its probe has computed on a GPU."""
     stages = framework.probe.stages if framework.probe is not None else ()
@@ -275,8 +281,16 @@ def exclusive(facts: Facts) -> tuple[NvmlDevice, ...]:
     return tuple(card for card in visible_cards(facts) if card.mode not in (None, "Default"))
 
 
+def xla_fractions(facts: Facts) -> tuple[str, ...]:
+    """The two variables that keep JAX off the GPU where both are set, as NAME=value; empty where JAX has a GPU."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    found = tuple(f"{name}={facts.environment[name]}" for name in names if facts.environment.get(name))
+    jax = facts.frameworks.get("jax")
+    return found if len(found) == len(names) and jax is not None and jax.gpu is not False and not jax.gpus else ()
+
+
 def explained(facts: Facts, name: str) -> bool:
-    """Another finding of the driver or the devices already says why this framework failed in its probe."""
+    """Another finding of the driver, the devices or the memory already says why this framework failed in its probe."""
     framework = facts.frameworks.get(name)
     if framework is None:
         return False
@@ -287,4 +301,5 @@ def explained(facts: Facts, name: str) -> bool:
         or (without_code(facts, framework) and not computes(framework))
         or (filled(facts) and out_of_memory(failure(framework)))
         or (exclusive(facts) and busy(framework))
+        or (name == "jax" and xla_fractions(facts) and not fails_at(framework, "import"))
     )
