@@ -1,0 +1,391 @@
+"""Facts are gathered from whatever is there, without harm to it and without its secrets."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from typing import Any
+
+import pytest
+from doctor_processes import TORCH, environ, write
+
+import memguard
+from memguard import config
+from memguard.checkup import gather, here, machine, missing, script, told
+from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Nvml, NvmlDevice
+from memguard.checkup.processes import Ended
+from memguard.errors import FactsError
+
+UUID = "GPU-11111111-1111-1111-1111-111111111111"
+OTHER = "GPU-22222222-2222-2222-2222-222222222222"
+GIB = 1 << 30
+SIX = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
+
+
+def h200(**changes: Any) -> Driver:
+    gpu = CudaDevice(ordinal=0, uuid=UUID, capability=(9, 0), multiprocessors=132)
+    seen = {"uuid": UUID, "capability": (9, 0), "total": 140 * GIB, "used": GIB, "free": 138 * GIB, **changes}
+    return Driver(cuda=Cuda(init="CUDA_SUCCESS", devices=(gpu,)), nvml=Nvml(devices=(NvmlDevice(index=0, **seen),)))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Stand-ins for all six, so that none that is installed is started."""
+    folder = write(tmp_path / "site", "torch", TORCH)
+    for name in SIX[1:]:
+        write(folder, name, f"raise ImportError('this {name} is of a test')")
+    return folder
+
+
+def gathered(site: Path, budget: Any = None, **given: Any) -> Facts:
+    asked = {"frameworks": None, "timeout": 30, "here": False, "environ": environ(site), **given}
+    return gather.facts(config.of(budget) if budget is not None else None, python=[sys.executable], **asked)
+
+
+def test_everything_at_once(site: Path) -> None:
+    said: list[str] = []
+    found = gathered(site, say=said.append)
+    assert tuple(found.frameworks) == SIX
+    torch = found.frameworks["torch"]
+    assert torch.probe is not None and torch.probe.failed is None and torch.multiprocessors == (132,)
+    for name in SIX[1:]:
+        probe = found.frameworks[name].probe
+        assert probe is not None and probe.failed is not None and probe.failed.error == f"this {name} is of a test"
+        assert found.frameworks[name].path == str(site / name / "__init__.py"), "from the inventory"
+    assert found.memguard == memguard.__version__
+    assert found.system.python == ".".join(map(str, sys.version_info[:3]))
+    assert {"driver", "inventory", "total", *SIX} <= set(found.seconds)
+    assert {line.partition(":")[0] for line in said} == {"driver", "inventory", *SIX}
+    assert Facts.from_json(found.to_json()) == found
+
+
+def test_only_those_that_were_asked_for(site: Path) -> None:
+    assert list(gathered(site, frameworks=["cupy", "torch"]).frameworks) == ["torch", "cupy"]
+
+
+def test_only_those_that_the_budget_names(site: Path) -> None:
+    found = gathered(site, {"version": 1, "frameworks": {"cupy": {"share": "10%"}}})
+    assert list(found.frameworks) == ["cupy"]
+    assert found.budget is not None and found.budget.frameworks == ("cupy",)
+
+
+def test_one_that_is_not_installed_is_told_without_a_probe(tmp_path: Path) -> None:
+    code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]"
+    python = [sys.executable, "-S", "-c", f"{code}; sys.argv.remove('-c'); exec(sys.argv.pop(1))"]
+    found = gather.facts(None, frameworks=["torch"], timeout=30, here=False, python=python, environ=environ(tmp_path))
+    assert found.frameworks["torch"].path is None
+    assert found.frameworks["torch"].probe is None
+
+
+def test_a_python_that_cannot_be_started(site: Path) -> None:
+    with pytest.raises(FactsError, match=r"/no/such/python cannot be started: No such file"):
+        gather.facts(None, frameworks=None, timeout=30, here=False, python=["/no/such/python"], environ=environ(site))
+
+
+@pytest.mark.parametrize(("program", "how"), [("/bin/false", "ended with 1"), ("/bin/echo", "ended with 0")])
+def test_a_program_that_is_no_python(site: Path, program: str, how: str) -> None:
+    with pytest.raises(FactsError, match=how):
+        gather.facts(None, frameworks=None, timeout=30, here=False, python=[program], environ=environ(site))
+
+
+def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
+    """Under `memguard run` and MEMGUARD_CONFIG the framework alone is looked at."""
+    note = tmp_path / "note"
+    (site / "torch" / "__init__.py").write_text(
+        f"import os, sys\nopen({str(note)!r}, 'w').write(repr(['memguard' in sys.modules, dict(os.environ)]))\n{TORCH}"
+    )
+    activate = str(Path(memguard.__file__).parent / "_activate")
+    given = environ(site, MEMGUARD_RUN="/no/budget.yaml", MEMGUARD_CONFIG="/no/budget.yaml")
+    given["PYTHONPATH"] = os.pathsep.join((activate, str(site)))
+    found = gathered(site, frameworks=["torch"], environ=given)
+    assert found.frameworks["torch"].gpus == 1
+    imported, environment = eval(note.read_text())
+    assert not imported
+    assert environment["PYTHONPATH"] == str(site)
+    assert not {"MEMGUARD_RUN", "MEMGUARD_CONFIG"} & set(environment)
+    assert found.environment["MEMGUARD_CONFIG"] == "/no/budget.yaml", "what the user set is a fact all the same"
+
+
+def test_a_program_s_own_folder_comes_first_as_python_has_it(site: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program" / "train.py"
+    write(program.parent, "cupy", "raise ImportError('beside the program')")
+    program.write_text("import torch\n\ndef later():\n    import cupy\n")
+    found = gathered(site, frameworks=["cupy"], script=str(program))
+    assert found.frameworks["cupy"].path == str(program.parent / "cupy" / "__init__.py")
+    assert found.script is not None and found.script.imports == (("torch", 1), ("cupy", 4))
+
+
+def test_this_process_and_its_path(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For `memguard.doctor()`: the probes find what this process would."""
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("LD_PRELOAD", "")
+    found = gather.facts(None, frameworks=["torch", "cupy"], timeout=30, here=True)
+    assert found.frameworks["torch"].path == str(site / "torch" / "__init__.py")
+    assert found.process is not None and found.process.budget is False
+    assert found.process.foreign_context is None and found.process.contexts == {}
+
+
+def test_the_home_folder_and_secrets_stay_out(site: Path, tmp_path: Path) -> None:
+    given = environ(site, HOME=str(tmp_path), HF_TOKEN="x", NCCL_API_KEY="geheim", TF_PASSWORD="geheim", CUDA_HOME="/c")
+    given |= {"NVIDIA_REQUIRE_CUDA": "cuda>=13", "LD_LIBRARY_PATH": f"{tmp_path}/lib:/x{tmp_path}"}
+    found = gathered(site, frameworks=["torch", "cupy"], environ=given)
+    text = found.to_json()
+    assert "geheim" not in text and "HF_TOKEN" not in text and "REQUIRE_CUDA" not in text
+    assert found.environment["CUDA_HOME"] == "/c"
+    assert found.environment["LD_LIBRARY_PATH"] == f"~/lib:/x{tmp_path}"
+    assert found.frameworks["torch"].path == "~/site/torch/__init__.py"
+    assert text.count(str(tmp_path)) == 1
+
+
+def asked(site: Path) -> gather._Asked:
+    import threading
+
+    return gather._Asked((sys.executable,), environ(site), 30, threading.Event(), (), None, print)
+
+
+def test_with_a_gpu_they_are_tried_together(site: Path) -> None:
+    """All in the order that is good for them, and PyTorch after TensorFlow, which here breaks it."""
+    (site / "tensorflow" / "__init__.py").write_text(
+        "import sys\nsys.first = 'torch' not in sys.modules\n" + "raise ImportError"
+    )
+    torch = site / "torch" / "__init__.py"
+    torch.write_text("import sys\n" + TORCH.replace("= 132", "= 1 if getattr(sys, 'first', False) else 132"))
+    ended = gather._probe(asked(site), h200(), ["torch", "tensorflow", "cupy"])
+    alone = [order for order in ended if len(order) == 1]
+    assert sorted(alone) == [("cupy",), ("tensorflow",), ("torch",)]
+    counts = {order: told.together(order, how).multiprocessors for order, how in ended.items() if len(order) > 1}
+    assert counts == {("torch", "tensorflow", "cupy"): {"torch": 132}, ("tensorflow", "torch"): {"torch": 1}}
+
+
+def test_without_a_gpu_each_is_tried_alone(site: Path) -> None:
+    assert all(len(order) == 1 for order in gather._probe(asked(site), Driver(), ["torch", "tensorflow"]))
+
+
+def test_an_interrupt_ends_all_probes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site / "torch" / "__init__.py").write_text("import time\ntime.sleep(60)")
+    waiting = asked(site)
+    monkeypatch.setattr(gather.Future, "result", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        gather._probe(waiting, h200(), ["torch"])
+    assert waiting.stop.is_set()
+
+
+@pytest.mark.parametrize(
+    ("driver", "probes", "cpus", "most"),
+    [
+        (h200(), 8, 16, 8),
+        (h200(), 8, 2, 2),
+        (h200(free=4 * GIB), 8, 16, 2),
+        (h200(free=0), 8, 16, 1),
+        (h200(free=None), 8, 16, 8),
+        (h200(mode="Exclusive_Process"), 8, 16, 1),
+        (h200(uuid=OTHER, free=0), 8, 16, 8),  # one that CUDA does not show
+        (Driver(), 8, 4, 4),
+    ],
+)
+def test_how_many_run_at_once(driver: Driver, probes: int, cpus: int, most: int) -> None:
+    assert gather.at_once(driver, probes, cpus) == most
+
+
+def test_what_a_budget_comes_to() -> None:
+    budget = config.of({"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"tensorflow": {"share": "50%"}}})
+    found = gather._budget(budget, h200())
+    assert found is not None and found.limits == {UUID: 40 * GIB}
+    assert found.growth is True and found.errors == ()
+
+
+def test_a_budget_that_does_not_fit_its_gpu() -> None:
+    budget = config.of({"version": 1, "device": {"limit": "200GiB"}, "frameworks": {"torch": {"share": "50%"}}})
+    found = gather._budget(budget, h200())
+    assert found is not None and found.limits == {} and "200" in found.errors[0]
+
+
+def test_a_budget_is_of_the_gpus_that_cuda_shows() -> None:
+    shown = h200().nvml.devices[0]
+    driver = h200().model_copy(update={"nvml": Nvml(devices=(shown.model_copy(update={"uuid": OTHER}), shown))})
+    assert [(device.uuid, device.ordinal, device.architecture, device.reserved) for device in told.devices(driver)] == [
+        (UUID, 0, "hopper", GIB)
+    ]
+
+
+def test_a_survey_that_did_not_come_back() -> None:
+    nvml, cuda = {"nvml": {"driver": "580.1"}}, {"cuda": {"path": "/lib/libcuda.so.580.1", "version": 13000}}
+    hung = told.driver(Ended(20.0, hung=True, reported=[{"module": "580.1"}, nvml, cuda]))
+    assert (hung.module, hung.cuda.version, hung.cuda.init) == ("580.1", 13000, "no answer in 20 s")
+    crashed = told.driver(Ended(1.0, signal="SIGSEGV", reported=[{"module": "580.1"}]))
+    assert (crashed.nvml.error, crashed.cuda.init) == ("ended by SIGSEGV", None)
+    good = told.driver(Ended(1.0, exit=0, reported=[nvml, cuda, {"cuda": {**cuda["cuda"], "init": "CUDA_SUCCESS"}}]))
+    assert good.cuda.init == "CUDA_SUCCESS" and good.nvml.error is None
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "kind"),
+    [
+        ((), {}, None),
+        ((".dockerenv",), {}, "docker"),
+        (("run/.containerenv",), {}, "podman"),
+        ((), {"container": "podman"}, "podman"),
+        ((".singularity.d",), {}, "apptainer"),
+        ((), {"APPTAINER_CONTAINER": "/x.sif"}, "apptainer"),
+        ((".dockerenv",), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "kubernetes"),
+        ((), {"container": "lxc"}, "lxc"),
+    ],
+)
+def test_kinds_of_containers(
+    tmp_path: Path, files: tuple[str, ...], environment: dict[str, str], kind: str | None
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert machine.container(environment, str(tmp_path)) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/ada", "~"),
+        ("/home/ada/x:/home/ada/y", "~/x:~/y"),
+        ('File "/home/ada/a.py", line 1', 'File "~/a.py", line 1'),
+        ("/home/adam/x", "/home/adam/x"),
+        ("/home/ada.old", "/home/ada.old"),
+        ("/mnt/home/ada/x", "/mnt/home/ada/x"),
+    ],
+)
+def test_home_is_a_tilde(text: str, shown: str) -> None:
+    assert machine.without_home({"a": [text], text: 1}, ("/home/ada",)) == {"a": [shown], shown: 1}
+
+
+def test_no_home_is_not_the_root_folder() -> None:
+    assert "/" not in machine.homes({"HOME": "/"}) and "" not in machine.homes({"HOME": "/"})
+
+
+def test_imports_of_a_program(tmp_path: Path) -> None:
+    program = tmp_path / "a.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            from typing import TYPE_CHECKING
+            if TYPE_CHECKING:
+                import jax
+            def later():
+                import cupy
+            try:
+                import tensorflow as tf
+            except ImportError:
+                import numba.cuda
+            from . import mine
+            import torch, torch
+            with open("x"): from pycuda import autoinit
+            class Net:
+                import rmm
+            """
+        )
+    )
+    found = script.read(str(program))
+    names = [name for name, _ in found.imports if not name.startswith("typing")]
+    assert names == ["tensorflow", "numba.cuda", "torch", "pycuda", "pycuda.autoinit", "rmm", "cupy"]
+    assert dict(found.imports)["tensorflow"] == 8
+
+
+@pytest.mark.parametrize(
+    ("source", "error"), [(b"import (", "SyntaxError"), (b"\0", ""), (None, "FileNotFoundError"), (b"\xff", "")]
+)
+def test_a_program_that_cannot_be_read(tmp_path: Path, source: bytes | None, error: str) -> None:
+    program = tmp_path / "a.py"
+    if source is not None:
+        program.write_bytes(source)
+    found = script.read(str(program))
+    assert found.error is not None and found.error.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("libcudart.so.12: cannot open shared object file: No such file or directory", ("libcudart.so.12",)),
+        (
+            "W external/local_xla/xla/tsl/platform/default/dso_loader.cc:60] Could not load dynamic library "
+            "'libcudnn.so.9'; dlerror: libcudnn.so.9: cannot open shared object file: No such file or directory; "
+            "LD_LIBRARY_PATH: /usr/local/cuda/lib64",
+            ("libcudnn.so.9",),
+        ),
+        (
+            "Could not load dynamic library 'libcusolver.so.11'; dlerror: libnvJitLink.so.12: cannot open shared "
+            "object file: No such file or directory",
+            ("libcusolver.so.11", "libnvJitLink.so.12"),
+        ),
+        ("Could not load library libcudnn_cnn_infer.so.8. Error: libnvrtc.so: cannot open shared object file: No such "
+         "file or directory", ("libcudnn_cnn_infer.so.8", "libnvrtc.so")),
+        (
+            "Unable to load any of {libcudnn_graph.so.9.1.0, libcudnn_graph.so.9.1, libcudnn_graph.so.9, "
+            "libcudnn_graph.so}",
+            ("libcudnn_graph.so.9",),
+        ),
+        ("nvrtc: error: failed to open libnvrtc-builtins.so.12.1.", ("libnvrtc-builtins.so.12.1",)),
+        ('DynamicLibNotFoundError: Failure finding "libnvrtc.so.13 or libnvrtc.so.12": No such file',
+         ("libnvrtc.so.13",)),
+        ("CuPy failed to load libnvrtc.so.12: OSError: libnvrtc.so.12: cannot open shared object file",
+         ("libnvrtc.so.12",)),
+        ("RuntimeError: Unable to load cuDNN. Is it installed?", ("libcudnn.so",)),
+        ("RuntimeError: Unable to load CUDA. Is it installed?", ("libcudart.so",)),
+        ("Successfully opened dynamic library libcudart.so.12", ()),
+        ("No module named 'libfoo.so'", ()),
+    ],
+)  # fmt: skip
+def test_libraries_that_could_not_be_opened(text: str, names: tuple[str, ...]) -> None:
+    assert missing.missing([text, text]) == names
+
+
+LOGGED = (
+    "I0000 00:00:1795.5 926 dso_loader.cc:59] Successfully opened dynamic library libcudart.so.12",
+    "2024-03-18 00:32:05.073: I external/local_tsl/dso_loader.cc:59] Successfully opened dynamic library libcudnn.so.9",
+    "I0000 00:00:1795.5 926 port.cc:153] oneDNN custom operations are on.",
+    "2024-03-18 00:32:05.073: I tensorflow/core/cpu_feature_guard.cc:1] This binary is optimized",
+    "To enable the following instructions: AVX2",
+    "W0000 00:00:1795.5 926 gpu_device.cc:2342] Cannot dlopen some GPU libraries.",
+    "E0000 00:00:1795.5 926 cuda_fft.cc:477] Unable to register cuFFT factory",
+    "Traceback (most recent call last):",
+)
+
+
+@pytest.mark.parametrize(("level", "count"), [(0, 6), (1, 3), (2, 2), (3, 1)])
+def test_what_the_user_has_silenced_is_not_told(level: int, count: int) -> None:
+    assert missing.shown(LOGGED, level) == LOGGED[-count:]
+    assert missing.opened(LOGGED) == ("libcudart.so.12", "libcudnn.so.9")
+
+
+@pytest.mark.parametrize(
+    ("given", "level"), [({}, 0), ({"TF_CPP_MIN_LOG_LEVEL": "2"}, 2), ({"TF_CPP_MIN_LOG_LEVEL": "x"}, 0)]
+)
+def test_the_level_of_tensorflows_messages(given: dict[str, str], level: int) -> None:
+    assert machine.level(given) == level
+
+
+class Pool:
+    def malloc(self, size: int) -> None: ...
+
+
+def rmm_cupy_allocator(size: int) -> None: ...
+
+
+def cupy(allocator: Any, default: Pool) -> dict[str, Any]:
+    return {"cupy": Namespace(cuda=Namespace(get_allocator=lambda: allocator), get_default_memory_pool=lambda: default)}
+
+
+def test_allocators_that_stand_in_for_a_frameworks_own() -> None:
+    pool = Pool()
+    assert here.allocators({}) == {}
+    assert here.allocators(cupy(pool.malloc, pool)) == {}
+    assert here.allocators(cupy(Pool().malloc, pool)) == {"cupy": f"{__name__}.Pool"}
+    assert here.allocators(cupy(rmm_cupy_allocator, pool)) == {"cupy": f"{__name__}.rmm_cupy_allocator"}
+    assert here.allocators({"cupy": Namespace()}) == {}, "one that is being imported"
+    for backend, told_as in (("native", {}), ("cudaMallocAsync", {"torch": "cudaMallocAsync"})):
+        memory = Namespace(get_allocator_backend=lambda backend=backend: backend)
+        torch = Namespace(_C=Namespace(_cuda_getAllocatorBackend=None))
+        assert here.allocators({"torch": torch, "torch.cuda.memory": memory}) == told_as
+    driver = Namespace(_memory_manager=Pool, NumbaCUDAMemoryManager=str)
+    assert here.allocators({"numba.cuda.cudadrv.driver": driver}) == {"numba": f"{__name__}.Pool"}
+    driver._memory_manager = str
+    assert here.allocators({"numba.cuda.cudadrv.driver": driver}) == {}
