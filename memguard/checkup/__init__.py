@@ -45,6 +45,16 @@ class Checkup:
 
         return render.text(self)
 
+    def __repr__(self) -> str:
+        """Short, where a prompt shows what was returned; `print` shows all of it."""
+        from memguard.checkup import render
+
+        return f"<Checkup: {render.verdict(self)}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython and notebooks show."""
+        printer.text(str(self))
+
 
 def doctor(
     budget: str | os.PathLike[str] | Mapping[str, Any] | None = None,

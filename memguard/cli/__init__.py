@@ -10,7 +10,7 @@ import click
 from memguard import __version__
 from memguard.errors import MemguardError, ProblemsError
 
-_COMMANDS = ("check", "plan", "replay", "run", "schema", "simulate")
+_COMMANDS = ("check", "doctor", "plan", "replay", "run", "schema", "simulate")
 
 
 class _Group(click.Group):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from memguard.errors import MemguardError
 
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?")
+PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?")
 _OURS = {"PYTHONPATH", "MEMGUARD_RUN", "MEMGUARD_SIMULATE"}
 _FLAGS = {
     "I": "isolated: it ignores PYTHONPATH",
@@ -23,7 +23,7 @@ Refusal = tuple[str, str]  # why, and what to do
 
 def check(command: Sequence[str]) -> None:
     """Raise MemguardError where the command would start a Python that cannot activate the budget."""
-    refusal = _refusal(command) or _refusal(_shebang(command[0]))
+    refusal = _refusal(command) or _refusal(shebang(command[0]))
     if refusal is not None:
         why, fix = refusal
         raise MemguardError(f"the budget would not be applied: {why}\n    fix: {fix}")
@@ -35,7 +35,7 @@ def _refusal(command: Sequence[str]) -> Refusal | None:
         return f"{name} starts its command with an environment of its own", f"put {name} first: {name} memguard run ..."
     for position, word in enumerate(command):
         name = os.path.basename(word)
-        if _PYTHON.fullmatch(name):
+        if PYTHON.fullmatch(name):
             return _flags(name, command[position + 1 :])
         if name == "env" and (refusal := _env(command[position + 1 :])):
             return refusal
@@ -91,7 +91,7 @@ def _split(arguments: Sequence[str]) -> Iterator[str]:
         yield from word.removeprefix("-S").split() if "-S" in arguments or word.startswith("-S") else [word]
 
 
-def _shebang(program: str) -> list[str]:
+def shebang(program: str) -> list[str]:
     """The interpreter line of a script such as `jupyter` or `torchrun`; empty for anything else."""
     found = shutil.which(program)
     if found is None:

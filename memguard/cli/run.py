@@ -12,14 +12,19 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from memguard.errors import ConfigError, MemguardError, Problem
 
+if TYPE_CHECKING:
+    from memguard.config import Budget
+
 _ACTIVATE = Path(__file__).resolve().parents[1] / "_activate"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
+_TIMEOUT = 60.0
+"""Seconds for each framework under `--doctor`."""
 
 
 @click.command(
@@ -31,8 +36,9 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
 @click.option(
     "--simulate", "gpus", multiple=True, metavar="GPU", help="A simulated GPU such as h200; again for several."
 )
+@click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start on an error.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(budget: str | None, gpus: tuple[str, ...], command: tuple[str, ...]) -> None:
+def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple[str, ...]) -> None:
     """Start COMMAND under a budget: memguard run -c budget.yaml -- python train.py
 
     COMMAND replaces memguard, so exit code, signals and standard input are its own. It need not be Python: each
@@ -42,15 +48,48 @@ def run(budget: str | None, gpus: tuple[str, ...], command: tuple[str, ...]) -> 
     from memguard import config
     from memguard.cli import _passive
 
+    if examine and gpus:
+        raise click.UsageError("--doctor looks at real GPUs, --simulate keeps off them: leave one of them out")
     path = _find(budget)
-    config.load(path)
+    loaded = config.load(path)
     _passive.check(command)
+    if examine:
+        _examine(loaded, command)
     if gpus:
         from memguard.devices.simulated import SimulatedHost
 
         SimulatedHost(gpus)  # an unknown name is better said here
         click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
     _exec(command, environment(os.environ, path, gpus))
+
+
+def _examine(budget: Budget, command: Sequence[str]) -> None:
+    """Exit where the frameworks that the budget names do not work in the Python of the command."""
+    from memguard.checkup import gather
+    from memguard.cli import _program, doctor
+
+    program = _program.of(command, os.environ)
+    facts = gather.facts(
+        budget,
+        frameworks=None,
+        timeout=_TIMEOUT,
+        here=False,
+        python=None if program.python is None else [program.python],
+        environ=program.environ,
+        script=program.script,
+        say=doctor.progress(),
+    )
+    checkup = doctor.examined(facts, budget, frozenset())
+    if not checkup.healthy:
+        doctor.show(checkup, brief=True, err=True)
+    if checkup.errors:
+        names = ", ".join(dict.fromkeys(finding.name for finding in checkup.errors))
+        click.echo(
+            f"\nmemguard: {command[0]} was not started\n"
+            f"    fix: see above, or leave it out in the budget: doctor: {{ignore: [{names}]}}",
+            err=True,
+        )
+        raise SystemExit(1)
 
 
 def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = ()) -> dict[str, str]:

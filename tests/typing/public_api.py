@@ -9,6 +9,7 @@ from typing_extensions import assert_type
 
 import memguard
 from memguard.accounts import Ledger
+from memguard.checkup import Checkup, Finding
 from memguard.conductor import Guard
 from memguard.errors import Problem
 from memguard.model import Device, Plan, WorkloadReport
@@ -39,6 +40,17 @@ def asking() -> None:
     memguard.resize("torch", "12GiB")
     assert_type(memguard.trim(), int)
     assert_type(memguard.trim("torch"), int)
+
+
+def examining() -> None:
+    checkup = memguard.doctor()
+    assert_type(checkup, Checkup)
+    assert_type(checkup.healthy, bool)
+    assert_type(checkup.errors, tuple[Finding, ...])
+    memguard.doctor("budget.yaml", frameworks=["torch"], ignore={"mig"}, timeout=5)
+    memguard.doctor({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+    memguard.doctor(3)  # type: ignore[arg-type]
+    memguard.doctor("budget.yaml", ["torch"])  # type: ignore[call-arg]
 
 
 def recording() -> None:

@@ -14,7 +14,7 @@ import pytest
 import memguard
 from memguard import cli, errors
 
-COMMANDS = ["check", "plan", "replay", "run", "schema", "simulate"]
+COMMANDS = ["check", "doctor", "plan", "replay", "run", "schema", "simulate"]
 HOME = Path(memguard.__file__).parents[1]
 
 

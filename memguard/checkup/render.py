@@ -1,0 +1,246 @@
+"""A checkup as a screen of text, and as plain data.
+
+The verdict first; then what was found, the worst first; then each framework in a line; then what is only worth knowing.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from memguard.checkup.facts import Facts, Framework, Probe
+from memguard.checkup.finding import Finding, Severity
+from memguard.units import format_size
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from memguard.checkup import Checkup
+
+WIDTH = 80
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
+_GLUE = "\N{NO-BREAK SPACE}"
+
+Piece = tuple[str, str]
+"""Style and text."""
+Line = list[Piece]
+
+
+def text(checkup: Checkup, *, brief: bool = False) -> str:
+    """For files, pipes and `str`: no colours. `brief` as in `lines`."""
+    return "\n".join("".join(piece for _, piece in line) for line in lines(checkup, brief=brief))
+
+
+def rich(checkup: Checkup, *, brief: bool = False) -> Text:
+    """For terminals. `brief` as in `lines`."""
+    from rich.text import Text
+
+    out = Text(no_wrap=True, overflow="ignore")
+    for number, line in enumerate(lines(checkup, brief=brief)):
+        out.append("\n" if number else "")
+        for style, piece in line:
+            out.append(piece, style)
+    return out
+
+
+def as_dict(checkup: Checkup) -> dict[str, Any]:
+    """Plain data; the facts themselves are what `--dump-facts` prints."""
+    facts = checkup.facts
+    return {
+        "memguard_doctor": 1,
+        "healthy": checkup.healthy,
+        "verdict": verdict(checkup),
+        "findings": [
+            {
+                "name": finding.name,
+                "severity": str(finding.severity),
+                "subject": finding.subject,
+                "cause": finding.cause,
+                "evidence": list(finding.evidence),
+                "remedy": finding.remedy,
+                "page": finding.page,
+            }
+            for finding in checkup.findings
+        ],
+        "ignored": list(checkup.ignored),
+        "frameworks": {
+            name: {
+                "works": works(framework),
+                "state": state(framework),
+                "version": framework.version,
+                "cuda": framework.cuda,
+                "seconds": framework.probe.seconds if framework.probe is not None else None,
+            }
+            for name, framework in facts.frameworks.items()
+        },
+        "probes": dict(facts.seconds),
+    }
+
+
+def verdict(checkup: Checkup) -> str:
+    """In one sentence: what works and what does not."""
+    frameworks = checkup.facts.frameworks
+    good = [name for name, framework in frameworks.items() if works(framework)]
+    bad = [name for name, framework in frameworks.items() if works(framework) is False]
+    gpus = checkup.facts.driver.cuda.devices
+    where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
+    counts = [
+        _count(sum(finding.severity is severity for finding in checkup.findings), str(severity))
+        for severity in (Severity.ERROR, Severity.WARNING)
+    ]
+    found = ", ".join(filter(None, counts)) or "healthy"
+    said = []
+    if bad:
+        said.append(f"{_listed(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
+    if good:
+        said.append(f"{_listed(good)} {_verb(good, 'works', 'work')}{where}")
+    return f"{found}: {'; '.join(said)}" if said else f"{found}: no framework was tried"
+
+
+def works(framework: Framework) -> bool | None:
+    """Whether it computed on a GPU in its probe; None where it was not tried."""
+    probe = framework.probe
+    if probe is None:
+        return None
+    computed = any(stage.name == "compute" and stage.error is None for stage in probe.stages)
+    return bool(framework.gpus) and computed and probe.failed is None and not _ended_badly(probe)
+
+
+def state(framework: Framework) -> str:
+    """How its probe went, in a few words."""
+    probe = framework.probe
+    if probe is None:
+        return "not tried"
+    stage = probe.failed or probe.last
+    where = f" in {stage.name}" if stage is not None else ""
+    if probe.hung:
+        return f"hangs{where}"
+    if probe.signal is not None:
+        return f"dies of {probe.signal}{where}"
+    if probe.failed is not None:
+        return f"fails{where}"
+    if _ended_badly(probe):
+        return f"exits with {probe.exit}{where}"
+    if works(framework):
+        return "works"
+    return "is a build without CUDA" if framework.gpu is False else "sees no GPU"
+
+
+def lines(checkup: Checkup, *, brief: bool = False) -> list[Line]:
+    """The screen, line by line. `brief`: without what is only worth knowing, and without the frameworks."""
+    good = "bold green" if checkup.healthy else "bold red" if checkup.errors else "bold yellow"
+    out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(checkup), good, 2)
+    for finding in checkup.findings:
+        if finding.severity is not Severity.INFO:
+            out += [[], *_finding(finding)]
+    if brief:
+        return out
+    out += [[], *_frameworks(checkup.facts), *_machine(checkup)]
+    known = [finding for finding in checkup.findings if finding.severity is Severity.INFO]
+    return [*out, *([[]] if known else []), *(line for finding in known for line in _info(finding))]
+
+
+def _finding(finding: Finding) -> list[Line]:
+    out = [_head(finding)]
+    out += _wrap([("", "  ")], finding.cause, "", 2)
+    for line in finding.evidence:
+        out += _wrap([("dim", "  - ")], line, "dim", 4)
+    out += _wrap([("", "  fix: ")], finding.remedy, "green", 7)
+    out.append([("", "  "), ("dim", f"page: {finding.page}")])
+    return out
+
+
+def _info(finding: Finding) -> list[Line]:
+    """Without evidence and remedy: there is nothing to do."""
+    return [_head(finding), *_wrap([("", "  ")], f"{finding.cause} ({finding.page})", "", 2)]
+
+
+def _head(finding: Finding) -> Line:
+    subject = f": {_clean(finding.subject)}" if finding.subject else ""
+    return [(_STYLES[finding.severity], f"{finding.severity}  "), ("bold", f"{finding.name}{subject}")]
+
+
+def _frameworks(facts: Facts) -> list[Line]:
+    """A table of those that were looked at, and of what they did in one process."""
+    rows = []
+    for name, framework in facts.frameworks.items():
+        cuda = f"CUDA {framework.cuda}" if framework.cuda else ""
+        rows.append((works(framework), name, state(framework), framework.version or "", cuda, framework.probe))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (1, 2, 3, 4)]  # type: ignore[arg-type]
+    out: list[Line] = []
+    for good, name, how, version, cuda, probe in rows:
+        style = {True: "green", False: "red", None: "dim"}[good]
+        cells = zip((name, how, version, cuda), widths, ("bold", style, "", ""), strict=True)
+        line: Line = [(shade, f"{_clean(cell):<{width}}  ") for cell, width, shade in cells]
+        out.append([*line, ("dim", f"{probe.seconds:5.1f} s")] if probe is not None else line)
+    for together in facts.together:
+        how = _together(together.probe)
+        style = "green" if how == "work" else "red"
+        said = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
+        out += _wrap([("", "")], said, style, 2)
+    return out
+
+
+def _together(probe: Probe) -> str:
+    stage = probe.failed or probe.last
+    where = f" in {stage.name}" if stage is not None else ""
+    if probe.hung:
+        return f"hang{where}"
+    if probe.signal is not None:
+        return f"die of {probe.signal}{where}"
+    return f"fail{where}" if probe.failed is not None or _ended_badly(probe) else "work"
+
+
+def _machine(checkup: Checkup) -> list[Line]:
+    facts = checkup.facts
+    driver, cuda = facts.driver.nvml.driver or facts.driver.module, facts.driver.cuda.version
+    said = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
+    free = {device.uuid: device.free for device in facts.driver.nvml.devices}
+    for device in facts.driver.cuda.devices:
+        left = free.get(device.uuid)
+        said.append(
+            f"GPU {device.ordinal} {device.name}" + (f" ({format_size(left)} free)" if left is not None else "")
+        )
+    out = _wrap([("dim", "")], ", ".join(filter(None, said)), "dim", 2) if any(said) else []
+    shown = {name for name, _ in facts.probes()}
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items() if name not in shown)
+    out += _wrap([("dim", "time: ")], times, "dim", 6) if times else []
+    return out + (_wrap([("dim", "left out: ")], ", ".join(checkup.ignored), "dim", 10) if checkup.ignored else [])
+
+
+def _ended_badly(probe: Probe) -> bool:
+    return probe.hung or probe.signal is not None or probe.exit not in (None, 0)
+
+
+def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
+    """The words behind `start`, in lines of the screen's width. What is in `backquotes` stays whole, to be copied."""
+    used = sum(len(piece) for _, piece in start)
+    quoted = _clean(words).split("`")
+    glued = "`".join(part.replace(" ", _GLUE) if number % 2 else part for number, part in enumerate(quoted))
+    found = textwrap.wrap(
+        glued,
+        WIDTH,
+        initial_indent=" " * used,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+    first, *rest = (line.replace(_GLUE, " ") for line in found)
+    return [[*start, (style, first[used:])], *([(style, line)] for line in rest)]
+
+
+def _clean(said: str) -> str:
+    """In one line, and nothing in it that a terminal obeys: much of it was said by others."""
+    return " ".join("".join(char if char.isprintable() else " " for char in said).split())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}" if number else ""
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _verb(names: list[str], one: str, several: str) -> str:
+    return one if len(names) == 1 else several

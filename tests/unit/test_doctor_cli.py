@@ -1,0 +1,308 @@
+"""`memguard doctor` and `memguard run --doctor`: options, exit codes, and what goes to which stream."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import memguard
+from memguard import config, findings
+from memguard.checkup import gather
+from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Framework, Probe, Stage
+from memguard.cli import _program, main
+from memguard.errors import FactsError
+
+UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
+BUDGET = "version: 1\nframeworks:\n  jax: {share: 50%}\n"
+STAGES = tuple(Stage(name=name, seconds=1.0) for name in ("import", "devices", "compute"))
+HEALTHY = Facts(
+    driver=Driver(
+        module="580.159.04",
+        cuda=Cuda(
+            path="/usr/lib/libcuda.so.580.159.04",
+            version=13000,
+            init="CUDA_SUCCESS",
+            devices=(CudaDevice(ordinal=0, uuid=UUID, name="NVIDIA H200", capability=(9, 0), multiprocessors=132),),
+        ),
+    ),
+    frameworks={
+        "jax": Framework(version="0.11.2", gpu=True, gpus=1, probe=Probe(stages=STAGES, seconds=3.0, exit=0)),
+        "torch": Framework(version="2.11.0", gpu=True, gpus=1, probe=Probe(stages=STAGES, seconds=3.0, exit=0)),
+    },
+    seconds={"jax": 3.0, "torch": 3.0},
+)
+FRACTIONS = {"XLA_CLIENT_MEM_FRACTION": ".3", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}
+NO_JAX = {"jax": HEALTHY.frameworks["jax"].model_copy(update={"gpus": 0}), "torch": HEALTHY.frameworks["torch"]}
+SICK = HEALTHY.model_copy(update={"environment": FRACTIONS, "frameworks": NO_JAX})
+"""An error: xla-fractions."""
+
+
+class Gathered:
+    """Stands in for `gather.facts`; what it was asked for, and what it gives."""
+
+    def __init__(self) -> None:
+        self.facts, self.asked, self.error = HEALTHY, [], None  # type: ignore[var-annotated]
+
+    def __call__(self, budget: Any, **asked: Any) -> Facts:
+        self.asked.append((budget, asked))
+        if self.error is not None:
+            raise self.error
+        found: Facts = self.facts
+        return found
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gathered:
+    stand_in = Gathered()
+    monkeypatch.setattr(gather, "facts", stand_in)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "budget.yaml").write_text(BUDGET)
+    return stand_in
+
+
+def doctor(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments], input=stdin)
+
+
+# Exit codes
+
+
+def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
+    done = doctor()
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("memguard doctor: healthy: jax and torch work on NVIDIA H200\n")
+    gathered.facts = SICK
+    done = doctor()
+    assert (done.exit_code, done.stderr) == (1, "")
+    assert done.stdout.startswith(
+        "memguard doctor: 1 error: jax does not work on the GPU; torch works on NVIDIA\n  H200\n"
+    )
+    assert "error  xla-fractions: jax\n" in done.stdout
+    warned = {"process": {"modules": ["torch", "pycuda"], "foreign_context": True}}
+    gathered.facts = Facts.model_validate({**HEALTHY.model_dump(), **warned})
+    assert doctor().exit_code == 1
+    gathered.facts = HEALTHY.model_copy(update={"environment": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}})
+    done = doctor()
+    assert done.exit_code == 0 and "info  allocator-swap: torch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["absent.yaml"], "absent.yaml: there is no such file"),
+        (["budget.yaml", "-c", "budget.yaml"], "the budget is given twice"),
+        (["--json", "--dump-facts"], "choose one"),
+        (["--ignore", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
+        (["--framework", "pytorch"], "no framework has the name 'pytorch'; there are torch, tensorflow, cupy,"),
+        (["--timeout", "0"], "0"),
+        (["--frobnicate"], "No such option"),
+        (["--facts", "absent.json"], "absent.json: No such file or directory\n    fix: check the path"),
+        (["--facts", "budget.yaml"], "budget.yaml: Invalid JSON"),
+        (["--facts", "."], "Is a directory"),
+        (["--facts", "f.json", "budget.yaml"], "--facts FILE reads nothing of this machine"),
+        (["--facts", "f.json", "--script", "a.py"], "--facts FILE reads nothing of this machine"),
+        (["--facts", "f.json", "--framework", "jax"], "--facts FILE reads nothing of this machine"),
+        (["--facts", "f.json", "--timeout", "60"], "--facts FILE reads nothing of this machine"),
+    ],
+)
+def test_what_could_not_run_is_2(gathered: Gathered, arguments: list[str], said: str) -> None:
+    done = doctor(*arguments)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr and done.stdout == ""
+    assert gathered.asked == []
+
+
+def test_a_python_that_cannot_be_asked_is_2_whatever_its_error_says(gathered: Gathered) -> None:
+    for error in (FactsError("no"), memguard.MemguardError("no")):
+        gathered.error = error
+        assert doctor().exit_code == 2
+    assert memguard.MemguardError.exit_code == 1  # of the one error, not of its class
+
+
+# Options
+
+
+def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
+    doctor()
+    budget, asked = gathered.asked.pop()
+    assert budget is None and asked.pop("say") is None  # nobody looks on
+    assert asked == {"frameworks": None, "timeout": 60.0, "here": False, "script": None}
+    doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
+    budget, asked = gathered.asked.pop()
+    assert budget == config.load("budget.yaml")
+    assert (asked["frameworks"], asked["timeout"], asked["script"]) == (("jax", "torch"), 5.0, "train.py")
+    doctor("-c", "budget.yaml")
+    assert gathered.asked.pop()[0] == config.load("budget.yaml")
+
+
+def test_findings_are_left_out_by_name_and_by_the_budget(gathered: Gathered) -> None:
+    gathered.facts = SICK
+    done = doctor("--ignore", "xla-fractions", "--ignore", "mig")
+    assert done.exit_code == 0 and "left out: mig, xla-fractions" in done.stdout
+    Path("budget.yaml").write_text(BUDGET + "doctor: {ignore: [xla-fractions]}")
+    assert doctor("budget.yaml").exit_code == 0
+
+
+def test_json(gathered: Gathered) -> None:
+    gathered.facts = SICK
+    done = doctor("--json")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 1 and data["healthy"] is False
+    assert [(f["name"], f["severity"], f["subject"]) for f in data["findings"]] == [("xla-fractions", "error", "jax")]
+    assert data["probes"] == {"jax": 3.0, "torch": 3.0}
+
+
+def test_facts_are_dumped_alone_and_give_the_same_findings_anywhere(gathered: Gathered, tmp_path: Path) -> None:
+    gathered.facts = SICK
+    dumped = doctor("--dump-facts")
+    assert dumped.exit_code == 1 and Facts.from_json(dumped.stdout) == SICK
+    (tmp_path / "f.json").write_text(dumped.stdout)
+    gathered.facts, gathered.asked = HEALTHY, []
+    for done in (doctor("--facts", "f.json"), doctor("--facts", "-", stdin=dumped.stdout)):
+        assert done.exit_code == 1 and "error  xla-fractions: jax\n" in done.stdout
+    assert doctor("--facts", "f.json", "--dump-facts").stdout == dumped.stdout
+    assert doctor("--facts", "f.json", "--ignore", "xla-fractions").exit_code == 0
+    assert gathered.asked == []
+
+
+def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
+    done = doctor("--list")
+    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.NAMES
+    assert gathered.asked == []
+
+
+def test_progress_is_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = importlib.import_module("memguard.cli.doctor").progress
+    assert progress() is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say = progress()
+    say("torch: 4.2 s")
+    assert capsys.readouterr() == ("", "  torch: 4.2 s\n")
+
+
+def test_the_help_of_the_command_line_has_it() -> None:
+    done = CliRunner().invoke(main, ["--help"])
+    assert "doctor    Find out why a framework does not work here." in done.stdout
+    assert "Exit code 0: healthy" in CliRunner().invoke(main, ["doctor", "--help"]).stdout
+
+
+# memguard run --doctor
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `run` would have started."""
+    commands: list[Any] = []
+
+    def exec_(command: Any, environ: Any) -> None:
+        commands.append(list(command))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(importlib.import_module("memguard.cli.run"), "_exec", exec_)
+    return commands
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["run", *arguments])
+
+
+def test_a_healthy_program_is_started_without_a_word(gathered: Gathered, started: list[Any]) -> None:
+    done = run("--doctor", "-c", "budget.yaml", "--", sys.executable, "train.py")
+    assert (done.exit_code, done.output) == (0, "")
+    assert started == [[sys.executable, "train.py"]]
+    budget, asked = gathered.asked.pop()
+    assert budget == config.load("budget.yaml")
+    assert (asked["python"], asked["script"], asked["here"]) == ([sys.executable], "train.py", False)
+    assert asked["environ"] == dict(os.environ)
+    run("-c", "budget.yaml", "--", sys.executable, "train.py")
+    assert gathered.asked == [] and len(started) == 2
+
+
+def test_an_error_stops_the_program_before_it_starts(gathered: Gathered, started: list[Any]) -> None:
+    gathered.facts = SICK
+    done = run("--doctor", "--", "python", "train.py")
+    assert done.exit_code == 1 and started == [] and done.stdout == ""
+    assert "error  xla-fractions: jax\n" in done.stderr
+    assert done.stderr.endswith(
+        "\nmemguard: python was not started\n"
+        "    fix: see above, or leave it out in the budget: doctor: {ignore: [xla-fractions]}\n"
+    )
+    Path("budget.yaml").write_text(BUDGET + "doctor: {ignore: [xla-fractions]}")
+    assert run("--doctor", "--", "python", "train.py").exit_code == 0 and started
+
+
+def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started: list[Any]) -> None:
+    warned = {"process": {"modules": ["torch", "pycuda"], "foreign_context": True}}
+    gathered.facts = Facts.model_validate({**HEALTHY.model_dump(), **warned})
+    done = run("--doctor", "--", "python", "train.py")
+    assert done.exit_code == 0 and started and done.stdout == ""
+    assert "warning  second-context: pycuda\n" in done.stderr and "not started" not in done.stderr
+
+
+def test_simulated_gpus_are_not_examined(gathered: Gathered, started: list[Any]) -> None:
+    done = run("--doctor", "--simulate", "h200", "--", "python", "train.py")
+    assert done.exit_code == 2 and "leave one of them out" in done.stderr
+    assert (gathered.asked, started) == ([], [])
+
+
+def test_a_python_that_cannot_be_asked_does_not_start(gathered: Gathered, started: list[Any]) -> None:
+    gathered.error = FactsError("the Python in question ended with 1")
+    assert run("--doctor", "--", "python", "train.py").exit_code == 2 and started == []
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A folder with programs, to be found by PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {
+        "python": "", "python3.12": "", "sh": "", "other": "#!/bin/sh\n", "jupyter": f"#!{folder}/python3.12\n",
+        "torchrun": "#!/usr/bin/env python\n", "train.py": "#!/usr/bin/env -S python3.12 -u\n",
+    }.items():  # fmt: skip
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "python", "script"),
+    [
+        ("python train.py --lr 1", "python", "train.py"),
+        ("python3.12 -u -X dev -W error -I train.py", "python3.12", "train.py"),
+        ("python -Wignore -- -odd.py", "python", "-odd.py"),
+        ("python --check-hash-based-pycs always a.py", "python", "a.py"),
+        ("python -m package.train", "python", None),
+        ("python -uc code", "python", None),
+        ("python -", "python", None),
+        ("python", "python", None),
+        ("jupyter lab", "python3.12", "{bin}/jupyter"),
+        ("torchrun train.py", "python", "{bin}/torchrun"),
+        ("train.py", "python3.12", "{bin}/train.py"),
+        ("env python a.py", "python", "a.py"),
+        ("env A=1 CUDA_VISIBLE_DEVICES=1 python3.12 a.py", "python3.12", "a.py"),
+        ("env -u A python a.py", None, None),
+        ("env", None, None),
+        ("sh train.sh", None, None),
+        ("other", None, None),
+        ("absent.py", None, None),
+    ],
+)
+def test_the_python_and_the_script_of_a_command(
+    path: Path, command: str, python: str | None, script: str | None
+) -> None:
+    found = _program.of(command.split(), {"PATH": str(path), "B": "2"})
+    assert found.python == (None if python is None else str(path / python))
+    assert found.script == (None if script is None else script.format(bin=path))
+    assert found.environ["B"] == "2"
+    assert ("CUDA_VISIBLE_DEVICES" in found.environ) == ("CUDA_VISIBLE_DEVICES" in command)
+
+
+def test_run_has_the_option() -> None:
+    assert "--doctor" in CliRunner().invoke(main, ["run", "--help"]).stdout

@@ -1,0 +1,204 @@
+"""The screen of `memguard doctor`, and its plain data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from memguard.checkup import Checkup, render
+from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Framework, Nvml, NvmlDevice, Probe, Stage, Together
+from memguard.checkup.finding import Finding, Severity
+from memguard.units import GIB
+
+UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
+
+
+def probed(*stages: Stage, **more: Any) -> Probe:
+    return Probe(stages=stages, **{"seconds": 4.2, "exit": 0, **more})
+
+
+def step(name: str, error: str | None = None) -> Stage:
+    return Stage(name=name, seconds=1.0, error=error, kind=error and "builtins.RuntimeError")
+
+
+THROUGH = probed(step("import"), step("devices"), step("compute"))
+TORCH = Framework(version="2.11.0+cu130", gpu=True, cuda="13.0", gpus=1, probe=THROUGH)
+DRIVER = Driver(
+    module="580.159.04",
+    cuda=Cuda(
+        version=13000,
+        init="CUDA_SUCCESS",
+        devices=(CudaDevice(ordinal=0, uuid=UUID, name="NVIDIA H200", capability=(9, 0), multiprocessors=132),),
+    ),
+    nvml=Nvml(driver="580.159.04", devices=(NvmlDevice(index=0, uuid=UUID, free=100 * GIB),)),
+)
+MISSING = Finding(
+    "library-missing",
+    Severity.ERROR,
+    "TensorFlow 2.21.0 was built for CUDA 12 and cannot open the library libcudart.so.12, which nothing installed has",
+    ("tensorflow: libcudart.so.12: cannot open shared object file: No such file or directory",),
+    "`pip install nvidia-cuda-runtime-cu12`, or `pip install 'tensorflow[and-cuda]'` for all of them at once",
+    "tensorflow",
+)
+CONTEXT = Finding("second-context", Severity.WARNING, "PyCUDA makes a second context", ("a.py:1",), "do", "pycuda")
+MINOR = Finding("driver-minor-version", Severity.INFO, "cupy was built for a newer CUDA", ("evidence",), "nothing", "")
+
+
+def checkup(*findings: Finding, ignored: tuple[str, ...] = (), **frameworks: Framework) -> Checkup:
+    facts = Facts(driver=DRIVER, frameworks=frameworks or {"torch": TORCH}, seconds={"torch": 4.2, "driver": 0.3})
+    return Checkup(facts, findings, ignored)
+
+
+def test_a_healthy_machine_is_a_few_lines() -> None:
+    assert str(checkup(cupy=TORCH, torch=TORCH)).splitlines() == [
+        "memguard doctor: healthy: cupy and torch work on NVIDIA H200",
+        "",
+        "cupy   works  2.11.0+cu130  CUDA 13.0    4.2 s",
+        "torch  works  2.11.0+cu130  CUDA 13.0    4.2 s",
+        "driver 580.159.04, CUDA 13.0, GPU 0 NVIDIA H200 (100.00 GiB free)",
+        "time: driver 0.3 s",
+    ]
+
+
+def test_the_verdict_comes_first_then_what_is_wrong_then_the_frameworks_then_the_rest() -> None:
+    broken = TORCH.model_copy(update={"probe": probed(step("import", "no libcudart.so.12"), exit=1), "gpus": None})
+    shown = str(checkup(MISSING, CONTEXT, MINOR, ignored=("mig",), torch=TORCH, tensorflow=broken))
+    assert shown == (
+        "memguard doctor: 1 error, 1 warning: tensorflow does not work on the GPU; torch\n"
+        "  works on NVIDIA H200\n"
+        "\n"
+        "error  library-missing: tensorflow\n"
+        "  TensorFlow 2.21.0 was built for CUDA 12 and cannot open the library\n"
+        "  libcudart.so.12, which nothing installed has\n"
+        "  - tensorflow: libcudart.so.12: cannot open shared object file: No such file or\n"
+        "    directory\n"
+        "  fix: `pip install nvidia-cuda-runtime-cu12`, or\n"
+        "       `pip install 'tensorflow[and-cuda]'` for all of them at once\n"
+        "  page: docs/doctor/library-missing.md\n"
+        "\n"
+        "warning  second-context: pycuda\n"
+        "  PyCUDA makes a second context\n"
+        "  - a.py:1\n"
+        "  fix: do\n"
+        "  page: docs/doctor/second-context.md\n"
+        "\n"
+        "torch       works            2.11.0+cu130  CUDA 13.0    4.2 s\n"
+        "tensorflow  fails in import  2.11.0+cu130  CUDA 13.0    4.2 s\n"
+        "driver 580.159.04, CUDA 13.0, GPU 0 NVIDIA H200 (100.00 GiB free)\n"
+        "time: driver 0.3 s\n"
+        "left out: mig\n"
+        "\n"
+        "info  driver-minor-version\n"
+        "  cupy was built for a newer CUDA (docs/doctor/driver-minor-version.md)"
+    )
+
+
+def test_before_a_run_only_what_is_wrong_is_shown() -> None:
+    shown = render.text(checkup(CONTEXT, MINOR), brief=True)
+    assert shown.startswith(
+        "memguard doctor: 1 warning: torch works on NVIDIA H200\n\nwarning  second-context: pycuda\n"
+    )
+    assert shown.endswith("  page: docs/doctor/second-context.md")
+
+
+@pytest.mark.parametrize(
+    ("framework", "works", "state"),
+    [
+        (TORCH, True, "works"),
+        (Framework(), None, "not tried"),
+        (TORCH.model_copy(update={"gpus": 0}), False, "sees no GPU"),
+        (Framework(gpu=False, probe=THROUGH), False, "is a build without CUDA"),
+        (Framework(gpus=1, probe=probed(step("import"), step("devices", "no"))), False, "fails in devices"),
+        (
+            Framework(gpus=1, probe=probed(step("import"), exit=None, signal="SIGFPE")),
+            False,
+            "dies of SIGFPE in import",
+        ),
+        (Framework(gpus=1, probe=probed(step("devices"), exit=None, hung=True)), False, "hangs in devices"),
+        (Framework(gpus=1, probe=probed(step("compute"), step("exit"), exit=134)), False, "exits with 134 in exit"),
+        (Framework(gpus=1, probe=probed(step("import"))), False, "sees no GPU"),
+        (Framework(probe=probed(exit=1)), False, "exits with 1"),
+    ],
+)
+def test_the_state_of_a_framework(framework: Framework, works: bool | None, state: str) -> None:
+    assert render.works(framework) is works
+    assert render.state(framework) == state
+
+
+def test_verdicts() -> None:
+    assert render.verdict(Checkup(Facts(), ())) == "healthy: no framework was tried"
+    errors = render.verdict(checkup(MISSING, MISSING, torch=Framework(probe=probed(exit=1))))
+    assert errors == "2 errors: torch does not work on the GPU"
+    assert render.verdict(checkup(torch=Framework())) == "healthy: no framework was tried"
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        (probed(step("tensorflow"), step("torch")), "work, 4.2 s"),
+        (probed(step("tensorflow"), step("torch"), exit=None, signal="SIGFPE"), "die of SIGFPE in torch, 4.2 s"),
+        (probed(step("tensorflow"), step("torch", "no")), "fail in torch, 4.2 s"),
+        (probed(step("tensorflow"), exit=None, hung=True), "hang in tensorflow, 4.2 s"),
+    ],
+)
+def test_frameworks_in_one_process_have_a_line_too(probe: Probe, said: str) -> None:
+    facts = Facts(together=(Together(order=("tensorflow", "torch"), probe=probe),))
+    assert f"tensorflow then torch in one process: {said}" in str(Checkup(facts, ())).splitlines()
+
+
+def test_no_line_is_wider_than_the_screen_but_what_is_to_be_copied_stays_whole() -> None:
+    command = f"`pip install {' '.join(f'nvidia-package-{number}' for number in range(9))}`"
+    long = Finding("mig", Severity.ERROR, "word " * 60, ("x " * 90, "/a" * 60), f"run {command}, then look", "gpu")
+    lines = str(checkup(long)).splitlines()
+    wide = [line.strip() for line in lines if len(line) > render.WIDTH]
+    assert wide == ["- " + "/a" * 60, f"{command},"]
+    assert not any("\N{NO-BREAK SPACE}" in line for line in lines)
+
+
+def test_what_others_said_cannot_steer_the_terminal_or_forge_a_line() -> None:
+    evil = Finding("mig", Severity.ERROR, "a\nb", ("\x1b[31mred\x1b[0m\r\nerror  forged", "\u202eb"), "c\td", "gpu\n0")
+    shown = str(checkup(evil, torch=TORCH.model_copy(update={"version": "1\x1b[2J"})))
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert "\nerror  forged" not in shown
+    assert "error  mig: gpu 0" in shown
+
+
+def test_in_a_terminal_it_is_the_same_text_with_colours() -> None:
+    seen = checkup(MISSING, CONTEXT, MINOR)
+    drawn = render.rich(seen)
+    assert drawn.plain == str(seen)
+    assert {"bold red", "green"} <= {str(span.style) for span in drawn.spans}
+    assert render.rich(seen, brief=True).plain == render.text(seen, brief=True)
+
+
+def test_plain_data() -> None:
+    seen = checkup(MISSING, MINOR, ignored=("mig",), torch=TORCH, jax=Framework())
+    data = seen.as_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["memguard_doctor"] == 1 and data["healthy"] is False and data["ignored"] == ["mig"]
+    assert data["verdict"] == "1 error: torch works on NVIDIA H200"
+    assert data["findings"][0] == {
+        "name": "library-missing",
+        "severity": "error",
+        "subject": "tensorflow",
+        "cause": MISSING.cause,
+        "evidence": list(MISSING.evidence),
+        "remedy": MISSING.remedy,
+        "page": "docs/doctor/library-missing.md",
+    }
+    assert data["frameworks"]["torch"] == {
+        "works": True, "state": "works", "version": "2.11.0+cu130", "cuda": "13.0", "seconds": 4.2,
+    }  # fmt: skip
+    assert data["frameworks"]["jax"]["works"] is None
+    assert data["probes"] == {"torch": 4.2, "driver": 0.3}
+
+
+def test_a_prompt_shows_one_line_and_a_notebook_all() -> None:
+    seen = checkup(CONTEXT)
+    assert repr(seen) == "<Checkup: 1 warning: torch works on NVIDIA H200>"
+    shown: list[str] = []
+    printer = type("Printer", (), {"text": lambda self, text: shown.append(text)})()
+    seen._repr_pretty_(printer, False)
+    assert shown == [str(seen)]
