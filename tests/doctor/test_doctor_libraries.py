@@ -154,6 +154,20 @@ def test_what_has_no_state_or_is_there_once_is_none(name: str) -> None:
     assert _names(_with(f"/usr/local/cuda-13.0/lib64/{name}")) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "severity"),
+    [
+        ("libcudart.so.13", "warning"),
+        ("libcudart.faf08d9a.so.13", "info"),
+        ("libnvrtc.so.13", "info"),
+        ("libnvJitLink.so.13", "info"),
+    ],
+)
+def test_a_copy_that_nobody_mistakes_is_an_info(name: str, severity: str) -> None:
+    (found,) = libraries.library_twice(_with(f"/extra/{name}"))
+    assert str(found.severity) == severity
+
+
 def test_copies_in_the_same_two_folders_are_one_finding() -> None:
     assert _names(_with("/extra/libcublas.so.13", "/extra/libcublasLt.so.13")) == [("library-twice", "torch")]
     two = _with("/extra/libcublas.so.13", "/other/libcublas.so.13")

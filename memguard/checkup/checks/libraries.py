@@ -15,6 +15,8 @@ from memguard.checkup.finding import Finding, Severity
 
 # NVRTC opens the builtins of its own version by itself: another beside them is never called.
 _NO_STATE = frozenset({"libnvrtc-builtins"})
+# They compile for whoever asks, with handles of his own: a second one is memory and no more.
+_COMPILERS = frozenset({"libnvrtc", "libnvJitLink", "libnvvm"})
 _TENSORFLOW_SAYS = "Cannot dlopen some GPU libraries"
 
 
@@ -205,6 +207,7 @@ def _twice(
     facts: Facts, folders: tuple[str, str], pairs: list[tuple[Mapped, Mapped]], where: str, subjects: list[str]
 ) -> Finding:
     renamed = all(first.renamed or second.renamed for first, second in pairs)
+    compilers = all(first.library.stem in _COMPILERS for first, _ in pairs)
     members = _members(facts, where)
     into = listing(subjects) if subjects else f"a process of {listing(members)}" if " then " in where else where
     variables = [
@@ -215,6 +218,8 @@ def _twice(
     ]
     if renamed:
         why, remedy = "a package brings its own under another name, so that they do not meet", "Nothing to do"
+    elif compilers:
+        why, remedy = "each is only called by who has loaded it", "Nothing to do"
     else:
         why = "what one has set up the other does not know"
         packages = sorted({name for first, _ in pairs for name in _installed(facts, first)})
@@ -222,7 +227,7 @@ def _twice(
         remedy += f" (pip show -f {' '.join(packages)} lists its files)" if packages and not variables else ""
     return Finding(
         "library-twice",
-        Severity.INFO if renamed else Severity.WARNING,
+        Severity.INFO if renamed or compilers else Severity.WARNING,
         f"{listing(first.library.stem for first, _ in pairs)} is loaded twice into {into}, from "
         f"{listing(folders)}: {why}",
         (
