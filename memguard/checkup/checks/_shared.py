@@ -20,8 +20,17 @@ LITTLE = 0.1
 
 _UNSUPPORTED_PTX = re.compile(r"UNSUPPORTED_PTX_VERSION|unsupported toolchain|Unsupported \.version", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"no kernel image is available|NO_BINARY_FOR_GPU|NO_KERNEL_IMAGE|NoKernelImage", re.IGNORECASE)
-_BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|devices? .*busy or unavailable", re.IGNORECASE)
+_BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable", re.IGNORECASE)
 _NODE = re.compile(r"/dev/nvidia\d+")
+_CONTROL, _UVM = "/dev/nvidiactl", "/dev/nvidia-uvm"
+_VAGUE = (
+    "CUDA_SUCCESS",
+    "CUDA_ERROR_NO_DEVICE",
+    "CUDA_ERROR_UNKNOWN",
+    "CUDA_ERROR_OPERATING_SYSTEM",
+    "CUDA_ERROR_NOT_PERMITTED",
+)
+"""What cuInit says for many reasons; success counts where it shows no GPU."""
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 
@@ -107,6 +116,12 @@ def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool
     return False
 
 
+def oldest(architectures: tuple[str, ...]) -> tuple[int, int]:
+    """The lowest capability among them."""
+    parsed = filter(None, map(_ARCHITECTURE.fullmatch, architectures))
+    return min(((int(found[2]), int(found[3])) for found in parsed), default=(0, 0))
+
+
 def without_code(facts: Facts, framework: Framework) -> tuple[CudaDevice, ...]:
     """The visible GPUs that it has no code for: by its list of architectures, or by what its probe ran into."""
     stage = failure(framework)
@@ -174,8 +189,9 @@ def filled(facts: Facts) -> tuple[NvmlDevice, ...]:
 
 def device_files(facts: Facts) -> dict[str, str]:
     """Those that CUDA needs, with what came of opening them."""
-    needed = {"/dev/nvidiactl", "/dev/nvidia-uvm"}
-    return {path: state for path, state in facts.driver.files.items() if path in needed or _NODE.fullmatch(path)}
+    return {
+        path: state for path, state in facts.driver.files.items() if path in (_CONTROL, _UVM) or _NODE.fullmatch(path)
+    }
 
 
 def visible(facts: Facts) -> Visible | None:
@@ -195,26 +211,22 @@ def blocked_by(facts: Facts) -> Name | None:
     The one cause, from the ground up: libcuda, kernel module, device files, versions, then what hides the GPUs.
     """
     cuda, files = facts.driver.cuda, device_files(facts)
-    if cuda.error is None and (cuda.init is None or (cuda.init == "CUDA_SUCCESS" and cuda.devices)):
+    if cuda.error is None and cuda.init is None:
+        return "cuda-init-failed" if cuda.path else None  # it was loaded, and cuInit has not come back
+    if cuda.error is None and cuda.init == "CUDA_SUCCESS" and cuda.devices:
         return None
     if facts.system.wsl and cuda.error is None and "/wsl/" not in (cuda.path or "/wsl/"):
         return "wsl"
     if cuda.error is not None:
         return _not_loaded(facts, cuda.error)
-    if cuda.init == "CUDA_ERROR_STUB_LIBRARY":
+    init = cuda.init or ""
+    if init == "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE":
+        return "forward-compatibility"
+    if init == "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH":
+        return "forward-compatibility" if compat(facts) else "driver-mismatch"
+    if init not in _VAGUE:
         return "cuda-init-failed"
-    if not facts.system.wsl:
-        if facts.driver.module is None and "/dev/nvidiactl" not in files:
-            return "driver-absent"
-        if not any(_NODE.fullmatch(path) for path in files) or "/dev/nvidiactl" not in files:
-            return "container-without-gpu" if facts.system.container else "device-files"
-        if "/dev/nvidia-uvm" not in files:
-            return "device-files"
-        if all(state != "ok" for path, state in files.items() if _NODE.fullmatch(path)) or any(
-            files[path] != "ok" for path in ("/dev/nvidiactl", "/dev/nvidia-uvm")
-        ):
-            return "device-files"
-    return _refused(facts, cuda.init or "")
+    return (None if facts.system.wsl else _without_module(facts, files)) or _hidden(facts, init) or "cuda-init-failed"
 
 
 def _not_loaded(facts: Facts, error: str) -> Name:
@@ -222,33 +234,36 @@ def _not_loaded(facts: Facts, error: str) -> Name:
     if "cannot open shared object file" not in error:
         return "cuda-init-failed"  # there is one, and it is broken
     if facts.system.container and not facts.system.wsl and facts.driver.module is not None:
-        if "/dev/nvidiactl" not in facts.driver.files:
+        if _CONTROL not in facts.driver.files:
             return "container-without-gpu"
         if not capable(facts, "compute"):
             return "container-capabilities"
     return "driver-absent"
 
 
-def _refused(facts: Facts, init: str) -> Name:
-    """Where libcuda is there, and the driver under it."""
-    if init == "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE":
-        return "forward-compatibility"
-    if init == "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" or _versions_differ(facts):
+def _without_module(facts: Facts, files: dict[str, str]) -> Name | None:
+    """Where what is under libcuda is not there, not let through, or of another version."""
+    nodes = [path for path in files if _NODE.fullmatch(path)]
+    if facts.driver.module is None and _CONTROL not in files:
+        return "driver-absent"
+    if not nodes or _CONTROL not in files:
+        return "container-without-gpu" if facts.system.container else "device-files"
+    if _versions_differ(facts):
         return "forward-compatibility" if compat(facts) else "driver-mismatch"
-    if init in ("CUDA_ERROR_NO_DEVICE", "CUDA_SUCCESS"):
-        seen = visible(facts)
-        if seen is not None and not seen.entries:
-            return _hidden(seen)
-        cards = facts.driver.nvml.devices
-        if cards and all(card.mig for card in cards):
-            return "mig"
-    return "cuda-init-failed"
+    if all(files[path] != "ok" for path in nodes) or any(files.get(path) != "ok" for path in (_CONTROL, _UVM)):
+        return "device-files"
+    return None
 
 
-def _hidden(seen: Visible) -> Name:
-    """Where the variable leaves nothing."""
-    unknown = seen.why in ("absent", "ambiguous")
-    return "visible-devices-unknown" if unknown else "visible-devices-none"
+def _hidden(facts: Facts, init: str) -> Name | None:
+    """Where the driver works and shows none."""
+    if init == "CUDA_ERROR_UNKNOWN":
+        return None
+    seen = visible(facts)
+    if seen is not None and not seen.entries:
+        return "visible-devices-unknown" if seen.why in ("absent", "ambiguous") else "visible-devices-none"
+    cards = facts.driver.nvml.devices
+    return "mig" if cards and all(card.mig for card in cards) else None
 
 
 def _versions_differ(facts: Facts) -> bool:

@@ -1,8 +1,291 @@
+"""The GPUs: which of them CUDA shows, in what order, whose code runs on them, and who else is there."""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from memguard.checkup.facts import Facts
-from memguard.checkup.finding import Finding
+from memguard.checkup.checks import _visible
+from memguard.checkup.checks._shared import (
+    blocked_by,
+    busy,
+    computes,
+    exclusive,
+    failure,
+    filled,
+    held_by_others,
+    oldest,
+    out_of_memory,
+    same,
+    visible,
+    without_code,
+)
+from memguard.checkup.checks._words import full_name, last_line, listing
+from memguard.checkup.facts import CudaDevice, Facts, NvmlDevice
+from memguard.checkup.finding import Finding, Severity
+from memguard.findings import Name
+from memguard.units import format_size
 
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = ()
+_ORDER = "CUDA_DEVICE_ORDER"
+
+
+def hidden(facts: Facts) -> Iterator[Finding]:
+    """CUDA_VISIBLE_DEVICES leaves none, or fewer than it names."""
+    seen, blocked = visible(facts), blocked_by(facts)
+    if seen is None or (not seen.why and seen.entries):
+        return
+    name: Name
+    if blocked in ("visible-devices-none", "visible-devices-unknown"):
+        name, left = blocked, "no framework sees a GPU"
+    elif blocked is None and len(facts.driver.cuda.devices) == len(seen.entries) < seen.value.count(",") + 1:
+        count = len(seen.entries)
+        name = "visible-devices-mixed" if seen.why == "mixed" else "visible-devices-unknown"
+        left = f"CUDA shows {count} GPU{'' if count == 1 else 's'} of the {seen.value.count(',') + 1} that it names"
+    else:
+        return
+    cards = facts.driver.nvml.devices
+    has = f"the GPUs here are {listing(_spelled(card) for card in cards)}" if cards else ""
+    why = {
+        "empty": "is empty" if not seen.value.strip() else "has an empty entry, which ends the list",
+        "negative": f"has {seen.stopped_at}, which ends the list",
+        "word": f"has {seen.stopped_at!r}, which is neither an index nor a UUID and ends the list",
+        "repeated": f"names {seen.stopped_at} twice, which CUDA takes for an empty list",
+        "absent": f"names {seen.stopped_at}, which is not here and ends the list",
+        "ambiguous": f"names {seen.stopped_at}, which is the beginning of more than one UUID and ends the list",
+        "mixed": f"mixes indices and UUIDs, and CUDA stops at {seen.stopped_at}, the first of another kind",
+    }[seen.why or "empty"]
+    here = ",".join(str(card.index) for card in cards) or "0"
+    remedy = f"name GPUs that are here and each once, all by index or all by UUID: export CUDA_VISIBLE_DEVICES={here}"
+    if seen.why in ("empty", "negative") and not seen.entries:
+        remedy = "unset CUDA_VISIBLE_DEVICES"
+    yield Finding(
+        name,
+        Severity.ERROR if blocked is not None else Severity.WARNING,
+        f"CUDA_VISIBLE_DEVICES {why}, so that {left}",
+        (
+            f"CUDA_VISIBLE_DEVICES={seen.value} (environment)",
+            *([has] if has else []),
+            f"cuInit: {facts.driver.cuda.init}, {len(facts.driver.cuda.devices)} GPUs",
+        ),
+        remedy,
+    )
+
+
+def order(facts: Facts) -> Iterator[Finding]:
+    """cuda:0 is not the GPU 0 of nvidia-smi, though it was not asked to be another."""
+    shown, cards = facts.driver.cuda.devices, facts.driver.nvml.devices
+    indices = [next((card.index for card in cards if same(card.uuid, device.uuid)), -1) for device in shown]
+    if len(cards) < 2 or not indices or -1 in indices:
+        return
+    asked = _asked(facts, len(shown))
+    evidence = tuple(
+        f"cuda:{device.ordinal} is GPU {index} of nvidia-smi: {device.name or device.uuid}"
+        for device, index in zip(shown, indices, strict=True)
+    )
+    value = facts.environment.get(_visible.VARIABLE)
+    if value is not None:
+        evidence += (f"CUDA_VISIBLE_DEVICES={value} (environment)",)
+    first = f"cuda:0 is GPU {indices[0]} of nvidia-smi"
+    if asked is not None and asked != indices:
+        wrong = next(place for place, pair in enumerate(zip(asked, indices, strict=True)) if pair[0] != pair[1])
+        setting = facts.environment.get(_ORDER)
+        yield Finding(
+            "device-order",
+            Severity.WARNING,
+            f"CUDA counts the GPUs fastest first and nvidia-smi by their place on the bus: cuda:{wrong} is GPU "
+            f"{indices[wrong]} of nvidia-smi and not GPU {asked[wrong]}",
+            (*evidence, f"{_ORDER}={setting} (environment)" if setting else f"{_ORDER} is not set"),
+            f"export {_ORDER}=PCI_BUS_ID",
+        )
+    elif indices != sorted(indices):
+        yield Finding(
+            "device-order",
+            Severity.INFO,
+            f"CUDA_VISIBLE_DEVICES gives the GPUs in another order than nvidia-smi: {first}",
+            evidence,
+            "nothing to do where that is meant; in a budget name GPUs by their UUIDs",
+        )
+
+
+def capability(facts: Facts) -> Iterator[Finding]:
+    """A framework has no code for a GPU."""
+    if blocked_by(facts) is not None:
+        return
+    for name, framework in facts.frameworks.items():
+        lacking = without_code(facts, framework)
+        if not lacking or framework.gpu is False:
+            continue
+        stage, works = failure(framework), computes(framework)
+        listed = ", ".join(framework.architectures)
+        versions = listing(f"{device.capability[0]}.{device.capability[1]}" for device in lacking)
+        evidence = [
+            *(f"cuda:{device.ordinal} ({device.name}) has compute capability {_dotted(device)}" for device in lacking),
+            *([f"{full_name(facts, name)} has code for {listed}"] if listed else []),
+            *([f"{name}: {last_line(stage.error or '')}"] if stage is not None else []),
+        ]
+        others = [device for device in facts.driver.cuda.devices if device not in lacking]
+        remedy = f"install a build of {name} that has code for compute capability {versions}"
+        if listed:
+            older = min(device.capability for device in lacking) < oldest(framework.architectures)
+            remedy += ": an older one, as new ones leave old GPUs out" if older else ", mostly a newer one"
+        if works and others:
+            remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={','.join(device.uuid for device in others)}"
+        yield Finding(
+            "compute-capability",
+            Severity.WARNING if works else Severity.ERROR,
+            f"{full_name(facts, name)} has no code for {listing(_called(device) for device in lacking)} (compute "
+            f"capability {versions})",
+            tuple(evidence),
+            remedy,
+            name,
+        )
+
+
+def mig(facts: Facts) -> Iterator[Finding]:
+    """GPUs that MIG has divided, and CUDA shows an instance of, or nothing."""
+    divided = [card for card in facts.driver.nvml.devices if card.mig]
+    blocked, shown = blocked_by(facts), facts.driver.cuda.devices
+    if blocked is None and not any(device.uuid.startswith("MIG-") for device in shown):
+        divided = [card for card in divided if any(same(card.uuid, device.uuid) for device in shown)]
+    if not divided or blocked not in (None, "mig"):
+        return
+    names = listing(f"GPU {card.index} ({card.name})" for card in divided)
+    one = len(divided) == 1
+    off = f"sudo nvidia-smi -i {','.join(str(card.index) for card in divided)} -mig 0"
+    cause = f"{names} {'is' if one else 'are'} divided by MIG: CUDA shows one instance, and memguard.init refuses it"
+    remedy = f"{off}  # or for a budget choose another GPU with CUDA_VISIBLE_DEVICES"
+    if blocked == "mig":
+        cause = f"{names} {'has' if one else 'have'} MIG enabled and no instance that this process may use"
+        remedy = (
+            f"nvidia-smi -L  # lists the instances, sudo nvidia-smi mig -cgi PROFILE -C makes one; without MIG: {off}"
+        )
+    yield Finding(
+        "mig",
+        Severity.WARNING if blocked is None else Severity.ERROR,
+        cause,
+        (
+            *(f"NVML: GPU {card.index} ({card.uuid}) has MIG enabled" for card in divided),
+            *(f"cuda:{device.ordinal} is {device.uuid} ({device.name})" for device in shown),
+            f"cuInit: {facts.driver.cuda.init}",
+        ),
+        remedy,
+        divided[0].uuid if one else "",
+    )
+
+
+def mode(facts: Facts) -> Iterator[Finding]:
+    """GPUs that let one process in, or none."""
+    if blocked_by(facts) is not None:
+        return
+    refused = [name for name, framework in facts.frameworks.items() if busy(framework)]
+    for card in exclusive(facts):
+        prohibited = card.mode == "Prohibited"
+        evidence = [f"NVML: GPU {card.index} ({card.name}) has compute mode {card.mode}"]
+        evidence += [f"process {pid} is on it" for pid in card.processes]
+        for name in refused:
+            stage = failure(facts.frameworks[name])
+            evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        if prohibited:
+            cause = f"GPU {card.index} ({card.name}) is in compute mode Prohibited, in which no process may use it"
+        elif card.processes and refused:
+            cause = (
+                f"GPU {card.index} ({card.name}) lets in one process at a time (compute mode {card.mode}), and process "
+                f"{listing(card.processes)} has it"
+            )
+        else:
+            cause = f"GPU {card.index} ({card.name}) lets in one process at a time (compute mode {card.mode})"
+        yield Finding(
+            "compute-mode",
+            Severity.ERROR if prohibited or refused else Severity.INFO,
+            cause,
+            tuple(evidence),
+            f"sudo nvidia-smi -i {card.index} -c DEFAULT"
+            if prohibited or refused
+            else f"nothing to do for one process; for several: sudo nvidia-smi -i {card.index} -c DEFAULT",
+            card.uuid,
+        )
+
+
+def peers(facts: Facts) -> Iterator[Finding]:
+    """GPUs that cannot read each other's memory."""
+    shown = facts.driver.cuda.devices
+    if blocked_by(facts) is not None or any(device.uuid.startswith("MIG-") for device in shown):
+        return
+    apart = [
+        (one.ordinal, other.ordinal)
+        for place, one in enumerate(shown)
+        for other in shown[place + 1 :]
+        if other.ordinal not in one.peers or one.ordinal not in other.peers
+    ]
+    if apart:
+        pairs = len(shown) * (len(shown) - 1) // 2
+        which = "no two GPUs can" if len(apart) == pairs else f"{len(apart)} of {pairs} pairs of GPUs cannot"
+        named = listing(f"cuda:{one} and cuda:{other}" for one, other in apart[:4])
+        yield Finding(
+            "peer-access",
+            Severity.INFO,
+            f"{which} reach each other's memory, so that  copies between them go through the host's",
+            (
+                f"cuDeviceCanAccessPeer: no for {named}{f' and {len(apart) - 4} more' if len(apart) > 4 else ''}",
+                *(f"cuda:{device.ordinal}: {device.name}" for device in shown),
+            ),
+            "nvidia-smi topo -p2p r  # says why: other GPUs, a virtual machine, or a bus that does not let it through",
+        )
+
+
+def full(facts: Facts) -> Iterator[Finding]:
+    """GPUs of which other processes leave little or nothing."""
+    if blocked_by(facts) is not None:
+        return
+    for card in filled(facts):
+        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
+        others = held_by_others(facts, card)
+        holders = sorted(card.processes.items(), key=lambda pair: -(pair[1] or 0))
+        most = "who holds it is not visible here"
+        if holders:
+            named = listing(f"process {pid} ({format_size(size)})" for pid, size in holders[:3])
+            most = f"{named} {'hold' if len(holders) > 1 else 'holds'} it"
+        evidence = [
+            f"NVML: {format_size(card.free)} free of {format_size(card.total)}, {format_size(others)} held by others",
+            *(f"process {pid}: {format_size(size)}" for pid, size in holders[:8]),
+        ]
+        for name in victims:
+            stage = failure(facts.frameworks[name])
+            evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        end = f"end process {holders[0][0]}, " if holders else "nvidia-smi on the host says who; "
+        yield Finding(
+            "card-filled",
+            Severity.ERROR if victims else Severity.WARNING,
+            f"others have filled GPU {card.index} ({card.name}): {format_size(card.free)} of {format_size(card.total)} "
+            f"are free, {most}" + (f", and {listing(victims)} found no room" if victims else ""),
+            tuple(evidence),
+            f"{end}use another GPU (CUDA_VISIBLE_DEVICES=...), or wait",
+            card.uuid,
+        )
+
+
+def _asked(facts: Facts, count: int) -> list[int] | None:
+    """NVML's indices as the user named the GPUs; None where he named them by UUID, or nobody can say."""
+    seen = visible(facts)
+    if facts.environment.get(_ORDER) == "PCI_BUS_ID":
+        return None
+    if seen is None:
+        every = sorted(card.index for card in facts.driver.nvml.devices)
+        return every if len(every) == count else None
+    if seen.kind != "index" or len(seen.entries) != count:
+        return None
+    return [_visible.index_of(entry) for entry in seen.entries]
+
+
+def _spelled(card: NvmlDevice) -> str:
+    return f"{card.index} ({card.uuid})"
+
+
+def _called(device: CudaDevice) -> str:
+    return device.name or f"cuda:{device.ordinal}"
+
+
+def _dotted(device: CudaDevice) -> str:
+    return f"{device.capability[0]}.{device.capability[1]}"
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (hidden, order, capability, mig, mode, peers, full)

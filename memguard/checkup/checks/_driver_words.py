@@ -1,0 +1,48 @@
+"""How findings about the driver say what was read."""
+
+from __future__ import annotations
+
+from memguard.checkup.checks._shared import Version, device_files
+from memguard.checkup.facts import Facts
+
+PROC = "/proc/driver/nvidia/version"
+START = "docker run --gpus all ..."
+
+
+def state(facts: Facts) -> tuple[str, ...]:
+    """What the driver looks like from its three sides."""
+    driver = facts.driver
+    found = device_files(facts)
+    if facts.system.wsl:
+        return said(facts)
+    return (
+        f"{PROC}: {'not there' if driver.module is None else driver.module or 'without a version'}",
+        f"NVIDIA GPUs on the bus: {', '.join(driver.pci) or 'none seen'}",
+        f"device files: {', '.join(sorted(found)) or 'none'}",
+        *said(facts),
+    )
+
+
+def said(facts: Facts) -> tuple[str, ...]:
+    """What libcuda and NVML answered."""
+    cuda, read = facts.driver.cuda, facts.driver.nvml
+    return (
+        *([f"libcuda: {cuda.error}"] if cuda.error is not None else []),
+        *([f"cuInit: {cuda.init} ({cuda.path})"] if cuda.init is not None else []),
+        *([f"NVML: {read.error}"] if read.error is not None else []),
+    )
+
+
+def start(kind: str | None) -> str:
+    """How a container of this kind gets GPUs."""
+    return {
+        "podman": "podman run --device nvidia.com/gpu=all ...",
+        "kubernetes": "resources: {limits: {nvidia.com/gpu: 1}}   in the container's spec",
+        "apptainer": "apptainer exec --nv ...",
+        "lxc": "lxc config device add NAME gpu gpu && lxc config set NAME nvidia.runtime=true",
+    }.get(kind or "", START)
+
+
+def digits(version: Version) -> str:
+    """With the zeros that drivers' names have: 580.65.06."""
+    return ".".join(str(part) if place < 2 else f"{part:02d}" for place, part in enumerate(version))
