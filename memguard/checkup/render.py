@@ -110,7 +110,7 @@ def state(framework: Framework) -> str:
     """How its probe went, in a few words."""
     probe = framework.probe
     if probe is None:
-        return "not tried"
+        return "not tried" if framework.path or framework.distributions else "is not installed"
     stage = probe.failed or probe.last
     where = f" in {stage.name}" if stage is not None else ""
     if probe.hung:

@@ -107,7 +107,8 @@ def test_before_a_run_only_what_is_wrong_is_shown() -> None:
     ("framework", "works", "state"),
     [
         (TORCH, True, "works"),
-        (Framework(), None, "not tried"),
+        (Framework(), None, "is not installed"),
+        (Framework(path="/venv/torch/__init__.py"), None, "not tried"),
         (TORCH.model_copy(update={"gpus": 0}), False, "sees no GPU"),
         (Framework(gpu=False, probe=THROUGH), False, "is a build without CUDA"),
         (Framework(gpus=1, probe=probed(step("import"), step("devices", "no"))), False, "fails in devices"),
