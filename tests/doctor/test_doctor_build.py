@@ -49,10 +49,9 @@ def test_nvcc_that_the_probe_missed_is_found_by_its_message() -> None:
 
 
 def test_without_a_gpu_there_is_nothing_to_compile_for() -> None:
-    facts = edited(
-        "no-driver.json", {"tools": {"nvcc": "", "gcc": "", "g++": "", "cc": ""}, "packages": {"triton": "3"}}
-    )
-    assert _names(facts) == []
+    tools = {"nvcc": "", "gcc": "", "g++": "", "cc": ""}
+    changes = {"tools": tools, "packages": {"triton": "3"}, "frameworks": {"pycuda": {"version": "2026.1"}}}
+    assert _names(edited("no-driver.json", changes)) == []
 
 
 def test_what_was_not_looked_for_is_not_missing() -> None:

@@ -238,3 +238,48 @@ def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severit
 )
 def test_no_import_order_without_proof(changes: dict[str, Any]) -> None:
     assert list(_import_order.findings(edited("healthy-h200.json", changes))) == []
+
+
+CU12, CU13 = f"{WHEELS}/cublas/lib/libcublas.so.12", f"{WHEELS}/cu13/lib/libcublas.so.13"
+
+
+def _both(tensorflow: str, torch: str, **more: Any) -> Facts:
+    """TensorFlow for CUDA 12 with this file and PyTorch for CUDA 13 with that, alone and in one process."""
+    frameworks = {
+        "tensorflow": {"cuda": "12.5.1", "probe": {"libraries": [tensorflow]}},
+        "torch": {"probe": {"libraries": [torch]}},
+        **dict.fromkeys(("jax", "cupy", "pycuda", "numba")),
+    }
+    together = {"order": ["torch", "tensorflow"], "probe": {"exit": 0, "libraries": [tensorflow, torch]}}
+    return edited("healthy-h200.json", {"frameworks": frameworks, "together": [together], **more})
+
+
+def test_two_frameworks_for_two_cudas_are_a_mixture() -> None:
+    assert _names(_both(CU12, CU13)) == [("cuda-majors-mixed", "tensorflow")]
+
+
+def test_what_the_import_order_does_is_told_once() -> None:
+    broken = {**BROKEN, "probe": {"signal": "SIGFPE", "libraries": [CU12, CU13]}}
+    assert _names(_both(CU12, CU13, together=[broken])) == [("import-order", "torch")]
+
+
+def test_what_a_wrong_major_brings_into_a_process_of_several_is_told_once() -> None:
+    wrong = "/usr/local/cuda-11.8/lib64/libcublas.so.11"
+    assert _names(_both(wrong, CU13)) == [("library-wrong-major", "tensorflow")]
+
+
+def test_what_one_framework_has_alone_is_told_once() -> None:
+    together = {"order": ["torch", "tensorflow"], "probe": {"exit": 0, "libraries": [CU12, CU13]}}
+    frameworks = {"torch": {"probe": {"libraries": [CU12, CU13]}}}
+    facts = edited("healthy-h200.json", {"frameworks": frameworks, "together": [together]})
+    assert _names(facts) == [("cuda-majors-mixed", "torch")]
+
+
+def test_without_a_driver_only_a_failing_import_lacks_a_library() -> None:
+    said = {"said": ["Cannot dlopen some GPU libraries. Please make sure the missing libraries"]}
+    facts = edited("no-driver.json", {"frameworks": {"tensorflow": {"gpu": True, "probe": said}}})
+    assert _names(facts) == []
+    error = "libcudart.so.13: cannot open shared object file: No such file or directory"
+    stages = [{"name": "import", "seconds": 0.1, "error": error, "kind": "builtins.ImportError"}]
+    facts = edited("no-driver.json", {"frameworks": {"torch": {"probe": {"stages": stages, "exit": 1}}}})
+    assert _names(facts) == [("library-missing", "torch")]

@@ -45,9 +45,11 @@ def test_not_harmless(line: str) -> None:
 
 
 def test_one_finding_for_all_that_were_seen() -> None:
-    (found,) = noise.harmless_message(edited("healthy-h200.json", {}))
+    said = ["oneDNN custom operations are on.", "who knows what this is", "oneDNN custom operations are on."]
+    changes = {"tensorflow": {"probe": {"said": said}}, "numba": {"probe": {"said": []}}}
+    (found,) = noise.harmless_message(edited("healthy-h200.json", {"frameworks": changes}))
     assert str(found.severity) == "info"
-    assert found.evidence[0].startswith("tensorflow: ")
+    assert found.evidence == ("tensorflow: oneDNN custom operations are on. (a note on rounding on the CPU)",)
 
 
 def test_none_where_nothing_was_said() -> None:

@@ -314,7 +314,7 @@ def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[i
         built = major(facts.frameworks[framework].cuda) if framework in facts.frameworks else None
         if built is not None:
             groups.setdefault(built, []).append(framework)
-    fewest = min(groups.values(), key=len) if len(groups) > 1 else []
+    fewest = min((names for _, names in sorted(groups.items())), key=len) if len(groups) > 1 else []
     who = " beside ".join(f"{listing(names)} for CUDA {built}" for built, names in sorted(groups.items()))
     return Finding(
         "cuda-majors-mixed",
