@@ -39,7 +39,8 @@ def version(text: str | None) -> Version:
 
 def _pair(found: Framework) -> tuple[Version, Version, str] | None:
     """What was found, what it was compiled with, and the message that says so."""
-    for text in texts(found.probe):
+    said_lines = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message is of several
+    for text in (*texts(found.probe), said_lines):
         for pattern in _SAID:
             if said := pattern.search(text):
                 line = " ".join(text.split())
