@@ -43,6 +43,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
             yield from _timeline_folder(budget.monitor.timeline)
     if budget.on_pressure:
         yield "on_pressure", f"{' and '.join(budget.on_pressure)} where the pressure becomes critical"
+    if budget.doctor is not None:
+        yield "doctor", f"leaves out {', '.join(budget.doctor.ignore)}"
 
 
 def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,9 @@ def doctor(
     except MemguardError as error:
         error.exit_code = _NOT_RUN  # 1 would say that something was found
         raise
+    except Exception:  # a mistake of ours, or facts that no machine gave: neither is a finding
+        traceback.print_exc()
+        context.exit(_NOT_RUN)
     if dump_facts:
         click.echo(checkup.facts.to_json())
     else:

@@ -425,6 +425,14 @@ def test_check_says_what_watches(tmp_path: Path) -> None:
     assert "timeline" not in output
 
 
+def test_check_says_what_the_doctor_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(GOOD + "doctor: {ignore: [wsl, mig]}")
+    output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+    assert "  doctor       leaves out wsl, mig\n" in output
+    (tmp_path / "b.yaml").write_text(GOOD + "doctor: {}")
+    assert "doctor" not in CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+
+
 def test_the_reference_shows_what_is_really_printed() -> None:
     document = (CONFIGS.parent / "docs" / "budget.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```\n(?:```text\n(.*?)```)?", document, re.DOTALL)

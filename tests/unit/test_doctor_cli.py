@@ -126,6 +126,12 @@ def test_a_python_that_cannot_be_asked_is_2_whatever_its_error_says(gathered: Ga
     assert memguard.MemguardError.exit_code == 1  # of the one error, not of its class
 
 
+def test_a_mistake_of_the_doctors_own_is_2_with_its_traceback(gathered: Gathered) -> None:
+    gathered.error = ZeroDivisionError("oh")
+    done = doctor()
+    assert done.exit_code == 2 and "ZeroDivisionError: oh" in done.stderr and done.stdout == ""
+
+
 # Options
 
 
