@@ -218,6 +218,16 @@ def test_how_full_is_full(free: int, used: int, ran_out: bool, severities: list[
     assert _shared.explained(facts, "torch") is (severities == ["error"])
 
 
+def test_of_two_full_cards_the_probes_ran_out_of_the_first() -> None:
+    card = load("card-filled.json").driver.nvml.devices[0].model_dump(mode="json")
+    cards = [card, {**card, "index": 1, "uuid": B}]
+    shown = [device.model_dump(mode="json") for device in load("two-gpus.json").driver.cuda.devices]
+    facts = edited("card-filled.json", {"driver": {"cuda": {"devices": shown}, "nvml": {"devices": cards}}})
+    assert [(str(found.severity), found.subject) for found in devices.full(facts)] == [("error", A), ("warning", B)]
+    facts = edited("card-filled.json", {"driver": {"cuda": {"devices": shown}, "nvml": {"devices": [cards[1]]}}})
+    assert [(str(found.severity), found.subject) for found in devices.full(facts)] == [("error", B)]
+
+
 def test_running_out_of_other_memory_is_not_a_full_card() -> None:
     assert not _shared.out_of_memory(Stage(name="import", seconds=0.1, kind="builtins.MemoryError", error=""))
     assert not _shared.out_of_memory(Stage(name="compute", seconds=0.1))

@@ -14,6 +14,7 @@ import pytest
 from doctor_facts import FILES, entry, findings, load
 
 from memguard.checkup.facts import Facts
+from memguard.findings import NAMES
 
 ROOT = Path(__file__).parents[2]
 NOT_OURS = re.compile(r"/(home|Users|root|work|tmp)/|/opt/|\b[\w.+-]+@[\w-]+\.\w")
@@ -59,3 +60,19 @@ def test_facts_come_back_from_their_json(name: str) -> None:
 
 def test_healthy_is_healthy() -> None:
     assert {str(finding.severity) for finding in findings("healthy-h200.json")} <= {"info"}
+
+
+def test_there_are_enough() -> None:
+    """Real ones among them, from a machine with a GPU and from one without."""
+    assert len(FILES) >= 40
+
+
+def test_every_finding_has_a_file_that_provokes_it_and_a_page() -> None:
+    expected = {name for file in FILES for name, _, _ in entry(file)["expected"]}
+    assert sorted(set(NAMES) - expected) == []
+    assert [name for name in NAMES if not (ROOT / "docs" / "doctor" / f"{name}.md").is_file()] == []
+
+
+def test_every_page_is_of_a_finding() -> None:
+    pages = {path.stem for path in (ROOT / "docs" / "doctor").glob("*.md")} - {"README"}
+    assert sorted(pages - set(NAMES)) == []

@@ -110,7 +110,7 @@ def test_too_old_names_driver_cuda_frameworks_and_the_oldest_that_will_do() -> N
     assert "535.183.06 gives CUDA 12.2" in found.cause and "580.65.06" in found.cause
     assert all(name in found.cause for name in ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba"))
     assert any("torch 2.11.0+cu130 was built for CUDA 13.0" in line for line in found.evidence)
-    assert "cuda-compat-13-2" in found.remedy and "for CUDA 12" in found.remedy
+    assert "cuda-compat-13-2" in found.remedy and "numba built for CUDA 12" in found.remedy
     assert "torch needs CUDA 13" in one("driver-too-old-for-one.json", "driver-too-old").cause
 
 

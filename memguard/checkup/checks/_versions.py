@@ -112,9 +112,9 @@ def too_old_for(facts: Facts) -> Iterator[Finding]:
         f"the driver {version} gives CUDA {driver}, and {listing(names)} {'needs' if one else 'need'} CUDA {needed[0]}"
         + (f", which takes a driver {oldest} or newer" if oldest else ""),
         tuple(lines),
-        f"update the NVIDIA driver{f' to {oldest} or newer' if oldest else ''}, or install "
-        f"{'its build' if one else 'their builds'} for CUDA {driver.partition('.')[0]}; on data-centre GPUs "
-        f"the package cuda-compat-{'-'.join(map(str, needed))} does it too",
+        f"update the NVIDIA driver{f' to {oldest} or newer' if oldest else ''}, or install {listing(names)} built "
+        f"for CUDA {driver.partition('.')[0]}; on data-centre GPUs the package cuda-compat-{'-'.join(map(str, needed))} "
+        "does it too",
     )
 
 
@@ -128,13 +128,13 @@ def minor(facts: Facts) -> Iterator[Finding]:
     for name, framework in facts.frameworks.items():
         stage = failure(framework)
         if stage is not None and unsupported_ptx(framework):
-            suffix = f"-cu{driver[0]}" if driver[0] < 13 else ""
+            package = f"nvidia-cuda-nvrtc{f'-cu{driver[0]}' if driver[0] < 13 else ''}=={text}.*"
             yield Finding(
                 "driver-minor-version",
                 Severity.ERROR,
                 f"{name} compiles code at run time with a newer CUDA than the driver's {text}, which refuses it",
                 (f"{name}: {last_line(stage.error or '')}", gives),
-                f"update the NVIDIA driver, or compile with it: pip install 'nvidia-cuda-nvrtc{suffix}=={text}.*'",
+                f"update the NVIDIA driver, or compile with its CUDA: pip install '{package}'",
                 name,
             )
     newer = [

@@ -223,7 +223,7 @@ def peers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "peer-access",
             Severity.INFO,
-            f"{which} reach each other's memory, so that  copies between them go through the host's",
+            f"{which} reach each other's memory, so that copies between them go through the host's",
             (
                 f"cuDeviceCanAccessPeer: no for {named}{f' and {len(apart) - 4} more' if len(apart) > 4 else ''}",
                 *(f"cuda:{device.ordinal}: {device.name}" for device in shown),
@@ -236,8 +236,11 @@ def full(facts: Facts) -> Iterator[Finding]:
     """GPUs of which other processes leave little or nothing."""
     if blocked_by(facts) is not None:
         return
-    for card in filled(facts):
+    cards = filled(facts)
+    for card in cards:
         victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
+        if len(cards) > 1 and not same(card.uuid, facts.driver.cuda.devices[0].uuid):
+            victims = []  # probes compute on GPU 0, which is full as well
         others = held_by_others(facts, card)
         holders = sorted(card.processes.items(), key=lambda pair: -(pair[1] or 0))
         most = "who holds it is not visible here"

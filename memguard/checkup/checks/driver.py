@@ -170,7 +170,8 @@ def files(facts: Facts) -> Iterator[Finding]:
         absent = [path for path in needed if path not in found]
         if not any(re.search(r"\d$", path) for path in found):
             absent.insert(0, "/dev/nvidia0")
-        cause = f"the kernel module is loaded and the device files {listing(absent)} are not there"
+        are = "files {} are" if len(absent) > 1 else "file {} is"
+        cause = f"the kernel module is loaded and the device {are.format(listing(absent))} not there"
         remedy = (
             start(facts.system.container)
             if facts.system.container
