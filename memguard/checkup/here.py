@@ -51,22 +51,35 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
 
 
 def _foreign() -> bool | None:
-    """Whether the context that is current on this thread is not its GPU's primary one; None where none is current."""
-    ordinal = contexts.current()
-    if ordinal is None or "pycuda.driver" not in sys.modules:
+    """Whether this thread's context, or the one that `pycuda.autoinit` made, is no GPU's primary one; None if unknown.
+
+    The current one alone would not do: a first call of the runtime, as torch's, puts the primary one in its place.
+    """
+    if "pycuda.driver" not in sys.modules or not contexts.initialised():
         return None
-    if contexts.active(ordinal) is False:
-        return True
-    with contextlib.suppress(OSError, AttributeError):
+    made = getattr(getattr(sys.modules.get("pycuda.autoinit"), "context", None), "handle", None)
+    with contextlib.suppress(OSError, AttributeError, DeviceError):
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
-        now, primary, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
-        if driver.cuCtxGetCurrent(ctypes.byref(now)) or driver.cuDeviceGet(ctypes.byref(device), ordinal):
-            return None
-        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(primary), device):  # it exists: this makes none
-            return None
-        driver.cuDevicePrimaryCtxRelease_v2(device)
-        return now.value != primary.value
+        now = ctypes.c_void_p()
+        known = {int(made)} if isinstance(made, int) else set()
+        if not driver.cuCtxGetCurrent(ctypes.byref(now)) and now.value:
+            known.add(now.value)
+        if known:
+            return not known <= _primaries(driver)
     return None
+
+
+def _primaries(driver: ctypes.CDLL) -> set[int]:
+    """The handles of the primary contexts that exist in this process. Makes none."""
+    found = set()
+    for ordinal in contexts.ordinals().values():
+        handle, device = ctypes.c_void_p(), ctypes.c_int()
+        if contexts.active(ordinal) and not driver.cuDeviceGet(ctypes.byref(device), ordinal):
+            if driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), device):
+                continue
+            driver.cuDevicePrimaryCtxRelease_v2(device)
+            found.add(handle.value or 0)
+    return found
 
 
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
