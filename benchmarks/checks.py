@@ -333,3 +333,49 @@ def _report_checks(name: str, one: dict[str, Any], check: Any) -> None:
         )
     reasons = {"own cap": ("cap", "fragmented"), "card full": ("card",)}[name.rpartition(", ")[2]]
     check(f"{name}: says why", report["reason"] in reasons, report["reason"])
+
+
+ADDED = {
+    ("library-wrong-major", "tensorflow"),
+}
+"""What is true of a TensorFlow for CUDA 12 that was linked to CUDA 13's libraries, beside a PyTorch for CUDA 13."""
+PROVOKED = {
+    "no such GPU": ({("visible-devices-unknown", "")}, False),
+    "both XLA fractions": ({("xla-fractions", "jax")}, False),
+    "async allocator with a limit": ({("async-allocator", "tensorflow")}, True),
+    "second context": ({("second-context", "pycuda")}, True),
+    "two copies of a library": ({("library-twice", "this process")}, False),
+    "TensorFlow before PyTorch": ({("import-order", "torch")}, True),
+    "a full card": ({("card-filled", "")}, False),
+}
+"""What each scenario provokes, and whether it runs beside the TensorFlow of `ADDED`."""
+
+
+def doctor_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    found: dict[str, tuple[bool, str]] = {}
+    scenarios = result["scenarios"]
+
+    def above_info(name: str) -> set[tuple[str, str]] | None:
+        listed = scenarios.get(name, {}).get("findings")
+        return None if listed is None else {(f[0], f[2]) for f in listed if f[1] != "info"}
+
+    def said(names: set[tuple[str, str]] | None) -> str:
+        return "not run" if names is None else ", ".join(f"{n} ({s})" if s else n for n, s in sorted(names)) or "none"
+
+    plain = above_info("as shipped")
+    found["as the machine ships: nothing above info"] = (plain == set(), said(plain))
+    six = above_info("all six")
+    found["with the TensorFlow for CUDA 12: what is true of it, and nothing else"] = (six == ADDED, said(six))
+    for name, (expected, beside) in PROVOKED.items():
+        names = above_info(name)
+        extra = set() if names is None else names - expected - (ADDED if beside else set())
+        found[f"{name}: found and named"] = (names is not None and expected <= names and not extra, said(names))
+    times = result["all_six_s"]
+    figure = "not run"
+    if times["median"] is not None:
+        figure = f"{times['median']:.1f} s median of {len(times['runs'])}, at most {max(times['runs']):.1f} s"
+    found["six frameworks <= 20 s"] = (times["median"] is not None and max(times["runs"]) <= 20, figure)
+    probes = scenarios.get("all six", {}).get("probes_s", {})
+    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in probes.items())
+    found["each probe's time shown"] = (len(probes) >= 6, listed or "not run")
+    return found
