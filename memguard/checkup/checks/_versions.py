@@ -113,8 +113,8 @@ def too_old_for(facts: Facts) -> Iterator[Finding]:
         + (f", which takes a driver {oldest} or newer" if oldest else ""),
         tuple(lines),
         f"update the NVIDIA driver{f' to {oldest} or newer' if oldest else ''}, or install {listing(names)} built "
-        f"for CUDA {driver.partition('.')[0]}; on data-centre GPUs the package cuda-compat-{'-'.join(map(str, needed))} "
-        "does it too",
+        f"for CUDA {driver.partition('.')[0]}; on data-centre GPUs "
+        f"the package cuda-compat-{'-'.join(map(str, needed))} does it too",
     )
 
 
