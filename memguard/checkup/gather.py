@@ -43,8 +43,12 @@ def facts(
 
     `frameworks`: only those; else those that the budget names; else all that are installed. `here`: this process too.
     `python` and `environ` are those of the program in question, where they are not this process's. `script` is its
-    file, which is read. Raises FactsError where that Python cannot be started.
+    file, which is read. Raises FactsError where that Python cannot be started, and for a name that no framework
+    has.
     """
+    unknown = [name for name in frameworks or () if name not in ORDER]
+    if unknown:
+        raise FactsError(f"no framework has the name {unknown[0]!r}\n    fix: one of {', '.join(ORDER)}")
     started = time.monotonic()
     environ = dict(os.environ if environ is None else environ)
     stop = threading.Event()

@@ -25,6 +25,8 @@ _SAID, _REPORTED = 1 << 18, 1 << 22
 _LINES, _LONG = 200, 400
 _LINGER = 0.3
 """Seconds in which pipes may still be read that a child of the ended process holds open."""
+_STUCK = 3.0
+"""Seconds for what takes none: a process that waits in a broken driver cannot be killed, and is left behind."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -77,12 +79,13 @@ def watch(
         try:
             ended.hung = _read(process, kept, started + timeout, stop)
             if ended.hung:
-                ended.libraries = tuple(libraries(process.pid))
+                ended.libraries = _mapped(process.pid)
         finally:
             _kill(process)
     ended.seconds = round(time.monotonic() - started, 3)
     code = process.returncode
-    ended.exit, ended.signal = (code, None) if code >= 0 else (None, _signal(-code))
+    if code is not None:  # else the driver does not let go of it
+        ended.exit, ended.signal = (code, None) if code >= 0 else (None, _signal(-code))
     ended.reported = list(_objects(kept[reported].data))
     ended.said = lines(kept[said].data)
     return ended
@@ -144,7 +147,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STUCK)
+
+
+def _mapped(pid: int) -> tuple[str, ...]:
+    """What the process has mapped; nothing where the kernel does not say, as of one that is stuck in a driver."""
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.extend(libraries(pid)), daemon=True)
+    reader.start()
+    reader.join(_STUCK)
+    return tuple(found)
 
 
 def descendants(pid: int) -> list[int]:

@@ -109,6 +109,17 @@ def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
     assert found.environment["MEMGUARD_CONFIG"] == "/no/budget.yaml", "what the user set is a fact all the same"
 
 
+def test_what_memguard_has_put_into_the_environment_is_taken_out_of_the_probes() -> None:
+    activate = str(Path(memguard.__file__).parent / "_activate")
+    assert machine.clean({"PYTHONPATH": activate, "MEMGUARD_RUN": "x", "A": "b"}) == {"A": "b", "MEMGUARD_DISABLE": "1"}
+    assert machine.clean({"PYTHONPATH": f"{activate}:/mine:/y/_activate"})["PYTHONPATH"] == "/mine:/y/_activate"
+
+
+def test_a_framework_that_there_is_not(site: Path) -> None:
+    with pytest.raises(FactsError, match="no framework has the name 'pytorch'"):
+        gathered(site, frameworks=["torch", "pytorch"])
+
+
 def test_a_program_s_own_folder_comes_first_as_python_has_it(site: Path, tmp_path: Path) -> None:
     program = tmp_path / "program" / "train.py"
     write(program.parent, "cupy", "raise ImportError('beside the program')")

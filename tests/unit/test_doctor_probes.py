@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from doctor_processes import TORCH, environ, run, write
 
-from memguard.checkup import told
+from memguard.checkup import processes, told
 from memguard.checkup.facts import Framework
 from memguard.checkup.probes import _main
 from memguard.checkup.processes import descendants, lines, watch
@@ -192,6 +192,22 @@ def test_stop_ends_a_probe_that_runs(tmp_path: Path) -> None:
     started = time.monotonic()
     run(environ(site), "torch", stop=stop)
     assert time.monotonic() - started < 10
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits in a driver that does not answer: its memory map may not be read either."""
+    write(tmp_path, "torch", "import time\ntime.sleep(60)")
+    killed: list[int] = []
+    with monkeypatch.context() as stuck:
+        stuck.setattr(processes, "_STUCK", 0.2)
+        stuck.setattr(os, "killpg", lambda group, number: killed.append(group))
+        stuck.setattr(processes, "libraries", lambda pid: time.sleep(5) or [])
+        started = time.monotonic()
+        with pytest.warns(ResourceWarning, match="still running"):  # of subprocess, whose process is left
+            ended = run(environ(tmp_path), "torch", timeout=1)
+        assert time.monotonic() - started < 4
+    assert (ended.hung, ended.exit, ended.signal, ended.libraries) == (True, None, None, ())
+    os.killpg(killed[0], 9)
 
 
 def test_a_file_of_the_current_folder_is_what_a_program_there_would_import(
