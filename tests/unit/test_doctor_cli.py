@@ -154,6 +154,8 @@ def test_findings_are_left_out_by_name_and_by_the_budget(gathered: Gathered) -> 
     assert done.exit_code == 0 and "left out: mig, xla-fractions" in done.stdout
     Path("budget.yaml").write_text(BUDGET + "doctor: {ignore: [xla-fractions]}")
     assert doctor("budget.yaml").exit_code == 0
+    done = doctor("budget.yaml", "--ignore", "mig")
+    assert done.exit_code == 0 and "left out: mig, xla-fractions" in done.stdout
 
 
 def test_json(gathered: Gathered) -> None:

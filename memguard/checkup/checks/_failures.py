@@ -22,7 +22,6 @@ NO_COMPILER = re.compile(
 )
 _JAX_SAYS = "CUDA-enabled jaxlib is not installed"
 _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name 'cuda' from 'numba'")
-_BOTH_FRACTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 
 
 def without_cuda(facts: Facts, name: str) -> bool:
@@ -53,7 +52,6 @@ def _known(facts: Facts, name: str) -> bool:
         or elsewhere(found)
         or without_cuda(facts, name)
         or _lacks_a_tool(found)
-        or (name == "jax" and facts.environment.keys() >= _BOTH_FRACTIONS)
     )
 
 
