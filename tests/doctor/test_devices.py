@@ -62,6 +62,12 @@ def test_nobody_knows_what_is_here_where_nvml_is_silent() -> None:
     assert read("7", 4, None).why == "absent"
 
 
+def test_device_files_say_how_many_gpus_there_are_where_nvml_does_not() -> None:
+    facts = edited("visible-devices-absent.json", {"driver": {"nvml": {"error": "NVMLError_Unknown", "devices": None}}})
+    assert _shared.blocked_by(facts) == "visible-devices-unknown"
+    assert "export CUDA_VISIBLE_DEVICES=0" in one(facts, "visible-devices-unknown").remedy
+
+
 def test_what_hides_the_gpus_is_quoted_with_what_is_there() -> None:
     found = one("visible-devices-absent.json", "visible-devices-unknown")
     assert "names 7, which is not here" in found.cause and "no framework sees a GPU" in found.cause
@@ -108,6 +114,15 @@ def test_an_order_of_gpus_that_nvml_does_not_show_is_not_guessed() -> None:
     assert list(devices.order(facts)) == []
 
 
+def test_an_order_that_nobody_can_explain_is_not_told() -> None:
+    facts = edited("device-order.json", {"environment": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}})
+    assert list(devices.order(facts)) == []
+    unknown = [{**device.model_dump(mode="json"), "uuid": "GPU-3"} for device in facts.driver.cuda.devices]
+    assert list(devices.order(edited("device-order.json", {"driver": {"cuda": {"devices": unknown}}}))) == []
+    first = facts.driver.cuda.devices[0].model_dump(mode="json")
+    assert list(devices.order(edited("device-order.json", {"driver": {"cuda": {"devices": [first]}}}))) == []
+
+
 @pytest.mark.parametrize(
     ("architectures", "capability", "runs"),
     [
@@ -148,6 +163,11 @@ def test_what_was_computed_counts_for_more_than_a_list() -> None:
     assert list(devices.capability(facts)) == []
 
 
+def test_a_build_for_other_gpus_than_nvidias_has_no_code_to_look_for() -> None:
+    torch = {"gpu": False, "architectures": ["gfx90a"], "gpus": None, "probe": None}
+    assert list(devices.capability(edited("healthy-h200.json", {"frameworks": {"torch": torch}}))) == []
+
+
 def test_the_gpu_that_a_build_has_no_code_for_can_be_left_out() -> None:
     found = one("capability-of-the-second-gpu.json", "compute-capability")
     assert f"CUDA_VISIBLE_DEVICES={A}" in found.remedy
@@ -165,6 +185,12 @@ def test_a_divided_gpu_beside_a_whole_one_that_cuda_shows_is_no_finding() -> Non
     cards[1]["mig"] = True
     facts = edited("two-gpus.json", {"driver": {"cuda": {"devices": [shown]}, "nvml": {"devices": cards}}})
     assert list(devices.mig(facts)) == []
+
+
+def test_the_memory_of_a_divided_gpu_says_nothing_of_its_instances() -> None:
+    card = load("card-filled.json").driver.nvml.devices[0].model_dump(mode="json")
+    facts = edited("card-filled.json", {"driver": {"nvml": {"devices": [{**card, "mig": True}]}}})
+    assert list(devices.full(facts)) == []
 
 
 def test_who_has_an_exclusive_gpu_is_named() -> None:

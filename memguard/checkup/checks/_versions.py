@@ -88,8 +88,8 @@ def overridden(facts: Facts) -> bool:
 
 
 def _is_told(facts: Facts) -> bool:
-    """Whether versions that differ are cuda-compat's doing: WSL's do anyway, NVML would say where a part is stale."""
-    return not facts.system.wsl and facts.driver.nvml.error != "NVMLError_LibRmVersionMismatch"
+    """Whether versions that differ are cuda-compat's doing: NVML would say where a part of the driver is stale."""
+    return facts.driver.nvml.error != "NVMLError_LibRmVersionMismatch"
 
 
 def too_old_for(facts: Facts) -> Iterator[Finding]:

@@ -96,7 +96,7 @@ def order(facts: Facts) -> Iterator[Finding]:
             (*evidence, f"{_ORDER}={setting} (environment)" if setting else f"{_ORDER} is not set"),
             f"export {_ORDER}=PCI_BUS_ID",
         )
-    elif indices != sorted(indices):
+    elif value is not None and indices != sorted(indices):
         yield Finding(
             "device-order",
             Severity.INFO,
@@ -208,7 +208,7 @@ def mode(facts: Facts) -> Iterator[Finding]:
 def peers(facts: Facts) -> Iterator[Finding]:
     """GPUs that cannot read each other's memory."""
     shown = facts.driver.cuda.devices
-    if blocked_by(facts) is not None or any(device.uuid.startswith("MIG-") for device in shown):
+    if any(device.uuid.startswith("MIG-") for device in shown):
         return
     apart = [
         (one.ordinal, other.ordinal)
