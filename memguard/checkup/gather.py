@@ -57,7 +57,7 @@ def facts(
         machine.clean(environ),
         timeout,
         stop,
-        tuple(sys.path) if here and python is None else (),
+        tuple(entry for entry in sys.path if isinstance(entry, str)) if here and python is None else (),
         os.path.dirname(os.path.abspath(script)) if script is not None else None,
         say or (lambda line: None),
     )
@@ -128,7 +128,7 @@ class _Asked:
         except OSError as error:
             raise FactsError(
                 f"{command[0]} cannot be started: {error.strerror or error}\n"
-                "    fix: give the Python that runs the program: memguard doctor -- python train.py"
+                "    fix: name a Python that there is: memguard run --doctor -- python train.py"
             ) from None
         self.seconds[name] = ended.seconds
         how = f"stopped after {ended.seconds:.0f} s" if ended.hung else ended.signal or f"{ended.seconds:.1f} s"

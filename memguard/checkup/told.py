@@ -40,7 +40,7 @@ def installed(ended: Ended) -> Installed:
         said = [stage.get("error") for stage in ended.reported if stage.get("error")] or list(ended.said[-1:])
         raise FactsError(
             f"the Python in question {how}{': ' + str(said[-1]) if said else ''}\n"
-            "    fix: give one that works (3.8 or newer): memguard doctor -- python train.py"
+            "    fix: name one that works (3.8 or newer): memguard run --doctor -- python train.py"
         )
     names = [str(line["of"]) for line in ended.reported if line.get("of")]
     return Installed(

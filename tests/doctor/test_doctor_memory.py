@@ -193,6 +193,12 @@ def test_what_the_process_holds_itself_counts_as_free_for_its_budget() -> None:
     assert not found({"budget": budget("torch", limits={UUID: None, "GPU-0": 120 * GIB})}, base)
 
 
+def test_of_a_gpu_that_mig_has_divided_nvml_says_nothing_that_a_limit_can_be_held_against() -> None:
+    devices = plain("budget-not-now.json")["driver"]["nvml"]["devices"]
+    divided = [{**devices[0], "mig": True}]
+    assert not found({"driver": {"nvml": {"devices": divided}}}, "budget-not-now.json")
+
+
 def test_a_full_card_is_told_once() -> None:
     devices = plain("budget-not-now.json")["driver"]["nvml"]["devices"]
     devices = [{**devices[0], "free": 100 * MIB, "used": 139 * GIB}]

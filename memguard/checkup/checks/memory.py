@@ -225,7 +225,7 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
     taken = _shared.filled(facts)  # that finding says who holds it
     for device in facts.driver.nvml.devices:
         limit = next((size for uuid, size in budget.limits.items() if _shared.same(uuid, device.uuid)), None)
-        if limit is not None and device.free is not None and device not in taken:
+        if limit is not None and device.free is not None and not device.mig and device not in taken:
             available = device.free + _own(facts, device)
             if limit > available:
                 yield _not_now(budget, device, limit, available)
