@@ -224,6 +224,48 @@ def test_a_file_of_the_current_folder_is_what_a_program_there_would_import(
     assert inventory.path("torch") == str(tmp_path / "torch.py")
 
 
+def distribution(site: Path, name: str, version: str, *files: str, **others: str) -> None:
+    folder = site / f"{name}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "RECORD").write_text("".join(f"{file},sha256=x,1\n" for file in (*files, "a/torch/__init__.py")))
+    for file, text in others.items():
+        (folder / file.replace("_json", ".json")).write_text(text)
+
+
+def test_what_is_installed_is_told_without_an_import(tmp_path: Path) -> None:
+    site = write(tmp_path / "lib", "torch", "raise SystemExit('imported')")
+    write(site, "tensorflow", "raise SystemExit('imported')")
+    distribution(site, "torch", "2.11.0", "torch/__init__.py")
+    distribution(site, "torchmetrics", "1.0", "torchmetrics/__init__.py")
+    distribution(site, "tensorflow", "2.21.0", "tensorflow/__init__.py")
+    distribution(site, "tensorflow_cpu", "2.20.0", "tensorflow/__init__.py")
+    distribution(site, "Nvidia_Cublas.cu12", "12.9")
+    distribution(site, "secret-project", "1.0")
+    distribution(site, "pycuda", "2026.1", direct_url_json='{"dir_info": {"editable": true}}')
+    found = told.installed(run(environ(site), "_inventory"))
+    torch, tensorflow = found.frameworks["torch"], found.frameworks["tensorflow"]
+    assert (torch["distributions"], torch["folder"]) == ({"torch": "2.11.0"}, str(site))
+    assert tensorflow["distributions"] == {"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}
+    assert found.path("torch") == str(site / "torch" / "__init__.py")
+    assert found.packages["nvidia-cublas-cu12"] == "12.9" and "secret-project" not in found.packages
+    pycuda = found.frameworks["pycuda"]
+    assert pycuda["distributions"] == {"pycuda": "2026.1"} and "folder" not in pycuda, "its modules are elsewhere"
+    assert found.executable == sys.executable
+
+
+def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
+    """As lib64 for lib: what `import` finds is where the distribution has put it."""
+    site = write(tmp_path / "lib", "torch", TORCH)
+    (tmp_path / "lib64").symlink_to(site)
+    distribution(tmp_path / "meta", "torch", "2.11.0", "torch/__init__.py")
+    (tmp_path / "meta" / "torch").symlink_to(site / "torch")
+    both = f"{tmp_path / 'lib64'}{os.pathsep}{tmp_path / 'meta'}"
+    torch = told.installed(run({**environ(site), "PYTHONPATH": both}, "_inventory")).frameworks["torch"]
+    assert torch["path"] == str(tmp_path / "lib64" / "torch" / "__init__.py")
+    assert torch["folder"] == str(tmp_path / "lib64")
+
+
 def test_frameworks_in_one_process_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path, "torch", "import sys\n" + TORCH)
     write(tmp_path, "cupy", "raise ImportError('not here')")

@@ -33,10 +33,13 @@ _MODULES = {
 def probe(report: Report) -> None:
     with report.stage("inventory"):
         report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
-        distributions = list(_distributions())
-        report.put(packages={name: d.version for name, d in distributions if _PACKAGES.match(name)})
+        distributions = list(_distributions())  # in the order of the path, where the first of a name is imported
+        report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
         for module, pattern in _MODULES.items():
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
+            ours = [
+                (name, d) for name, d in ours if _place(d) == _place(ours[0][1])
+            ]  # others are further down the path
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
             report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
@@ -46,16 +49,20 @@ def _distributions() -> Any:
     seen = set()
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-        place = (name, str(distribution.locate_file("")))
+        place = (name, _place(distribution))
         if name and place not in seen:  # the same folder may be on the path twice
             seen.add(place)
             yield name, distribution
 
 
+def _place(distribution: Any) -> str:
+    return os.path.realpath(str(distribution.locate_file("")))
+
+
 def _installs(distribution: Any, module: str, name: str) -> bool:
     record = distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")
     if record:
-        return bool(re.search(rf"(^|/){module}/__init__\.py(,|$)", record, re.MULTILINE)) or name == module
+        return bool(re.search(rf"^(\.\./)*{module}/__init__\.py(,|$)", record, re.MULTILINE)) or name == module
     top = distribution.read_text("top_level.txt")
     return module in top.split() if top else name == module
 
