@@ -37,9 +37,8 @@ def probe(report: Report) -> None:
         report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
         for module, pattern in _MODULES.items():
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
-            ours = [
-                (name, d) for name, d in ours if _place(d) == _place(ours[0][1])
-            ]  # others are further down the path
+            # Those further down the path are not what `import` finds.
+            ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
             report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
