@@ -64,7 +64,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         (
             f"CUDA_VISIBLE_DEVICES={seen.value} (environment)",
             *([has] if has else []),
-            f"cuInit: {facts.driver.cuda.init}, {len(facts.driver.cuda.devices)} GPUs",
+            f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
         ),
         remedy,
     )

@@ -226,7 +226,7 @@ def nvml(facts: Facts) -> Iterator[Finding]:
             (
                 f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
                 *([f"library: {read.path}"] if read.path else []),
-                f"cuInit: {facts.driver.cuda.init}, {len(facts.driver.cuda.devices)} GPU",
+                f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
             ),
             _NVML.get(read.error, "nvidia-smi  # asks NVML too and says more"),
         )
