@@ -243,7 +243,10 @@ def test_what_is_installed_is_told_without_an_import(tmp_path: Path) -> None:
     distribution(site, "Nvidia_Cublas.cu12", "12.9")
     distribution(site, "secret-project", "1.0")
     distribution(site, "pycuda", "2026.1", direct_url_json='{"dir_info": {"editable": true}}')
-    found = told.installed(run(environ(site), "_inventory"))
+    distribution(tmp_path / "later", "torch", "1.0", "torch/__init__.py")
+    both = f"{site}{os.pathsep}{tmp_path / 'later'}"
+    found = told.installed(run({**environ(site), "PYTHONPATH": both}, "_inventory"))
+    assert found.packages["torch"] == "2.11.0", "the first on the path, as `import` has it"
     torch, tensorflow = found.frameworks["torch"], found.frameworks["tensorflow"]
     assert (torch["distributions"], torch["folder"]) == ({"torch": "2.11.0"}, str(site))
     assert tensorflow["distributions"] == {"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}
