@@ -38,15 +38,15 @@ def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
     return {"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}
 
 
-def source_hash() -> str:
+def source_hash(whole: bool = False) -> str:
     """A hash of `memguard/`: results measured with another one are stale.
 
-    Without `cli/` and `checkup/`: a program under a budget loads nothing of them, so they change no figure of it.
-    tests/unit/test_measured_source.py holds that.
+    Without `cli/` and `checkup/`, unless `whole`: a program under a budget loads nothing of them, so they change no
+    figure of it. tests/unit/test_measured_source.py holds that.
     """
     digest = hashlib.sha256()
     for path in sorted((ROOT / "memguard").rglob("*.py")):
-        if path.relative_to(ROOT / "memguard").parts[0] in APART:
+        if not whole and path.relative_to(ROOT / "memguard").parts[0] in APART:
             continue
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -62,11 +62,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def header(command: str) -> dict[str, Any]:
+def header(command: str, *, whole: bool = False) -> dict[str, Any]:
+    """What a result begins with. `whole`: commands and doctor are what is measured."""
     about = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "memguard_hash": source_hash(),
+        "memguard_hash": source_hash(whole),
         "versions": versions(),
     }
     try:

@@ -160,7 +160,7 @@ def main() -> None:
         arguments.facts.write_text(json.dumps(kept) + "\n")
     times = sorted(t for t in [found["all six"].get("seconds"), *again] if t is not None)
     result = {
-        "about": header("python benchmarks/doctor.py"),
+        "about": header("python benchmarks/doctor.py", whole=True),
         "scenarios": found,
         "all_six_s": {"runs": times, "median": statistics.median(times) if times else None},
     }

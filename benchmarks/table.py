@@ -239,11 +239,11 @@ def tables() -> str:
 
 def status() -> list[str]:
     """One line for each result: measured when, on what, and whether memguard has changed since (`source_hash`)."""
-    current = source_hash()
+    current = {source_hash(), source_hash(whole=True)}
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
         about = json.loads(path.read_text())["about"]
-        fresh = about["memguard_hash"] == current
+        fresh = about["memguard_hash"] in current
         state = "current" if fresh else "STALE: memguard/ has changed since"
         lines.append(f"{path.name}: {about['gpu'] or 'no GPU'}, {about['date'][:10]}: {state}")
     return lines

@@ -113,7 +113,7 @@ def test_the_build_for_the_drivers_cuda(version: int, extra: str) -> None:
     [
         ([], "in the step import"),
         (["import", "devices"], "in the step compute"),
-        (["import", "devices", "numpy.row_stack", "compute"], "at its end"),
+        (["import", "devices", "compute", "compute with numpy.row_stack"], "at its end"),
     ],
 )
 def test_a_crash_names_the_step_it_was_in(ended: list[str], step: str) -> None:

@@ -100,6 +100,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_results_are_stale_where_what_they_measured_has_changed(
     measured: ModuleType, tmp_path: Path, changed: str, stale: bool
 ) -> None:
-    before = measured.source_hash()
+    before, whole = measured.source_hash(), measured.source_hash(whole=True)
     (tmp_path / "memguard" / changed).write_text("after\n")
     assert (measured.source_hash() != before) is stale
+    assert measured.source_hash(whole=True) != whole  # the doctor's own results

@@ -16,8 +16,8 @@ _COMPILED = re.compile(
 )
 _NUMBA = re.compile(r"Numba needs NumPy (?P<major>\d+)\.(?P<minor>\d+) or (?P<which>less|greater)")
 _TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
-# The step in which Numba's probe puts back what NumPy 2.5 took away and numba-cuda 0.30 compiles with.
-_PUT_BACK = "numpy.row_stack"
+# A second try of Numba's probe, with what NumPy 2.5 took away and numba-cuda 0.30 compiles with.
+_PUT_BACK = "compute with numpy.row_stack"
 
 
 def _said(facts: Facts, framework: str) -> list[str]:
@@ -35,7 +35,15 @@ def fails_of_numpy(facts: Facts, framework: str) -> bool:
     return bool(_said(facts, framework))
 
 
-def _remedy(lines: list[str], who: str) -> str:
+def _put_back(facts: Facts) -> bool:
+    """Numba's probe came through with what NumPy no longer has."""
+    probe = facts.frameworks["numba"].probe if "numba" in facts.frameworks else None
+    return probe is not None and any(stage.name == _PUT_BACK and stage.error is None for stage in probe.stages)
+
+
+def _remedy(lines: list[str], who: str, put_back: bool) -> str:
+    if put_back:
+        return "pip install 'numpy<2.5', or `numpy.row_stack = numpy.vstack` before the first kernel, which works here"
     for line in lines:
         if found := _NUMBA.search(line):
             major, minor = int(found["major"]), int(found["minor"])
@@ -60,18 +68,6 @@ def numpy_abi(facts: Facts) -> Iterator[Finding]:
             Severity.ERROR if failed else Severity.WARNING,
             f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) is not for {numpy}",
             few([f"{name}: {last_line(line)}" for name, lines in said.items() for line in lines]),
-            _remedy([line for lines in said.values() for line in lines], " ".join(said)),
+            _remedy([line for lines in said.values() for line in lines], " ".join(said), _put_back(facts)),
             ", ".join(said),
-        )
-    numba = facts.frameworks.get("numba")
-    steps = numba.probe.stages if numba is not None and numba.probe is not None and "numba" not in said else ()
-    if numba is not None and any(stage.name == _PUT_BACK for stage in steps):
-        release = numba.distributions.get("numba-cuda")
-        yield Finding(
-            "numpy-abi",
-            Severity.INFO,
-            f"numba-cuda{' ' + release if release else ''} may compile with numpy.row_stack, which {numpy} lacks",
-            (f"numpy.row_stack is not there ({numpy}); the probe of numba put it back before its kernel",),
-            "pip install 'numpy<2.5', or numpy.row_stack = numpy.vstack before the first kernel, if one fails for it",
-            "numba",
         )

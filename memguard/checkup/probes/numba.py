@@ -24,15 +24,23 @@ def probe(report: Report) -> None:
         devices = list(cuda.list_devices())
         report.put(gpus=len(devices), multiprocessors=[int(device.MULTIPROCESSOR_COUNT) for device in devices])
         report.put(cuda=".".join(str(part) for part in cuda.runtime.get_version()))
-    if not hasattr(np, "row_stack"):
-        # NumPy 2.5 took it away, and numba-cuda 0.30 compiles with it: a step of its own, for whoever reads the facts.
-        with report.stage("numpy.row_stack"):
-            np.row_stack = np.vstack
-    with report.stage("compute"):
-        array = cuda.to_device(np.zeros(64, dtype=np.float32))
-        _kernel(cuda)[2, 32](array)
-        if array.copy_to_host().sum() != 64:
-            raise RuntimeError("what the kernel wrote came back changed")
+    try:
+        with report.stage("compute"):
+            _compute(cuda, np)
+    except Exception:
+        if hasattr(np, "row_stack"):
+            raise
+        # NumPy 2.5 took it away, and numba-cuda 0.30 compiles with it. That is told, and whether it helps.
+        np.row_stack = np.vstack
+        with report.stage("compute with numpy.row_stack"):
+            _compute(cuda, np)
+
+
+def _compute(cuda: Any, np: Any) -> None:
+    array = cuda.to_device(np.zeros(64, dtype=np.float32))
+    _kernel(cuda)[2, 32](array)
+    if array.copy_to_host().sum() != 64:
+        raise RuntimeError("what the kernel wrote came back changed")
 
 
 def _kernel(cuda: Any) -> Any:
