@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ORDER = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
 """In which they get on with each other in one process: PyTorch before TensorFlow."""
 _LONGEST = ("tensorflow", "jax", "torch", "numba", "cupy", "pycuda")
+_TENSORFLOW_FIRST = ("tensorflow", "torch")
 _EACH = 1536 << 20
 """Bytes of a GPU that a probe may take: context, modules and libraries of all six at once."""
 
@@ -108,7 +109,9 @@ class _Asked:
 
     def run(self, probes: Sequence[str], *, name: str, timeout: float | None = None) -> Ended:
         """Probes in one process of the interpreter in question."""
-        spec = {"probes": list(probes), "path": list(self.path), "first": self.first}
+        # As many programs begin: it dies where TensorFlow was only imported, not where it has computed (measured).
+        until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
+        spec = {"probes": list(probes), "until": until, "path": list(self.path), "first": self.first}
         command = (*self.python, "-c", _main.BOOT, _main.__file__)
         return self._watched(name, command, spec, timeout or self.timeout)
 
@@ -158,7 +161,7 @@ def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[st
     if driver.cuda.devices and len(names) > 1:
         several.append(tuple(names))
         if "torch" in names and "tensorflow" in names:
-            several.append(("tensorflow", "torch"))
+            several.append(_TENSORFLOW_FIRST)
     orders = [*several, *((name,) for name in sorted(names, key=_LONGEST.index))]
     with ThreadPoolExecutor(at_once(driver, len(orders), _cpus())) as pool:
         try:

@@ -18,7 +18,8 @@ _PREFIXES = (
 )  # fmt: skip
 _NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX"}
 _LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a page of versions, which the container's start has checked
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|^TF_(VAR|CLI|TOKEN|WORKSPACE)", re.IGNORECASE)
+"""What may be one; and Terraform's, which share a prefix with TensorFlow's."""
 _TOOLS = ("nvidia-smi", "nvcc", "ptxas", "gcc", "g++", "cc", "ldconfig")
 _ACTIVATE = re.compile(r"(^|/)memguard/_activate/?$")
 

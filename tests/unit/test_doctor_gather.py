@@ -141,6 +141,7 @@ def test_this_process_and_its_path(site: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_home_folder_and_secrets_stay_out(site: Path, tmp_path: Path) -> None:
     given = environ(site, HOME=str(tmp_path), HF_TOKEN="x", NCCL_API_KEY="geheim", TF_PASSWORD="geheim", CUDA_HOME="/c")
+    given |= {"TF_VAR_db": "geheim", "TF_CLI_CONFIG_FILE": "geheim", "JAX_auth": "geheim", "cupy_secret": "geheim"}
     given |= {"NVIDIA_REQUIRE_CUDA": "cuda>=13", "LD_LIBRARY_PATH": f"{tmp_path}/lib:/x{tmp_path}"}
     found = gathered(site, frameworks=["torch", "cupy"], environ=given)
     text = found.to_json()
@@ -169,6 +170,20 @@ def test_with_a_gpu_they_are_tried_together(site: Path) -> None:
     assert sorted(alone) == [("cupy",), ("tensorflow",), ("torch",)]
     counts = {order: told.together(order, how).multiprocessors for order, how in ended.items() if len(order) > 1}
     assert counts == {("torch", "tensorflow", "cupy"): {"torch": 132}, ("tensorflow", "torch"): {"torch": 1}}
+
+
+def test_tensorflow_is_only_imported_before_pytorch(site: Path) -> None:
+    """PyTorch dies of the import; where TensorFlow has computed it may live (measured)."""
+    ended = gather._probe(asked(site), h200(), ["torch", "tensorflow"])
+    steps = [
+        (line["of"], line["stage"]) for line in ended[("tensorflow", "torch")].reported if line.get("stage") is not None
+    ]
+    assert [stage for of, stage in steps if of == "tensorflow"] == ["import"]
+    assert "devices" in [stage for of, stage in steps if of == "torch"]
+    assert [line["done"] for line in ended[("tensorflow", "torch")].reported if "done" in line] == [
+        "tensorflow",
+        "torch",
+    ]
 
 
 def test_without_a_gpu_each_is_tried_alone(site: Path) -> None:

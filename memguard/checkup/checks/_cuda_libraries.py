@@ -80,22 +80,11 @@ TABLE: Mapping[str, Library] = MappingProxyType(
 )
 
 # JAX names a library as people do: "Unable to load cuPTI. Is it installed?"
-_SPOKEN = {
-    "cuda": "libcudart",
-    "cublas": "libcublas",
-    "cudnn": "libcudnn",
-    "cufft": "libcufft",
-    "cupti": "libcupti",
-    "cusolver": "libcusolver",
-    "cusparse": "libcusparse",
-}
-
 # libcudart.so.13, libcublasLt.so.13.1.0.3; libcudart.faf08d9a.so.13 and libcudart-faf08d9a.so.13.0.96 are copies that a
 # wheel was given under a name of its own (auditwheel)
 _FILE = re.compile(
     r"(?P<stem>lib[A-Za-z_]+(?:-builtins)?)(?P<hash>[.-][0-9a-f]{8})?\.so(?:\.(?P<version>\d[\d.]*))?", re.ASCII
 )
-_IS_IT_INSTALLED = re.compile(r"Unable to load (\w+)\. Is it installed\?")
 
 
 @dataclass(frozen=True)
@@ -162,8 +151,4 @@ def major(version: str | None) -> int | None:
 
 def missing(texts: Iterable[str]) -> tuple[str, ...]:
     """The libraries of CUDA that these messages say could not be opened, by SONAME; the driver's are not among them."""
-    found = tuple(texts)
-    names = dict.fromkeys(named(found))
-    spoken = (_SPOKEN.get(word.lower()) for text in found for word in _IS_IT_INSTALLED.findall(text))
-    names.update(dict.fromkeys(stem + ".so" for stem in spoken if stem))
-    return tuple(name for name in names if parse(name) is not None)
+    return tuple(name for name in named(texts) if parse(name) is not None)

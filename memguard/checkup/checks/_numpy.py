@@ -62,11 +62,13 @@ def numpy_abi(facts: Facts) -> Iterator[Finding]:
     said = {name: lines for name in facts.frameworks if (lines := _said(facts, name))}
     numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
     if said:
+        gone = [name for lines in said.values() for line in lines for name in _TAKEN_AWAY.findall(line)]
         failed = [name for name in said if (probe := facts.frameworks[name].probe) and (probe.failed or probe.signal)]
         yield Finding(
             "numpy-abi",
             Severity.ERROR if failed else Severity.WARNING,
-            f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) is not for {numpy}",
+            f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) is not for {numpy}"
+            + (f", which has no {listing(gone)} any more" if gone else ""),
             few([f"{name}: {last_line(line)}" for name, lines in said.items() for line in lines]),
             _remedy([line for lines in said.values() for line in lines], " ".join(said), _put_back(facts)),
             ", ".join(said),

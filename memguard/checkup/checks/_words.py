@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from memguard.checkup.facts import Facts, Probe
 
-_ENOUGH = 8
+_ENOUGH = 4
 
 
 def listing(names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from memguard.checkup.checks._failures import (
     without_cuda,
 )
 from memguard.checkup.checks._numpy import numpy_abi
-from memguard.checkup.checks._shared import no_gpu
+from memguard.checkup.checks._shared import explained, no_gpu
 from memguard.checkup.checks._words import broken, full_name, last_line, listing, texts
 from memguard.checkup.facts import Facts
 from memguard.checkup.finding import Finding, Severity
@@ -154,7 +154,7 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
         return
     cuda = major(str(facts.driver.cuda.version or facts.driver.nvml.cuda or ""))
     for name, found in facts.frameworks.items():
-        if not without_cuda(facts, name):
+        if not without_cuda(facts, name) or explained(facts, name):
             continue
         failed = found.probe.failed if found.probe is not None else None
         said = [text for text in texts(found.probe) if "is not installed" in text] or (

@@ -56,7 +56,7 @@ def harmless_message(facts: Facts) -> Iterator[Finding]:
             said = meaning(line)
             if said is not None:
                 seen.setdefault(said, (name, line))
-                who[name] = None
+                who.update(dict.fromkeys(name.split(" then ")) if name not in facts.frameworks else {name: None})
     if seen:
         what = f"{len(seen)} kinds of message look like errors" if len(seen) > 1 else "a message looks like an error"
         yield Finding(

@@ -39,14 +39,14 @@ _MOST = 3000
 
 
 class Stopped(Exception):
-    """A step failed, which the parent knows already."""
+    """A step failed, which the parent knows already, or was the last that was asked for."""
 
 
 class Report:
-    """What one probe says. `of` is the framework where several share a process."""
+    """What one probe says. `of` is the framework where several share a process; `until` the step it ends with."""
 
-    def __init__(self, fd: int, of: str = "") -> None:
-        self._fd, self._of = fd, of
+    def __init__(self, fd: int, of: str = "", until: str | None = None) -> None:
+        self._fd, self._of, self._until = fd, of, until
         self._libraries: list[str] = []
 
     @staticmethod
@@ -84,7 +84,7 @@ class Report:
         if error is not None or not quiet:
             self._send(stage=name, seconds=round(time.monotonic() - started, 3), **said)
         self.mapped()
-        if error is not None:
+        if error is not None or name == self._until:
             raise Stopped
 
     def loaded(self) -> None:
@@ -155,8 +155,8 @@ def load(name: str) -> Any:
 
 
 def main(spec: Mapping[str, Any]) -> None:
-    """`spec`: the pipe's number `fd`, `probes` by name, `timeout`, and where they are wanted
-    `path` for `sys.path`, or `first` for the first of it."""
+    """`spec`: the pipe's number `fd`, `probes` by name, `timeout`, and where they are wanted `until`, the step that a
+    probe ends with, and `path` for `sys.path`, or `first` for the first of it."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -171,7 +171,7 @@ def main(spec: Mapping[str, Any]) -> None:
         sys.path[0] = spec["first"]
     probes = spec["probes"]
     for name in probes:
-        report = Report(spec["fd"], name if len(probes) > 1 else "")
+        report = Report(spec["fd"], name if len(probes) > 1 else "", spec.get("until", {}).get(name))
         module = load(name)
         with contextlib.suppress(Stopped), report.stage("probe", quiet=True):
             module.probe(report)
