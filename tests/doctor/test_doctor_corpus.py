@@ -44,7 +44,7 @@ def test_a_file_has_its_fields(name: str) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*\.json", name)
     if "facts" in found:
         assert found.keys() == {"facts", "expected"}
-        assert re.match("(real|provisional): ", found["facts"]["label"])
+        assert re.match("(real|edited): ", found["facts"]["label"])
     else:
         assert found.keys() == {"edited_from", "label", "changes", "expected"}
         assert found["label"].startswith("edited: ")

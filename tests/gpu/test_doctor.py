@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ def test_each_framework_is_seen_at_work(framework: str) -> None:
     _, facts = doctor("--dump-facts", "--framework", framework)
     found = facts["frameworks"][framework]
     assert found["probe"]["exit"] == 0
-    assert [stage["name"] for stage in found["probe"]["stages"]][-1] == "compute"
-    assert not [stage for stage in found["probe"]["stages"] if stage.get("error")], found["probe"]["stages"]
+    last = found["probe"]["stages"][-1]  # Numba's is its second try where NumPy is too new for it
+    assert last["name"].startswith("compute") and not last.get("error"), found["probe"]["stages"]
     assert found["gpus"] >= 1 and found["version"] and found["path"]
     assert any("libcuda.so" in path for path in found["probe"]["libraries"])
 
@@ -45,21 +44,19 @@ def test_the_driver_is_read_from_all_its_sides() -> None:
     assert facts["driver"]["files"]["/dev/nvidiactl"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "probe-crashed"),
-        ("import time; time.sleep(600)", "probe-hung"),
-    ],
-)
-def test_a_framework_that_dies_or_hangs_is_a_finding_and_the_others_are_told_of(
-    tmp_path: Path, code: str, name: str
-) -> None:
+def test_a_framework_that_hangs_is_a_finding_and_the_others_are_told_of(tmp_path: Path) -> None:
     (tmp_path / "cupy").mkdir()
-    (tmp_path / "cupy" / "__init__.py").write_text(textwrap.dedent(code))
+    (tmp_path / "cupy" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
     path = f"{ROOT}{os.pathsep}{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     rc, found = doctor("--json", "--framework", "cupy", "--framework", "torch", "--timeout", "20", PYTHONPATH=path)
-    assert rc == 1
     named = {(finding["name"], finding["subject"]) for finding in found["findings"]}
-    assert (name, "cupy") in named
-    assert not [finding for finding in named if finding[1] == "torch" and finding[0].startswith(("probe", "framework"))]
+    assert rc == 1 and ("probe-hung", "cupy") in named
+    assert not [name for name, subject in named if subject == "torch" and name.startswith(("probe", "framework"))]
+
+
+def test_a_framework_that_dies_is_a_finding_and_the_others_are_told_of() -> None:
+    """XLA ends the process over a flag that it does not know."""
+    rc, found = doctor("--json", "--framework", "jax", "--framework", "torch", XLA_FLAGS="--no_such_flag=1")
+    named = {(finding["name"], finding["subject"]) for finding in found["findings"]}
+    assert rc == 1 and ("probe-crashed", "jax") in named
+    assert not [name for name, subject in named if subject == "torch" and name.startswith(("probe", "framework"))]
