@@ -104,18 +104,32 @@ def _stages(ended: Ended) -> Iterator[tuple[str, Stage]]:
 
 
 def driver(ended: Ended) -> Driver:
-    """The driver. A survey that hung or crashed has told of everything before; what CUDA did is its `init` then."""
+    """The driver. A survey that hung, crashed or failed has told of everything before; how it ended stands for the
+    part that was next: NVML's error, or CUDA's `init`.
+    """
     found: dict[str, Any] = {}
     for line in ended.reported:
         found.update(line)
     facts = _checked(Driver, found)
-    if ended.hung or ended.signal:
-        how = f"no answer in {ended.seconds:.0f} s" if ended.hung else f"ended by {ended.signal}"
-        if "nvml" not in found:
-            return facts.model_copy(update={"nvml": facts.nvml.model_copy(update={"error": how})})
-        if facts.cuda.init is None:
-            return facts.model_copy(update={"cuda": facts.cuda.model_copy(update={"init": how})})
+    how = _broken_off(ended)
+    if how is not None and "nvml" not in found:
+        return facts.model_copy(update={"nvml": facts.nvml.model_copy(update={"error": how})})
+    shown = facts.cuda.init not in (None, "CUDA_SUCCESS") or facts.cuda.devices
+    if how is not None and facts.cuda.error is None and not shown:
+        return facts.model_copy(update={"cuda": facts.cuda.model_copy(update={"init": how})})
     return facts
+
+
+def _broken_off(ended: Ended) -> str | None:
+    """Why a process did not come to its end."""
+    if ended.hung:
+        return f"no answer in {ended.seconds:.0f} s"
+    if ended.signal:
+        return f"ended by {ended.signal}"
+    if ended.exit in (0, None):
+        return None
+    last = next((line.strip() for line in reversed(ended.said) if line.strip()), "")
+    return f"ended with exit code {ended.exit}{': ' + last if last else ''}"
 
 
 _ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}

@@ -183,6 +183,22 @@ def test_each_code_of_cuinit_has_its_remedy(name: str, words: str) -> None:
     assert words in one(name, "cuda-init-failed").remedy
 
 
+def test_a_driver_that_could_not_be_asked_is_said_with_how_that_ended() -> None:
+    found = one("survey-fails.json", "cuda-init-failed")
+    assert "the process that does it ended with exit code 1" in found.cause and "Python" in found.remedy
+    assert "No module named 'memguard'" in found.evidence[-1], "what it said last"
+    assert not any("not there" in line for line in found.evidence), "nobody looked"
+    assert "gave no answer in 60 s" in one("survey-hangs-in-nvml.json", "cuda-init-failed").cause
+    found = one("survey-dies-in-cuda.json", "cuda-init-failed")
+    assert "ended by SIGSEGV" in found.cause and "dmesg" in found.remedy
+
+
+def test_a_driver_that_could_not_be_asked_is_no_error_where_a_framework_computes() -> None:
+    torch = load("healthy-h200.json").frameworks["torch"].model_dump(mode="json")
+    facts = edited("survey-fails.json", {"frameworks": {"torch": torch}})
+    assert [finding.severity for finding in driver.initialisation(facts)] == [Severity.WARNING]
+
+
 def test_a_code_that_nobody_foresaw_is_named() -> None:
     facts = edited("init-unknown-error.json", {"driver": {"cuda": {"init": "CUDA_ERROR_NVLINK_UNCORRECTABLE"}}})
     (found,) = driver.initialisation(facts)

@@ -15,7 +15,9 @@ from doctor_processes import TORCH, environ, write
 import memguard
 from memguard import config
 from memguard.checkup import gather, here, machine, missing, script, told
+from memguard.checkup.examine import examine
 from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Nvml, NvmlDevice
+from memguard.checkup.finding import Severity
 from memguard.checkup.processes import Ended
 from memguard.errors import FactsError
 
@@ -245,6 +247,37 @@ def test_a_survey_that_did_not_come_back() -> None:
     assert (crashed.nvml.error, crashed.cuda.init) == ("ended by SIGSEGV", None)
     good = told.driver(Ended(1.0, exit=0, reported=[nvml, cuda, {"cuda": {**cuda["cuda"], "init": "CUDA_SUCCESS"}}]))
     assert good.cuda.init == "CUDA_SUCCESS" and good.nvml.error is None
+
+
+@pytest.mark.parametrize(
+    ("reported", "error", "init"),
+    [
+        ([], True, None),
+        ([{"module": "580.1"}], True, None),
+        ([{"nvml": {}}], False, True),
+        ([{"nvml": {}}, {"cuda": {"path": "/lib/libcuda.so.580.1"}}], False, True),
+        ([{"nvml": {}}, {"cuda": {"path": "/lib/libcuda.so.580.1", "init": "CUDA_SUCCESS"}}], False, True),
+        ([{"nvml": {}}, {"cuda": {"init": "CUDA_ERROR_NO_DEVICE"}}], False, "CUDA_ERROR_NO_DEVICE"),
+        ([{"nvml": {}}, {"cuda": {"error": "file too short"}}], False, None),
+    ],
+)
+def test_a_survey_that_ended_with_an_exception(reported: Any, error: bool, init: bool | str | None) -> None:
+    said = ("Traceback (most recent call last):", "ModuleNotFoundError: No module named 'memguard'", "")
+    how = f"ended with exit code 1: {said[1]}"
+    found = told.driver(Ended(0.4, exit=1, said=said, reported=reported))
+    assert found.nvml.error == (how if error else None)
+    assert found.cuda.init == (how if init is True else init)
+    (finding,) = examine(Facts(driver=found))
+    assert finding.severity is Severity.ERROR and (finding.name == "cuda-init-failed" or isinstance(init, str))
+
+
+def test_a_survey_that_ended_well_or_was_read_to_its_end_says_nothing_of_it() -> None:
+    shown = [line.model_dump(mode="json") for line in h200().cuda.devices]
+    read = [{"nvml": {}}, {"cuda": {"init": "CUDA_SUCCESS", "devices": shown}}]
+    for code in (0, 1):
+        found = told.driver(Ended(0.4, exit=code, reported=read))
+        assert found.cuda.init == "CUDA_SUCCESS" and found.nvml.error is None
+    assert told.driver(Ended(0.4, exit=0, reported=[])) == Driver()
 
 
 @pytest.mark.parametrize(

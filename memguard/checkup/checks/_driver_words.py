@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from memguard.checkup.checks._shared import Version, device_files
 from memguard.checkup.facts import Facts
 
@@ -31,6 +33,14 @@ def said(facts: Facts) -> tuple[str, ...]:
         *([f"cuInit: {cuda.init} ({cuda.path})"] if cuda.init is not None else []),
         *([f"NVML: {read.error}"] if read.error is not None else []),
     )
+
+
+def broken_off(facts: Facts) -> str | None:
+    """How the process that asks the driver ended before it had its answers; None where it had them."""
+    cuda = facts.driver.cuda
+    answer = cuda.init if cuda.init is not None or cuda.path else facts.driver.nvml.error
+    found = re.match(r"no answer in \d+ s|ended by \w+|ended with exit code -?\d+", answer or "")
+    return found[0].replace("no answer", "gave no answer") if found else None
 
 
 def start(kind: str | None) -> str:

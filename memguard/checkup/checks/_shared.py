@@ -212,7 +212,8 @@ def blocked_by(facts: Facts) -> Name | None:
     """
     cuda, files = facts.driver.cuda, device_files(facts)
     if cuda.error is None and cuda.init is None:
-        return "cuda-init-failed" if cuda.path else None  # it was loaded, and cuInit has not come back
+        # It was loaded and cuInit has not come back; or what asks the driver did not get past NVML.
+        return "cuda-init-failed" if cuda.path or facts.driver.nvml.error is not None else None
     if cuda.error is None and cuda.init == "CUDA_SUCCESS" and cuda.devices:
         return None
     if facts.system.wsl and cuda.error is None and "/wsl/" not in (cuda.path or "/wsl/"):

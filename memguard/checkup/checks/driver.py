@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from memguard.checkup.checks._driver_words import START, said, start, state
-from memguard.checkup.checks._shared import blocked_by, capable, device_files
+from memguard.checkup.checks._driver_words import START, broken_off, said, start, state
+from memguard.checkup.checks._shared import blocked_by, capable, computes, device_files
 from memguard.checkup.checks._versions import forward, minor, mismatch, too_old_for
 from memguard.checkup.checks._words import listing
 from memguard.checkup.facts import Facts
@@ -191,10 +191,15 @@ def initialisation(facts: Facts) -> Iterator[Finding]:
     """cuInit fails for a reason of its own, or libcuda cannot be loaded though it is there."""
     if blocked_by(facts) != "cuda-init-failed":
         return
-    cuda = facts.driver.cuda
+    cuda, broken = facts.driver.cuda, broken_off(facts)
     if cuda.error is not None:
         cause = "the driver's library libcuda.so.1 is there and cannot be loaded"
         remedy = "install the NVIDIA driver again (its libraries are damaged, or of another architecture)"
+    elif broken is not None:
+        cause = f"the driver could not be asked: the process that does it {broken}"
+        remedy = "sudo dmesg | grep -i -E 'nvrm|xid'  # what befell the GPU or the driver; then reboot"
+        if "exit code" in broken:
+            remedy = "the last line that it said is above: repair the Python that memguard runs in"
     elif cuda.init is None:
         cause = "CUDA cannot be initialised: cuInit does not come back"
         remedy = "sudo dmesg | grep -i -E 'nvrm|xid'  # what befell the GPU or the driver; then reboot"
@@ -207,8 +212,14 @@ def initialisation(facts: Facts) -> Iterator[Finding]:
         )
         cause = f"CUDA cannot be initialised: {why}"
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    evidence = (*state(facts), *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []))
-    yield Finding("cuda-init-failed", Severity.ERROR, cause, evidence, remedy)
+    read = cuda.path or facts.driver.module is not None or facts.driver.files
+    evidence = (
+        *(state(facts) if read or broken is None else said(facts)),
+        *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
+    )
+    # A process of ours that failed says nothing about frameworks that work all the same.
+    works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
+    yield Finding("cuda-init-failed", Severity.WARNING if works else Severity.ERROR, cause, evidence, remedy)
 
 
 def nvml(facts: Facts) -> Iterator[Finding]:
