@@ -335,20 +335,21 @@ def _report_checks(name: str, one: dict[str, Any], check: Any) -> None:
     check(f"{name}: says why", report["reason"] in reasons, report["reason"])
 
 
-ADDED = {
-    ("library-wrong-major", "tensorflow"),
-}
-"""What is true of a TensorFlow for CUDA 12 that was linked to CUDA 13's libraries, beside a PyTorch for CUDA 13."""
+OWN = {("numpy-abi", "numba")}
+"""What is true of the machine's own frameworks: numba-cuda 0.30.4 compiles nothing with NumPy 2.5.2."""
+ADDED = {("library-wrong-major", "tensorflow"), ("cuda-majors-mixed", "torch, jax"), ("import-order", "torch")}
+"""What is true of a TensorFlow for CUDA 12 that was linked to CUDA 13's libraries, with a CUDA 12 runtime added, beside
+a PyTorch for CUDA 13."""
 PROVOKED = {
-    "no such GPU": ({("visible-devices-unknown", "")}, False),
-    "both XLA fractions": ({("xla-fractions", "jax")}, False),
-    "async allocator with a limit": ({("async-allocator", "tensorflow")}, True),
-    "second context": ({("second-context", "pycuda")}, True),
-    "two copies of a library": ({("library-twice", "this process")}, False),
-    "TensorFlow before PyTorch": ({("import-order", "torch")}, True),
-    "a full card": ({("card-filled", "")}, False),
+    "no such GPU": ("visible-devices-unknown", False),
+    "both XLA fractions": ("xla-fractions", False),
+    "async allocator with a limit": ("async-allocator", True),
+    "second context": ("second-context", True),
+    "two copies of a library": ("library-twice", False),
+    "TensorFlow before PyTorch": ("import-order", True),
+    "a full card": ("card-filled", False),
 }
-"""What each scenario provokes, and whether it runs beside the TensorFlow of `ADDED`."""
+"""The finding that each scenario provokes, and whether it runs beside what is in `ADDED`."""
 
 
 def doctor_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
@@ -364,18 +365,28 @@ def doctor_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
 
     plain = above_info("as shipped")
     found["as the machine ships: nothing above info"] = (plain == set(), said(plain))
+    found["as the machine ships: what is true of it, and nothing else"] = (
+        plain is not None and plain <= OWN,
+        said(plain),
+    )
     six = above_info("all six")
-    found["with the TensorFlow for CUDA 12: what is true of it, and nothing else"] = (six == ADDED, said(six))
+    found["with the TensorFlow for CUDA 12: what is true of it, and nothing else"] = (six == ADDED | OWN, said(six))
     for name, (expected, beside) in PROVOKED.items():
-        names = above_info(name)
-        extra = set() if names is None else names - expected - (ADDED if beside else set())
-        found[f"{name}: found and named"] = (names is not None and expected <= names and not extra, said(names))
+        shown = above_info(name)
+        names = {n for n, _ in shown or ()}
+        allowed = {expected, *(n for n, _ in ADDED if beside)}
+        found[f"{name}: found and named, and nothing else"] = (expected in names and names <= allowed, said(shown))
+    order = scenarios.get("TensorFlow before PyTorch", {})
+    listed = [cause for name, _, _, cause in order.get("findings", []) if name == "import-order"]
+    found["TensorFlow before PyTorch: PyTorch dies, and is said to"] = (
+        bool(listed) and "dies" in listed[0], listed[0] if listed else "not found"
+    )  # fmt: skip
     times = result["all_six_s"]
     figure = "not run"
     if times["median"] is not None:
         figure = f"{times['median']:.1f} s median of {len(times['runs'])}, at most {max(times['runs']):.1f} s"
     found["six frameworks <= 20 s"] = (times["median"] is not None and max(times["runs"]) <= 20, figure)
     probes = scenarios.get("all six", {}).get("probes_s", {})
-    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in probes.items())
-    found["each probe's time shown"] = (len(probes) >= 6, listed or "not run")
+    shown_times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in probes.items() if " then " not in name)
+    found["each probe's time shown"] = (len(probes) >= 6, shown_times or "not run")
     return found

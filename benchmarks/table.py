@@ -214,6 +214,44 @@ def watch() -> list[str]:
     ]
 
 
+def doctor() -> list[str]:
+    result = load("h200-doctor.json")
+    about, scenarios = result["about"], result["scenarios"]
+    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+
+    def found(name: str) -> str:
+        names = [f"`{n}` ({s})" if s and not s.startswith("GPU-") else f"`{n}`" for n, kind, s, _ in
+                 scenarios[name]["findings"] if kind != "info"]  # fmt: skip
+        return ", ".join(dict.fromkeys(names)) or "nothing"
+
+    times = result["all_six_s"]
+    rows = (
+        ("the machine as it ships: PyTorch, JAX, CuPy, Numba", "as shipped"),
+        ("with TensorFlow ¹ and PyCUDA added: six frameworks", "all six"),
+        ("`CUDA_VISIBLE_DEVICES=7`", "no such GPU"),
+        ("both of XLA's fractions set", "both XLA fractions"),
+        ("`TF_GPU_ALLOCATOR=cuda_malloc_async` under a budget ¹", "async allocator with a limit"),
+        ("`import torch, pycuda.autoinit`", "second context"),
+        ("PyTorch, then the toolkit's own libcudart by its path", "two copies of a library"),
+        ("a program that imports TensorFlow ¹ before PyTorch", "TensorFlow before PyTorch"),
+        ("another process holds all but 320 MiB", "a full card"),
+    )
+    return [
+        "`memguard doctor` on the same GPU:",
+        "",
+        "| what was done | found, above info |",
+        "| --- | --- |",
+        *(f"| {what} | {found(name)} |" for what, name in rows),
+        f"| six frameworks, each in a process of its own, and two processes of several | {times['median']:.1f} s "
+        f"(median of {len(times['runs'])}; at most {max(times['runs']):.1f} s) |",
+        "",
+        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
+        f"[h200-doctor.json](benchmarks/results/h200-doctor.json), of memguard {about['memguard_hash']}.",
+        *missed(result),
+        "",
+    ]
+
+
 def missed(*results: dict[str, Any]) -> list[str]:
     """The checks that did not pass, each with its figure."""
     failed = [f"{name}: {what}" for result in results for name, (ok, what) in result["checks"].items() if not ok]
@@ -234,7 +272,9 @@ def ledger() -> list[str]:
 
 
 def tables() -> str:
-    return "\n".join([*main_job(), "", *all_frameworks(), "", *watch(), *gpu_tests(), "", *ledger(), "", *light()])
+    return "\n".join(
+        [*main_job(), "", *all_frameworks(), "", *watch(), *doctor(), *gpu_tests(), "", *ledger(), "", *light()]
+    )
 
 
 def status() -> list[str]:
