@@ -176,7 +176,8 @@ class Process(_Fact):
     """The process that called `memguard.doctor()`; the command line has none.
 
     `modules`: frameworks and modules of theirs that matter here (`pycuda.autoinit`), in the order of their import.
-    `contexts`: its bytes by the GPU's UUID, as NVML says. `foreign_context`: PyCUDA's current one is not the primary.
+    `contexts`: its bytes by the UUID of each GPU that it has a context on, as NVML says; None where NVML does not, as
+    in a container, whose PIDs are not those that it lists. `foreign_context`: PyCUDA's current one is not the primary.
     `allocators`: what stands in for a framework's own allocator, by framework. `budget`: one is active.
     """
 

@@ -37,7 +37,11 @@ def process(uuids: Iterable[str]) -> Process:
 
 
 def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
-    found = {}
+    """By the UUID of each GPU that this process has a context on; None where NVML does not list it, or gives no bytes.
+
+    NVML lists the PIDs of the host, among which a process in a container does not find its own.
+    """
+    found: dict[str, int | None] = {}
     nvml = Nvml()
     try:
         for uuid in uuids:
@@ -47,6 +51,10 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
                     found[uuid] = processes[os.getpid()]
     finally:
         nvml.close()
+    with contextlib.suppress(DeviceError):
+        for uuid, ordinal in contexts.ordinals().items():
+            if contexts.active(ordinal) or contexts.current() == ordinal:
+                found.setdefault(uuid, None)
     return found
 
 

@@ -9,7 +9,7 @@ from doctor_facts import edited, findings, load
 
 from memguard.checkup.checks import _shared, devices
 from memguard.checkup.checks._visible import read
-from memguard.checkup.facts import Facts, Stage
+from memguard.checkup.facts import Facts, Process, Stage
 from memguard.checkup.finding import Finding, Severity
 from memguard.findings import Name
 from memguard.units import GIB, MIB
@@ -203,7 +203,9 @@ def test_who_has_an_exclusive_gpu_is_named() -> None:
 def test_a_full_card_names_who_holds_it_and_who_found_no_room() -> None:
     found = one("card-filled.json", "card-filled")
     assert "process 17575 (117.19 GiB) and process 18001 (21.48 GiB) hold it" in found.cause
-    assert "156.0 MiB of 140.40 GiB" in found.cause and "end process 17575" in found.remedy
+    assert "156.0 MiB of 140.40 GiB" in found.cause
+    on_the_host = one(edited("card-filled.json", {"system": {"container": None}}), "card-filled")
+    assert "end process 17575" in on_the_host.remedy
     assert all(name in found.cause for name in ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba"))
     assert all(_shared.explained(load("card-filled.json"), name) for name in load("card-filled.json").frameworks)
 
@@ -214,6 +216,51 @@ def test_holders_that_cannot_be_seen_are_not_made_up() -> None:
     assert "not visible here" in one(facts, "card-filled").cause
     facts = edited("card-nearly-filled.json", {"driver": {"nvml": {"devices": [{**card, "processes": {"1": None}}]}}})
     assert "process 1 (unknown)" in one(facts, "card-filled").cause
+
+
+@pytest.mark.parametrize("kind", ["docker", "podman", "kubernetes", "apptainer", "lxc"])
+def test_in_a_container_nobody_is_told_to_end_a_process_of_another_numbering(kind: str) -> None:
+    remedy = one(edited("card-filled.json", {"system": {"container": kind}}), "card-filled").remedy
+    assert "end process" not in remedy and "nvidia-smi on the host" in remedy
+
+
+@pytest.mark.parametrize("own", [None, 139984896000])
+def test_what_the_calling_process_holds_is_not_laid_on_others(own: int | None) -> None:
+    # In JSON's merge patch a null takes an entry away: None has to come in otherwise.
+    facts = load("card-filled-by-oneself.json").model_copy(update={"process": Process(contexts={A: own})})
+    assert _shared.held_by_others(facts, facts.driver.nvml.devices[0]) == (None if own is None else 524288000)
+    assert list(devices.full(facts)) == [] and list(devices.full_of_itself(facts)) == []
+
+
+def test_where_it_cannot_be_said_whose_memory_it_is_nobody_is_named() -> None:
+    facts = load("card-filled-and-whose-is-unknown.json")
+    found = one(facts, "card-filled")
+    assert found.severity is Severity.WARNING and "this process is on GPU 0" in found.cause
+    assert "others" not in found.cause and not any("others" in line for line in found.evidence)
+    assert "end process" not in found.remedy
+    assert _shared.explained(facts, "torch")
+
+
+def test_probes_that_found_no_room_beside_the_process_itself_are_not_told_as_failures() -> None:
+    facts = load("card-filled-by-oneself-no-room.json")
+    found = one(facts, "card-filled")
+    assert "this process holds 130.37 GiB of GPU 0" in found.cause and "found no room to be tried" in found.cause
+    assert "`memguard doctor` in a shell" in found.remedy
+    assert all(_shared.explained(facts, name) for name in ("torch", "cupy"))
+    assert not _shared.filled(facts)
+
+
+def test_a_process_that_is_not_on_the_gpu_has_no_part_in_what_fills_it() -> None:
+    facts = edited("card-filled.json", {"process": {"modules": ["torch"]}})
+    assert "others have filled" in one(facts, "card-filled").cause
+
+
+def test_an_exclusive_gpu_that_the_calling_process_has_is_no_failure_of_the_frameworks() -> None:
+    found = one("compute-mode-taken-by-oneself.json", "compute-mode")
+    assert found.severity is Severity.WARNING and "this process has GPU 0" in found.cause
+    assert "`memguard doctor` in a shell" in found.remedy and "-c DEFAULT" not in found.remedy
+    facts = edited("compute-mode-exclusive.json", {"process": {"contexts": {A: 629145600}}})
+    assert one(facts, "compute-mode").severity is Severity.INFO
 
 
 def _with(free: int, used: int, ran_out: bool) -> Facts:

@@ -163,25 +163,56 @@ def visible_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
     )
 
 
+def has_context(facts: Facts, card: NvmlDevice) -> bool:
+    """Whether the process that called the doctor is on it."""
+    return facts.process is not None and any(same(uuid, card.uuid) for uuid in facts.process.contexts)
+
+
+def held_by_itself(facts: Facts, card: NvmlDevice) -> int | None:
+    """Bytes of it that the process that called the doctor holds; None where it has a context and NVML does not say."""
+    contexts = facts.process.contexts if facts.process is not None else {}
+    total = 0
+    for size in (size for uuid, size in contexts.items() if same(uuid, card.uuid)):
+        if size is None:
+            return None
+        total += size
+    return total
+
+
 def held_by_others(facts: Facts, card: NvmlDevice) -> int | None:
-    """Bytes of it that neither the doctor nor the process that called it holds."""
-    if card.used is None:
-        return None
-    own = facts.process.contexts if facts.process is not None else {}
-    return max(0, card.used - sum(size or 0 for uuid, size in own.items() if same(uuid, card.uuid)))
+    """Bytes of it that neither the doctor nor the process that called it holds; None where nobody can say whose."""
+    own = held_by_itself(facts, card)
+    return None if card.used is None or own is None else max(0, card.used - own)
 
 
 def filled(facts: Facts) -> tuple[NvmlDevice, ...]:
     """The visible GPUs that others leave little of: less than a tenth, or too little for a probe that ran out of it."""
-    ran_out = any(out_of_memory(stage) for _, probe in facts.probes() for stage in probe.stages)
+    ran_out = _ran_out(facts)
     return tuple(
         card
         for card in visible_cards(facts)
-        if card.free is not None
-        and card.total
-        and (card.free < LITTLE * card.total or (ran_out and card.free < NO_ROOM))
-        and (held_by_others(facts, card) or 0) > card.total / 2
+        if _little(card, ran_out) and (held_by_others(facts, card) or 0) > (card.total or 0) / 2
     )
+
+
+def filled_by_itself(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """Those others where a probe found no room and the process that called the doctor has its part in it."""
+    if not _ran_out(facts):
+        return ()
+    others = filled(facts)
+    return tuple(
+        card for card in visible_cards(facts) if card not in others and _little(card, True) and has_context(facts, card)
+    )
+
+
+def _ran_out(facts: Facts) -> bool:
+    return any(out_of_memory(stage) for _, probe in facts.probes() for stage in probe.stages)
+
+
+def _little(card: NvmlDevice, ran_out: bool) -> bool:
+    if card.free is None or not card.total:
+        return False
+    return card.free < LITTLE * card.total or (ran_out and card.free < NO_ROOM)
 
 
 # What explains what.
@@ -315,7 +346,7 @@ def explained(facts: Facts, name: str) -> bool:
         or too_old(facts, framework)
         or unsupported_ptx(framework)
         or (without_code(facts, framework) and not computes(framework))
-        or (filled(facts) and out_of_memory(failure(framework)))
+        or ((filled(facts) or filled_by_itself(facts)) and out_of_memory(failure(framework)))
         or (exclusive(facts) and busy(framework))
         or (name == "jax" and xla_fractions(facts) and not fails_at(framework, "import"))
     )

@@ -12,6 +12,9 @@ from memguard.checkup.checks._shared import (
     exclusive,
     failure,
     filled,
+    filled_by_itself,
+    has_context,
+    held_by_itself,
     held_by_others,
     oldest,
     out_of_memory,
@@ -26,6 +29,7 @@ from memguard.findings import Name
 from memguard.units import format_size
 
 _ORDER = "CUDA_DEVICE_ORDER"
+_IN_A_SHELL = "run `memguard doctor` in a shell while this process does not run: beside it they cannot be tried"
 
 
 def hidden(facts: Facts) -> Iterator[Finding]:
@@ -181,11 +185,19 @@ def mode(facts: Facts) -> Iterator[Finding]:
         prohibited = card.mode == "Prohibited"
         evidence = [f"NVML: GPU {card.index} ({card.name}) has compute mode {card.mode}"]
         evidence += [f"process {pid} is on it" for pid in card.processes]
+        own = has_context(facts, card) and not prohibited
+        if own:
+            evidence.append("the process that asks has a context on it")
         for name in refused:
             stage = failure(facts.frameworks[name])
             evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
         if prohibited:
             cause = f"GPU {card.index} ({card.name}) is in compute mode Prohibited, in which no process may use it"
+        elif own and refused:
+            cause = (
+                f"this process has GPU {card.index} ({card.name}), which lets in one process at a time (compute mode "
+                f"{card.mode}), so that {listing(refused)} could not be tried"
+            )
         elif card.processes and refused:
             cause = (
                 f"GPU {card.index} ({card.name}) lets in one process at a time (compute mode {card.mode}), and process "
@@ -195,10 +207,12 @@ def mode(facts: Facts) -> Iterator[Finding]:
             cause = f"GPU {card.index} ({card.name}) lets in one process at a time (compute mode {card.mode})"
         yield Finding(
             "compute-mode",
-            Severity.ERROR if prohibited or refused else Severity.INFO,
+            Severity.INFO if not (prohibited or refused) else Severity.WARNING if own else Severity.ERROR,
             cause,
             tuple(evidence),
-            f"sudo nvidia-smi -i {card.index} -c DEFAULT"
+            _IN_A_SHELL
+            if own and refused
+            else f"sudo nvidia-smi -i {card.index} -c DEFAULT"
             if prohibited or refused
             else f"nothing to do for one process; for several: sudo nvidia-smi -i {card.index} -c DEFAULT",
             card.uuid,
@@ -254,7 +268,9 @@ def full(facts: Facts) -> Iterator[Finding]:
         for name in victims:
             stage = failure(facts.frameworks[name])
             evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
-        end = f"end process {holders[0][0]}, " if holders else "nvidia-smi on the host says who; "
+        end = "nvidia-smi on the host says who; "
+        if holders and not facts.system.container:  # in a container these PIDs are the host's, and may be others here
+            end = f"end process {holders[0][0]}, "
         yield Finding(
             "card-filled",
             Severity.ERROR if victims else Severity.WARNING,
@@ -262,6 +278,35 @@ def full(facts: Facts) -> Iterator[Finding]:
             f"are free, {most}" + (f", and {listing(victims)} found no room" if victims else ""),
             tuple(evidence),
             f"{end}use another GPU (CUDA_VISIBLE_DEVICES=...), or wait",
+            card.uuid,
+        )
+
+
+def full_of_itself(facts: Facts) -> Iterator[Finding]:
+    """GPUs of which the process that called the doctor leaves too little for the probes."""
+    if blocked_by(facts) is not None:
+        return
+    for card in filled_by_itself(facts):
+        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
+        own = held_by_itself(facts, card)
+        called = f"GPU {card.index} ({card.name})"
+        holds = f"this process holds {format_size(own)} of {called}" if own else f"this process is on {called}"
+        lines = [f"NVML: {format_size(card.free)} free of {format_size(card.total)}"]
+        lines.append(f"NVML: {format_size(own)} held by this process" if own else "NVML does not say what it holds")
+        for name in victims:
+            stage = failure(facts.frameworks[name])
+            lines.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        yield Finding(
+            "card-filled",
+            Severity.WARNING,
+            f"{holds}, {format_size(card.free)} are free, and "
+            + (
+                f"{listing(victims)} found no room to be tried"
+                if victims
+                else "several frameworks at once found no room"
+            ),
+            tuple(lines),
+            _IN_A_SHELL,
             card.uuid,
         )
 
@@ -291,4 +336,13 @@ def _dotted(device: CudaDevice) -> str:
     return f"{device.capability[0]}.{device.capability[1]}"
 
 
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (hidden, order, capability, mig, mode, peers, full)
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
+    hidden,
+    order,
+    capability,
+    mig,
+    mode,
+    peers,
+    full,
+    full_of_itself,
+)
