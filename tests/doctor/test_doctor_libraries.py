@@ -9,6 +9,7 @@ from doctor_facts import edited
 
 from memguard.checkup.checks import _cudnn, _import_order, libraries
 from memguard.checkup.checks._cuda_libraries import major, mapped, missing, parse
+from memguard.checkup.checks._install import pip_packages
 from memguard.checkup.facts import Facts
 
 WHEELS = "/venv/lib/python3.12/site-packages/nvidia"
@@ -65,8 +66,8 @@ def test_the_pip_package_that_brings_it(name: str, cuda: int, package: str) -> N
 
 
 def test_a_soname_is_believed_before_the_frameworks_cuda() -> None:
-    assert libraries._packages(["libcublas.so.12", "libcudnn.so.9"], 13) == ["nvidia-cublas-cu12", "nvidia-cudnn-cu13"]
-    assert libraries._packages(["libcusparse.so.12"], 12) == ["nvidia-cusparse-cu12"]
+    assert pip_packages(["libcublas.so.12", "libcudnn.so.9"], 13) == ["nvidia-cublas-cu12", "nvidia-cudnn-cu13"]
+    assert pip_packages(["libcusparse.so.12"], 12) == ["nvidia-cusparse-cu12"]
 
 
 def test_missing_libraries_are_cudas_only() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doctor_facts import FILES, edited, findings, load
+from doctor_facts import FILES, edited, findings, load, plain
 
 from memguard.checkup.checks import _shared, _versions, driver
 from memguard.checkup.facts import Cuda, Driver, Facts, Framework, Nvml, Probe, Stage, System
@@ -142,12 +142,14 @@ def test_the_minima_are_those_of_the_release_notes() -> None:
     assert _versions.MINIMUM == {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 
-def test_ptx_that_the_driver_does_not_know_names_the_package_of_its_cuda() -> None:
+def test_ptx_that_the_driver_does_not_know_names_the_package_of_its_cuda_where_one_can_be_chosen() -> None:
     found = one("ptx-newer-than-the-driver.json", "driver-minor-version")
-    assert "nvidia-cuda-nvrtc==13.0.*" in found.remedy and found.subject == "numba"
+    assert found.remedy == "update the NVIDIA driver" and found.subject == "numba"  # its compilers come as a set
     assert _shared.explained(load("ptx-newer-than-the-driver.json"), "numba")
-    facts = edited("ptx-newer-than-the-driver.json", {"driver": {"cuda": {"version": 12040}}})
-    assert any("nvidia-cuda-nvrtc-cu12==12.4.*" in finding.remedy for finding in _versions.minor(facts))
+    failed = {"probe": {"stages": plain("ptx-newer-than-the-driver.json")["frameworks"]["numba"]["probe"]["stages"]}}
+    for number, package in ((13000, "nvidia-cuda-nvrtc==13.0.*"), (12040, "nvidia-cuda-nvrtc-cu12==12.4.*")):
+        changes = {"frameworks": {"numba": None, "cupy": failed}, "driver": {"cuda": {"version": number}}}
+        assert any(package in finding.remedy for finding in _versions.minor(edited("healthy-h200.json", changes)))
 
 
 def test_an_older_compat_library_is_the_one_cause_of_all_that_it_makes_too_old() -> None:

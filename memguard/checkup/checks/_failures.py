@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 
 from memguard.checkup.checks import _import_order
+from memguard.checkup.checks._cpu_only import kept_off, without_cuda
 from memguard.checkup.checks._cudnn import too_old
 from memguard.checkup.checks._numpy import fails_of_numpy
 from memguard.checkup.checks._shared import explained, out_of_memory
-from memguard.checkup.checks._words import ended, full_name, how_it_ended, last_line, listing, texts
+from memguard.checkup.checks._words import ended, full_name, how_it_ended, last_line, listing
 from memguard.checkup.checks.libraries import without_libraries
 from memguard.checkup.checks.noise import meaning
 from memguard.checkup.facts import Facts, Framework, Probe, Stage
@@ -20,18 +21,6 @@ NO_COMPILER = re.compile(
     r"Failed to find C compiler|nvcc fatal *: Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus)['\"]?: "
     r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
 )
-_JAX_SAYS = "CUDA-enabled jaxlib is not installed"
-_NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name 'cuda' from 'numba'")
-
-
-def without_cuda(facts: Facts, name: str) -> bool:
-    """It is a build for CPUs."""
-    found = facts.frameworks[name]
-    if name == "jax" and any(_JAX_SAYS in text for text in texts(found.probe)):
-        return True
-    if name == "numba" and "numba-cuda" not in (*found.distributions, *facts.packages):
-        return any(_NO_NUMBA_CUDA.search(text) for text in texts(found.probe)) or found.gpu is False
-    return found.gpu is False
 
 
 def elsewhere(found: Framework) -> bool:
@@ -59,14 +48,6 @@ def _lacks_a_tool(found: Framework) -> bool:
     failed = found.probe.failed if found.probe is not None else None
     error = failed.error or "" if failed is not None else ""
     return NO_NVCC.search(error) is not None or NO_COMPILER.search(error) is not None
-
-
-def _kept_off(facts: Facts, name: str) -> bool:
-    """A variable says that it is not to use a GPU."""
-    given = facts.environment
-    if name == "jax":
-        return any(value and not re.search("cuda|gpu", value) for key, value in given.items() if key == "JAX_PLATFORMS")
-    return name == "numba" and any(given.get(key) == "1" for key in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM"))
 
 
 _STEPS = ("import", "devices", "compute")
@@ -105,16 +86,14 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,
-                f"{full_name(facts, name)} fails in the step {failed.name}: {_error(failed).rstrip('.!')}".replace(
-                    ". ", "; "
-                ),
+                f"{full_name(facts, name)} fails in the step {failed.name}: {_in_a_sentence(failed)}",
                 (f"{name}, {failed.name}: {_error(failed)}", *_said(probe)),
                 f"python -c 'import {name}' shows the whole of it"
                 if failed.name == "import"
                 else f"Look for this text in the issues of {name}; a few lines that do the same show the whole error",
                 name,
             )
-        elif failed is None and found.gpus == 0 and facts.driver.cuda.devices and not _kept_off(facts, name):
+        elif failed is None and found.gpus == 0 and facts.driver.cuda.devices and not kept_off(facts, name):
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,
@@ -144,9 +123,7 @@ def _together(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "framework-fails",
             Severity.ERROR,
-            f"{failed.name} fails in a process with {names}, and not alone: {_error(failed).rstrip('.!')}".replace(
-                ". ", "; "
-            ),
+            f"{failed.name} fails in a process with {names}, and not alone: {_in_a_sentence(failed)}",
             (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
             "Run them in processes of their own, or try another order of their imports",
             ", ".join(together.order),

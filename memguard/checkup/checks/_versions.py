@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memguard.checkup.checks._driver_words import PROC, digits, said, state
+from memguard.checkup.checks._install import built_by_the_driver
 from memguard.checkup.checks._shared import (
     blocked_by,
     computes,
@@ -128,13 +129,13 @@ def minor(facts: Facts) -> Iterator[Finding]:
     for name, framework in facts.frameworks.items():
         stage = failure(framework)
         if stage is not None and unsupported_ptx(framework):
-            package = f"nvidia-cuda-nvrtc{f'-cu{driver[0]}' if driver[0] < 13 else ''}=={text}.*"
+            other = built_by_the_driver(facts, name)
             yield Finding(
                 "driver-minor-version",
                 Severity.ERROR,
                 f"{name} compiles code at run time with a newer CUDA than the driver's {text}, which refuses it",
                 (f"{name}: {last_line(stage.error or '')}", gives),
-                f"update the NVIDIA driver, or compile with its CUDA: pip install '{package}'",
+                f"update the NVIDIA driver{f', or {other}' if other else ''}",
                 name,
             )
     newer = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from memguard.checkup.checks._cpu_only import wants_cuda, without_cuda
 from memguard.checkup.checks._cuda_libraries import major
 from memguard.checkup.checks._failures import (
     NO_COMPILER,
@@ -13,8 +14,8 @@ from memguard.checkup.checks._failures import (
     framework_fails,
     probe_crashed,
     probe_hung,
-    without_cuda,
 )
+from memguard.checkup.checks._install import with_cuda
 from memguard.checkup.checks._numpy import numpy_abi
 from memguard.checkup.checks._shared import explained, no_gpu
 from memguard.checkup.checks._words import broken, full_name, last_line, listing, texts
@@ -152,7 +153,6 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
     """Only beside a GPU: elsewhere it is the right one."""
     if no_gpu(facts) or not (facts.driver.cuda.devices or facts.driver.nvml.devices):
         return
-    cuda = major(str(facts.driver.cuda.version or facts.driver.nvml.cuda or ""))
     for name, found in facts.frameworks.items():
         if not without_cuda(facts, name) or explained(facts, name):
             continue
@@ -161,29 +161,21 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
             [failed.error] if failed and failed.error else []
         )
         built = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
+        cause = "is a build without CUDA, so that it does not use the GPU of this machine"
+        if name == "numba":
+            cause = "is without numba-cuda, so that it compiles for CPUs only here"
         yield Finding(
             "cpu-build",
-            Severity.WARNING,
-            f"{full_name(facts, name)} is a build without CUDA, so that it does not use the GPU of this machine",
+            Severity.WARNING if wants_cuda(facts, name) else Severity.INFO,
+            f"{full_name(facts, name)} {cause}",
             (
                 *built,
                 *((f"{name} counts {found.gpus} GPUs",) if found.gpus is not None else ()),
                 *(f"{name}: {last_line(text)}" for text in said),
             ),
-            _with_cuda(name, cuda),
+            with_cuda(facts, name),
             name,
         )
-
-
-def _with_cuda(framework: str, cuda: int | None) -> str:
-    """The build for CUDA, by the driver's."""
-    known = min(cuda, 13) if cuda is not None and cuda >= 12 else 12
-    return {
-        "tensorflow": "pip uninstall -y tensorflow-cpu tensorflow && pip install 'tensorflow[and-cuda]'",
-        "jax": f"pip install 'jax[cuda{known}]'",
-        "numba": f"pip install 'numba-cuda[cu{known}]'",
-        "torch": "pip uninstall -y torch && pip install torch (PyPI's is for CUDA; pytorch.org has one for each)",
-    }.get(framework, f"pip install --force-reinstall {framework}")
 
 
 CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (

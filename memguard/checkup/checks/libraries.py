@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 
 from memguard.checkup.checks import _cudnn, _import_order
+from memguard.checkup.checks._cpu_only import without_cuda
 from memguard.checkup.checks._cuda_libraries import Mapped, by_stem, major, mapped, missing, parse
+from memguard.checkup.checks._install import libraries_for, pip_packages
 from memguard.checkup.checks._shared import no_gpu
 from memguard.checkup.checks._words import broken, built_for, few, full_name, listing, texts
 from memguard.checkup.facts import Facts, Framework
@@ -30,37 +32,6 @@ def _wanted(facts: Facts, framework: str) -> int | None:
     return int(said.group(1)) if said else None
 
 
-def _install(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str] = ()) -> str:
-    """The command that brings CUDA's libraries for it."""
-    found = facts.frameworks[framework]
-    release = f"=={found.version}" if found.version else ""
-    if framework == "tensorflow":
-        return f"pip install 'tensorflow[and-cuda]{release}'"
-    if framework == "jax" and wanted is not None:
-        return f"pip install 'jax[cuda{wanted}]{release}'"
-    if framework == "cupy" and wanted is not None:
-        return f"pip install 'cupy-cuda{wanted}x[ctk]{release}'"
-    packages = _packages(libraries, wanted)
-    return f"pip install {' '.join(packages)}" if packages else f"pip install --force-reinstall {framework}"
-
-
-def _packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
-    """The pip packages of these SONAMEs; a SONAME that says its CUDA by itself is believed."""
-    packages: dict[str, None] = {}
-    for name in libraries:
-        found = parse(name)
-        if found is None:
-            continue
-        of = (
-            wanted
-            if wanted is not None and (wanted in found.majors or not found.majors)
-            else max(found.majors, default=None)
-        )
-        if of is not None:
-            packages[found.library.pip(of)] = None
-    return list(packages)
-
-
 def absent(facts: Facts, framework: str) -> tuple[str, ...]:
     """CUDA's libraries that it could not open."""
     found = facts.frameworks[framework]
@@ -81,9 +52,11 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
         at_import = any(stage.error is not None and stage.name == "import" for stage in found.probe.stages)
         if no_gpu(facts) and not at_import:
             continue  # it would find no GPU with them either
+        if name == "numba" and without_cuda(facts, name):
+            continue  # what brings its libraries is what it lacks
         names, wanted = absent(facts, name), _wanted(facts, name)
         what = listing(names) if names else "libraries of CUDA that it does not name"
-        packages = _packages(names, wanted)
+        packages = pip_packages(names, wanted)
         lines = [line.strip() for text in texts(found.probe) for line in text.splitlines()]
         evidence = [line for line in lines if missing([line]) or _TENSORFLOW_SAYS in line]
         fails = broken(found.probe) or found.gpus == 0
@@ -95,7 +68,7 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
             + (f", which {listing(packages)} would install" if packages else "")
             + sees,
             few([f"{name}: {line}" for line in evidence] or [f"{name} could not open {lib}" for lib in names]),
-            _install(facts, name, wanted, names),
+            libraries_for(facts, name, wanted, names),
             name,
         )
 
@@ -138,7 +111,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
                 *also,
                 *twice,
             ),
-            _install(facts, name, major(found.cuda), (file.library.stem + ".so" for file in files))
+            libraries_for(facts, name, major(found.cuda), (file.library.stem + ".so" for file in files))
             + (f", with {listing(folders)} out of LD_LIBRARY_PATH" if folders else ""),
             name,
         )

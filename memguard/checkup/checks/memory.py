@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from memguard.checkup.checks import _shared
+from memguard.checkup.checks._cpu_only import kept_off
 from memguard.checkup.facts import BudgetFacts, Facts, NvmlDevice
 from memguard.checkup.finding import Finding, Severity
 from memguard.units import MIB, format_size
@@ -60,8 +61,9 @@ def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
 def xla_fractions(facts: Facts) -> Iterator[Finding]:
     """Two names for one setting, of which JAX accepts one."""
     both = _shared.xla_fractions(facts)
-    if not both:
-        return
+    cards = facts.driver.cuda.devices or facts.driver.nvml.devices
+    if not both or not cards or _shared.no_gpu(facts) or kept_off(facts, "jax"):
+        return  # there is no GPU to lose, or JAX is not to have it
     stage = _shared.failure(facts.frameworks["jax"])
     said = [] if stage is None or not stage.error else [f"jax: {_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
