@@ -86,6 +86,27 @@ def test_a_list_that_ends_early_says_where() -> None:
     assert one("visible-devices-mixed.json", "visible-devices-mixed").severity is Severity.WARNING
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("0,", False),
+        ("0,,", False),
+        ("0,-1", False),
+        ("0, -1 ,", False),
+        ("0,-1,1", True),
+        ("0,,1", True),
+        ("0,x", True),
+    ],
+)
+def test_a_list_that_is_ended_and_names_nothing_more_is_as_it_was_meant(value: str, told: bool) -> None:
+    facts = edited("visible-devices-cut-short.json", {"environment": {"CUDA_VISIBLE_DEVICES": value}})
+    assert bool(list(devices.hidden(facts))) is told
+
+
+def test_an_order_in_a_schedulers_job_is_nobodys_doing() -> None:
+    assert list(devices.order(load("scheduler-job-of-the-last-gpu.json"))) == []
+
+
 def test_where_cuda_shows_more_than_the_list_leaves_the_list_is_not_to_blame() -> None:
     facts = edited("two-gpus.json", {"environment": {"CUDA_VISIBLE_DEVICES": f"0,{B}"}})
     assert list(devices.hidden(facts)) == []
@@ -175,8 +196,40 @@ def test_the_gpu_that_a_build_has_no_code_for_can_be_left_out() -> None:
 
 
 def test_mig_says_how_to_have_an_instance_and_how_to_be_rid_of_it() -> None:
-    assert "-mig 0" in one("mig.json", "mig").remedy
+    assert "-mig 0" in one(edited("mig.json", {"system": {"container": None}}), "mig").remedy
     assert "-cgi" in one("mig-without-instance.json", "mig").remedy
+
+
+def test_an_instance_that_works_is_an_error_only_where_a_budget_is_to_be_applied() -> None:
+    assert one("mig.json", "mig").severity is Severity.INFO
+    found = one("mig-under-a-budget.json", "mig")
+    assert found.severity is Severity.ERROR and "memguard.init refuses it" in found.cause
+    assert "whole GPU" in found.remedy
+
+
+@pytest.mark.parametrize("name", ["mig.json", "mig-without-instance.json"])
+def test_mig_is_not_switched_off_where_others_may_be_on_the_gpu(name: str) -> None:
+    for kind in ("docker", "kubernetes", "podman", "apptainer", "lxc"):
+        assert "-mig 0" not in one(edited(name, {"system": {"container": kind}}), "mig").remedy
+    card = {**load(name).driver.nvml.devices[0].model_dump(mode="json"), "processes": {"17575": None}}
+    shared = edited(name, {"system": {"container": None}, "driver": {"nvml": {"devices": [card]}}})
+    assert "-mig 0" not in one(shared, "mig").remedy
+    assert "-mig 0" in one(edited(name, {"system": {"container": None}}), "mig").remedy
+
+
+def test_an_instance_that_is_gone_is_laid_on_the_variable_that_names_it() -> None:
+    found = one("visible-devices-mig-gone.json", "visible-devices-unknown")
+    assert "names MIG-3a8a2f2e-1b6c-5d1e-9a55-0c7f2c1f7e11, and CUDA shows no such instance" in found.cause
+    assert "CUDA_VISIBLE_DEVICES=MIG-3a8a2f2e-1b6c-5d1e-9a55-0c7f2c1f7e11 (environment)" in found.evidence
+    assert "nvidia-smi -L" in found.remedy
+    whole = load("two-gpus.json").driver.nvml.devices[1].model_dump(mode="json")
+    cards = [load("mig.json").driver.nvml.devices[0].model_dump(mode="json"), whole]
+    facts = edited("visible-devices-mig-gone.json", {"driver": {"nvml": {"devices": cards}}})
+    assert one(facts, "visible-devices-unknown").severity is Severity.ERROR, "beside a whole GPU"
+    twice = edited("visible-devices-mig-gone.json", {"environment": {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-1"}})
+    assert "twice" in one(twice, "visible-devices-none").cause
+    unknown = edited("visible-devices-mig-gone.json", {"driver": {"cuda": {"init": "CUDA_ERROR_UNKNOWN"}}})
+    assert _shared.blocked_by(unknown) == "cuda-init-failed"
 
 
 def test_a_divided_gpu_beside_a_whole_one_that_cuda_shows_is_no_finding() -> None:

@@ -96,6 +96,8 @@ def test_nvml_that_refuses_for_a_reason_of_its_own_is_told_in_a_container_withou
 def test_versions_are_named_where_they_differ() -> None:
     found = one("driver-mismatch.json", "driver-mismatch")
     assert "580.159.04 and 580.95.05" in found.cause and found.remedy.startswith("reboot")
+    # rmmod would stop at the first module that is not loaded, as nvidia_drm on a server.
+    assert "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; " in found.remedy and "rmmod" not in found.remedy
     assert "container" in one("driver-mismatch-in-a-container.json", "driver-mismatch").remedy
     assert "NVML does not" in one("driver-mismatch-of-nvml.json", "driver-mismatch").cause
 

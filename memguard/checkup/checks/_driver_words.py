@@ -6,6 +6,7 @@ import re
 
 from memguard.checkup.checks._shared import Version, device_files
 from memguard.checkup.facts import Facts
+from memguard.checkup.finding import Severity
 
 PROC = "/proc/driver/nvidia/version"
 START = "docker run --gpus all ..."
@@ -51,6 +52,21 @@ def start(kind: str | None) -> str:
         "apptainer": "apptainer exec --nv ...",
         "lxc": "lxc config device add NAME gpu gpu && lxc config set NAME nvidia.runtime=true",
     }.get(kind or "", START)
+
+
+def with_capabilities(kind: str | None) -> str:
+    """How a container of this kind gets CUDA and NVML of the driver."""
+    return {
+        "podman": "podman run --device nvidia.com/gpu=all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ...",
+        "kubernetes": "env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utility'}]   in the container's spec",
+        "apptainer": "apptainer exec --nv ...",
+        "lxc": "lxc config set NAME nvidia.driver.capabilities=compute,utility && lxc restart NAME",
+    }.get(kind or "", START.replace("...", "-e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."))
+
+
+def without_init(facts: Facts) -> Severity:
+    """How bad it is that frameworks work and memguard.init fails: what a budget is for does not work then."""
+    return Severity.ERROR if facts.budget is not None else Severity.WARNING
 
 
 def digits(version: Version) -> str:

@@ -22,7 +22,7 @@ _UNSUPPORTED_PTX = re.compile(r"UNSUPPORTED_PTX_VERSION|unsupported toolchain|Un
 _NO_KERNEL = re.compile(r"no kernel image is available|NO_BINARY_FOR_GPU|NO_KERNEL_IMAGE|NoKernelImage", re.IGNORECASE)
 _BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable", re.IGNORECASE)
 _NODE = re.compile(r"/dev/nvidia\d+")
-_CONTROL, _UVM = "/dev/nvidiactl", "/dev/nvidia-uvm"
+_CONTROL, _UVM, _DXG = "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/dxg"
 _VAGUE = (
     "CUDA_SUCCESS",
     "CUDA_ERROR_NO_DEVICE",
@@ -247,6 +247,8 @@ def blocked_by(facts: Facts) -> Name | None:
         return "cuda-init-failed" if cuda.path or facts.driver.nvml.error is not None else None
     if cuda.error is None and cuda.init == "CUDA_SUCCESS" and cuda.devices:
         return None
+    if facts.system.wsl and facts.system.container and cuda.error is None and _DXG not in facts.driver.files:
+        return "container-without-gpu"
     if facts.system.wsl and cuda.error is None and "/wsl/" not in (cuda.path or "/wsl/"):
         return "wsl"
     if cuda.error is not None:
@@ -265,8 +267,9 @@ def _not_loaded(facts: Facts, error: str) -> Name:
     """Where libcuda could not be loaded."""
     if "cannot open shared object file" not in error:
         return "cuda-init-failed"  # there is one, and it is broken
-    if facts.system.container and not facts.system.wsl and facts.driver.module is not None:
-        if _CONTROL not in facts.driver.files:
+    if facts.system.container and (facts.system.wsl or facts.driver.module is not None):
+        # Apptainer binds the host's /dev, asked for a GPU or not; the libraries come with --nv.
+        if facts.system.container == "apptainer" or (_DXG if facts.system.wsl else _CONTROL) not in facts.driver.files:
             return "container-without-gpu"
         if not capable(facts, "compute"):
             return "container-capabilities"
@@ -294,6 +297,8 @@ def _hidden(facts: Facts, init: str) -> Name | None:
     seen = visible(facts)
     if seen is not None and not seen.entries:
         return "visible-devices-unknown" if seen.why in ("absent", "ambiguous") else "visible-devices-none"
+    if seen is not None and seen.kind == "MIG-":
+        return "visible-devices-unknown"  # instances come and go: one that was named is not here any more
     cards = facts.driver.nvml.devices
     return "mig" if cards and all(card.mig for card in cards) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memguard.checkup.checks._driver_words import PROC, digits, said, state
+from memguard.checkup.checks._driver_words import PROC, digits, said, state, without_init
 from memguard.checkup.checks._install import built_by_the_driver
 from memguard.checkup.checks._shared import (
     blocked_by,
@@ -38,13 +38,13 @@ def mismatch(facts: Facts) -> Iterator[Finding]:
         then = ": CUDA works and NVML does not, so that memguard.init fails"
     yield Finding(
         "driver-mismatch",
-        Severity.WARNING if nvml else Severity.ERROR,
+        without_init(facts) if nvml else Severity.ERROR,
         f"the loaded kernel module and the driver's libraries are of different versions{versions}{then}",
         state(facts),
         "restart the container, so that it gets the libraries of the host's driver; if that is no help, reboot the host"
         if facts.system.container
         else "reboot; without a reboot, stop all that uses the GPU and run: "
-        "sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia",
+        "sudo modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; sudo modprobe nvidia",
     )
 
 

@@ -26,6 +26,12 @@ class Visible:
     stopped_at: str = ""
     why: Why = ""
 
+    @property
+    def only_ended(self) -> bool:
+        """What ended the list names nothing and nothing comes after it, as in `0,` and `0,-1`: it was meant to end."""
+        left = [entry.strip() for entry in self.value.split(",")][len(self.entries) :]
+        return bool(self.entries) and all(not entry or re.fullmatch(r"-\d+", entry) for entry in left)
+
 
 def kind_of(entry: str) -> Kind | None:
     """What an entry is; None where it is nothing that names a GPU. `1gpu` is 1, as strtoul has it."""

@@ -35,15 +35,18 @@ _IN_A_SHELL = "run `memguard doctor` in a shell while this process does not run:
 def hidden(facts: Facts) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES leaves none, or fewer than it names."""
     seen, blocked = visible(facts), blocked_by(facts)
-    if seen is None or (not seen.why and seen.entries):
+    # NVML lists no instances: what becomes of one that is named only CUDA says.
+    gone = seen is not None and seen.kind == "MIG-" and bool(seen.entries) and blocked == "visible-devices-unknown"
+    if seen is None or (not seen.why and seen.entries and not gone) or (blocked is None and seen.only_ended):
         return
     name: Name
+    named = sum(bool(entry.strip()) for entry in seen.value.split(","))
     if blocked in ("visible-devices-none", "visible-devices-unknown"):
         name, left = blocked, "no framework sees a GPU"
-    elif blocked is None and len(facts.driver.cuda.devices) == len(seen.entries) < seen.value.count(",") + 1:
+    elif blocked is None and len(facts.driver.cuda.devices) == len(seen.entries) < named:
         count = len(seen.entries)
         name = "visible-devices-mixed" if seen.why == "mixed" else "visible-devices-unknown"
-        left = f"CUDA shows {count} GPU{'' if count == 1 else 's'} of the {seen.value.count(',') + 1} that it names"
+        left = f"CUDA shows {count} GPU{'' if count == 1 else 's'} of the {named} that it names"
     else:
         return
     cards = facts.driver.nvml.devices
@@ -57,10 +60,14 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         "ambiguous": f"names {seen.stopped_at}, which is the beginning of more than one UUID and ends the list",
         "mixed": f"mixes indices and UUIDs, and CUDA stops at {seen.stopped_at}, the first of another kind",
     }[seen.why or "empty"]
+    if gone:
+        why = f"names {listing(seen.entries)}, and CUDA shows no such instance of a GPU"
     here = ",".join(str(card.index) for card in cards) or "0"
     remedy = f"name GPUs that are here and each once, all by index or all by UUID: export CUDA_VISIBLE_DEVICES={here}"
     if seen.why in ("empty", "negative") and not seen.entries:
         remedy = "unset CUDA_VISIBLE_DEVICES"
+    if gone:
+        remedy = "nvidia-smi -L  # lists the instances with their UUIDs: export CUDA_VISIBLE_DEVICES=MIG-..."
     yield Finding(
         name,
         Severity.ERROR if blocked is not None else Severity.WARNING,
@@ -154,17 +161,21 @@ def mig(facts: Facts) -> Iterator[Finding]:
         return
     names = listing(f"GPU {card.index} ({card.name})" for card in divided)
     one = len(divided) == 1
-    off = f"sudo nvidia-smi -i {','.join(str(card.index) for card in divided)} -mig 0"
+    # Others may be on the other instances: MIG is not for a container to switch off, nor under a running process.
+    alone = not facts.system.container and not any(card.processes for card in divided)
+    off = f"sudo nvidia-smi -i {','.join(str(card.index) for card in divided)} -mig 0  # with nothing running on it"
     cause = f"{names} {'is' if one else 'are'} divided by MIG: CUDA shows one instance, and memguard.init refuses it"
-    remedy = f"{off}  # or for a budget choose another GPU with CUDA_VISIBLE_DEVICES"
+    remedy = "run on a whole GPU (another one by CUDA_VISIBLE_DEVICES), or without a budget"
+    if alone:
+        remedy += f"; or without MIG: {off}"
     if blocked == "mig":
         cause = f"{names} {'has' if one else 'have'} MIG enabled and no instance that this process may use"
-        remedy = (
-            f"nvidia-smi -L  # lists the instances, sudo nvidia-smi mig -cgi PROFILE -C makes one; without MIG: {off}"
-        )
+        remedy = "nvidia-smi -L  # lists the instances; on the host sudo nvidia-smi mig -cgi PROFILE -C makes one"
+        if alone:
+            remedy += f"; without MIG: {off}"
     yield Finding(
         "mig",
-        Severity.WARNING if blocked is None else Severity.ERROR,
+        Severity.INFO if blocked is None and facts.budget is None else Severity.ERROR,
         cause,
         (
             *(f"NVML: GPU {card.index} ({card.uuid}) has MIG enabled" for card in divided),
@@ -314,6 +325,8 @@ def full_of_itself(facts: Facts) -> Iterator[Finding]:
 def _asked(facts: Facts, count: int) -> list[int] | None:
     """NVML's indices as the user named the GPUs; None where he named them by UUID, or nobody can say."""
     seen = visible(facts)
+    if any(card.error is not None for card in facts.driver.nvml.devices):
+        return None  # in a scheduler's job CUDA's indices count those that it was given
     if facts.environment.get(_ORDER) == "PCI_BUS_ID":
         return None
     if seen is None:

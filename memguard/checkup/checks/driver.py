@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from memguard.checkup.checks._driver_words import START, broken_off, said, start, state
-from memguard.checkup.checks._shared import blocked_by, capable, computes, device_files
+from memguard.checkup.checks._driver_words import broken_off, said, start, state, with_capabilities, without_init
+from memguard.checkup.checks._shared import blocked_by, capable, computes, device_files, same
 from memguard.checkup.checks._versions import forward, minor, mismatch, too_old_for
 from memguard.checkup.checks._words import listing
 from memguard.checkup.facts import Facts
@@ -82,7 +82,7 @@ def absent(facts: Facts) -> Iterator[Finding]:
     elif module:
         cause = f"the driver's kernel module {driver.module} is loaded and its libraries (libcuda.so.1) are not found"
         remedy = (
-            f"{START} with NVIDIA_DRIVER_CAPABILITIES=compute,utility, on a host with the NVIDIA Container Toolkit"
+            f"on a host with the NVIDIA Container Toolkit: {with_capabilities(facts.system.container)}"
             if facts.system.container
             else f"sudo apt install libnvidia-compute-{_branch(driver.module)}  # or your system's package; if they "
             "are there, put their folder into /etc/ld.so.conf.d and run sudo ldconfig"
@@ -99,7 +99,7 @@ def absent(facts: Facts) -> Iterator[Finding]:
         cause = (
             f"an NVIDIA GPU is on the bus ({gpus}) and neither the driver's kernel module nor its libraries are here"
         )
-        remedy = f"install the NVIDIA driver on the host, and start the container with: {START}"
+        remedy = f"install the NVIDIA driver on the host, and start the container with: {start(facts.system.container)}"
         if not facts.system.container:
             remedy = "sudo ubuntu-drivers install  # or your system's package of the NVIDIA driver; then reboot"
     else:
@@ -114,34 +114,35 @@ def container(facts: Facts) -> Iterator[Finding]:
     shown = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
     blocked = blocked_by(facts)
     if blocked == "container-without-gpu":
-        none = shown in ("", "void", "none")
-        yield Finding(
-            "container-without-gpu",
-            Severity.ERROR,
-            f"the host has an NVIDIA driver and this container ({facts.system.container}) was given no GPU"
-            + (f": NVIDIA_VISIBLE_DEVICES={shown} keeps them out" if none else ""),
-            (
-                *state(facts),
-                f"NVIDIA_VISIBLE_DEVICES={shown} (environment)"
-                if shown is not None
-                else "NVIDIA_VISIBLE_DEVICES is not set",
-            ),
-            start(facts.system.container),
-        )
+        kind = facts.system.container
+        cause = f"the host has an NVIDIA driver and this container ({kind}) was given no GPU"
+        evidence = [*state(facts)]
+        if facts.system.wsl:
+            cause = f"this container ({kind}) was given no GPU: WSL's /dev/dxg is not in it"
+            evidence.append(f"/dev/dxg: {facts.driver.files.get('/dev/dxg', 'not there')}")
+        if kind == "apptainer":
+            cause = f"the host has an NVIDIA driver and this container ({kind}) was started without its libraries"
+        elif shown in ("", "void", "none"):
+            cause += f": NVIDIA_VISIBLE_DEVICES={shown} keeps them out"
+        if shown is not None:
+            evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
+        elif kind != "apptainer":  # which does not want it
+            evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
+        yield Finding("container-without-gpu", Severity.ERROR, cause, tuple(evidence), start(kind))
     compute = blocked == "container-capabilities"
     utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
     if compute or utility:
         lacks, what = ("compute", "CUDA (libcuda.so.1)") if compute else ("utility", "NVML (libnvidia-ml.so.1)")
         yield Finding(
             "container-capabilities",
-            Severity.ERROR if compute else Severity.WARNING,
+            Severity.ERROR if compute else without_init(facts),
             f"the container was started without the driver capability {lacks!r} and has no {what}"
             + ("" if compute else ", so that memory cannot be read and memguard.init fails"),
             (
                 f"NVIDIA_DRIVER_CAPABILITIES={given} (environment)",
                 f"libcuda: {facts.driver.cuda.error}" if compute else f"NVML: {facts.driver.nvml.error}",
             ),
-            f"{START.replace('...', '-e NVIDIA_DRIVER_CAPABILITIES=compute,utility ...')}",
+            with_capabilities(facts.system.container),
         )
 
 
@@ -232,7 +233,7 @@ def nvml(facts: Facts) -> Iterator[Finding]:
     if read.error is not None and not elsewhere:
         yield Finding(
             "nvml-blocked",
-            Severity.WARNING,
+            without_init(facts),
             f"CUDA works and NVML does not ({read.error}), so that memory cannot be read and memguard.init fails",
             (
                 f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
@@ -241,16 +242,44 @@ def nvml(facts: Facts) -> Iterator[Finding]:
             ),
             _NVML.get(read.error, "nvidia-smi  # asks NVML too and says more"),
         )
-    for card in read.devices:
-        if card.error is not None:
-            yield Finding(
-                "nvml-blocked",
-                Severity.WARNING,
-                f"NVML counts GPU {card.index} and will not show it ({card.error})",
-                (f"NVML, GPU {card.index}: {card.error}",),
-                _NVML.get(card.error, f"nvidia-smi -i {card.index}  # asks NVML too and says more"),
-                card.uuid or f"GPU {card.index}",
-            )
+    yield from _cards(facts)
+
+
+def _cards(facts: Facts) -> Iterator[Finding]:
+    """GPUs that NVML counts and gives no handle for. Those of other jobs, which CUDA does not show, are no trouble."""
+    refused = [card for card in facts.driver.nvml.devices if card.error is not None]
+    known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
+    shown = [device.uuid for device in facts.driver.cuda.devices if not device.uuid.startswith("MIG-")]
+    unlisted = [uuid for uuid in shown if not any(same(uuid, other) for other in known)]
+    nodes = {card.index: facts.driver.files.get(f"/dev/nvidia{card.index}", "ok") for card in refused}
+    foreign = [
+        card
+        for card in refused
+        if card.error == "NVMLError_NoPermission" and (not unlisted or nodes[card.index] != "ok")
+    ]
+    for card in (card for card in refused if card not in foreign):
+        yield Finding(
+            "nvml-blocked",
+            without_init(facts) if unlisted else Severity.WARNING,
+            f"NVML counts GPU {card.index} and will not show it ({card.error})",
+            (f"NVML, GPU {card.index}: {card.error}", *(f"CUDA shows {uuid}, and NVML does not" for uuid in unlisted)),
+            _NVML.get(card.error or "", f"nvidia-smi -i {card.index}  # asks NVML too and says more"),
+            card.uuid or f"GPU {card.index}",
+        )
+    if foreign:
+        count = len(facts.driver.nvml.devices)
+        yield Finding(
+            "nvml-blocked",
+            Severity.INFO,
+            f"{len(foreign)} of the {count} GPUs that NVML counts {'is' if len(foreign) == 1 else 'are'} not this "
+            "process's to use, as where a scheduler or a container gives a job some of them",
+            tuple(
+                f"NVML, GPU {card.index}: {card.error}"
+                + ("" if nodes[card.index] == "ok" else f", /dev/nvidia{card.index}: {nodes[card.index]}")
+                for card in foreign
+            ),
+            "nothing to do",
+        )
 
 
 def windows(facts: Facts) -> Iterator[Finding]:
