@@ -16,11 +16,11 @@ _PREFIXES = (
     "CUDA_", "NVIDIA_", "XLA_", "TF_", "PYTORCH_", "TORCH_", "CUPY_", "NUMBA_", "JAX_", "RMM_", "NCCL_", "CUDNN_",
     "CUBLAS_", "PYCUDA_", "KERAS_", "MEMGUARD_",
 )  # fmt: skip
-_NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX"}
+_NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX", "CONDA_PREFIX"}
 _LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a page of versions, which the container's start has checked
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|^TF_(VAR|CLI|TOKEN|WORKSPACE)", re.IGNORECASE)
 """What may be one; and Terraform's, which share a prefix with TensorFlow's."""
-_TOOLS = ("nvidia-smi", "nvcc", "ptxas", "gcc", "g++", "cc", "ldconfig")
+_TOOLS = ("nvcc", "gcc", "g++", "cc")
 _ACTIVATE = re.compile(r"(^|/)memguard/_activate/?$")
 
 
@@ -51,9 +51,15 @@ def level(environ: Mapping[str, str]) -> int:
     return min(int(given), 3) if given.isdecimal() else 0
 
 
-def tools(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Where the programs are that frameworks start, or that say something about the driver."""
-    return {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
+def tools(environ: Mapping[str, str], root: str = "/") -> dict[str, str | None]:
+    """Where the programs are that frameworks start. `nvcc off the PATH` is one that lies where CUDA's toolkit is."""
+    found = {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
+    if found["nvcc"] is None:
+        for home in filter(None, (environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), "/usr/local/cuda")):
+            path = os.path.join(home, "bin", "nvcc")
+            if os.access(os.path.join(root, path.lstrip("/")), os.X_OK):
+                return {**found, "nvcc off the PATH": path}
+    return found
 
 
 def system(environ: Mapping[str, str], python: str, executable: str, root: str = "/") -> System:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_facts import edited
+from doctor_facts import edited, load
 
 from memguard.checkup.checks import build
 from memguard.checkup.facts import Facts
@@ -129,3 +129,63 @@ def test_an_exit_without_a_word_is_a_crash() -> None:
 def test_harmless_lines_are_no_evidence_of_a_hang() -> None:
     (found,) = build.probe_hung(_of("tensorflow", probe={"hung": True, "exit": None}))
     assert not any("oneDNN" in line for line in found.evidence)
+
+
+def test_the_folder_of_nvcc_is_named_only_where_there_is_one() -> None:
+    (found,) = build.nvcc_missing(load("pycuda-without-nvcc-on-the-path.json"))
+    assert found.remedy == "export PATH=/usr/local/cuda/bin:$PATH"
+    assert "there is /usr/local/cuda/bin/nvcc" in found.evidence
+    (found,) = build.nvcc_missing(load("pycuda-without-nvcc.json"))
+    assert "export" not in found.remedy
+
+
+def test_a_compiler_that_cc_names_is_none_of_nvccs() -> None:
+    none = {"tools": {"gcc": "", "g++": "", "cc": ""}, "environment": {"CC": "/usr/bin/clang"}}
+    (found,) = build.compiler_missing(edited("healthy-h200.json", none))
+    assert found.subject == "pycuda"
+
+
+def test_a_library_of_nobodys_is_named_as_missing() -> None:
+    (found,) = build.framework_fails(load("pycuda-without-opengl.json"))
+    assert found.cause == "pycuda 2026.1 fails in the step import: libGL.so.1 is missing"
+    assert "apt-file search libGL.so.1" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("It broke. Then it stopped.", "It broke; Then it stopped"),
+        ("Oh no! it broke?", "Oh no; it broke"),
+    ],
+)
+def test_an_error_of_several_sentences_is_told_in_one(error: str, told: str) -> None:
+    (found,) = build.framework_fails(_failing("cupy", "compute", error))
+    assert found.cause == f"cupy 14.2.0 fails in the step compute: RuntimeError: {told}"
+    assert error in found.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [
+        ({}, "info"),
+        ({"budget": {"source": "b.yaml", "frameworks": ["torch"]}}, "info"),
+        ({"budget": {"source": "b.yaml", "frameworks": ["numba"]}}, "warning"),
+        ({"script": {"path": "a.py", "imports": [["numba", 1], ["numba.njit", 1]]}}, "info"),
+        ({"script": {"path": "a.py", "imports": [["numba.cuda.random", 1]]}}, "warning"),
+        ({"process": {"modules": ["numba"]}}, "info"),
+        ({"process": {"modules": ["numba", "numba.cuda"]}}, "warning"),
+    ],
+)
+def test_numba_without_cuda_matters_where_it_is_to_be_used(changes: dict[str, Any], severity: str) -> None:
+    (found,) = build.cpu_build(edited("numba-for-cpus.json", changes))
+    assert (found.severity, found.remedy) == (severity, "pip install 'numba-cuda[cu13]'")
+
+
+@pytest.mark.parametrize(
+    "error", ["Numba needs NumPy 2.2 or less. Got NumPy 2.5.", "No module named 'llvmlite'", "bad marshal data"]
+)
+def test_a_numba_that_cannot_be_imported_is_broken_for_cpus_too(error: str) -> None:
+    stages = [{"name": "import", "seconds": 1.0, "error": error, "kind": "builtins.ImportError"}]
+    facts = edited("numba-for-cpus.json", {"frameworks": {"numba": {"gpus": None, "probe": {"stages": stages}}}})
+    assert list(build.cpu_build(facts)) == []
+    assert [name for name, _ in _names(facts)] == ["numpy-abi" if "NumPy" in error else "framework-fails"]

@@ -71,8 +71,3 @@ def test_every_finding_has_a_file_that_provokes_it_and_a_page() -> None:
     expected = {name for file in FILES for name, _, _ in entry(file)["expected"]}
     assert sorted(set(NAMES) - expected) == []
     assert [name for name in NAMES if not (ROOT / "docs" / "doctor" / f"{name}.md").is_file()] == []
-
-
-def test_every_page_is_of_a_finding() -> None:
-    pages = {path.stem for path in (ROOT / "docs" / "doctor").glob("*.md")} - {"README"}
-    assert sorted(pages - set(NAMES)) == []

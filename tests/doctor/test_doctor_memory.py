@@ -55,6 +55,35 @@ def test_an_allocator_of_a_framework_that_is_not_there_or_not_for_gpus_is_none_o
     assert not found({**environment, "frameworks": {"tensorflow": {"gpu": False}}})
 
 
+ASYNC = {"modules": ["cupy"], "allocators": {"cupy": "cupy.cuda.memory.MemoryAsyncPool"}}
+
+
+def test_the_limit_of_cupys_async_pool_is_none() -> None:
+    finding = only("async-pool-of-cupy.json")
+    assert finding.cause == "with MemoryAsyncPool CuPy knows no memory limit: CUPY_GPU_MEMORY_LIMIT=50% does not hold"
+    assert finding.evidence[:2] == (
+        "cupy allocates from cupy.cuda.memory.MemoryAsyncPool (this process)",
+        "CUPY_GPU_MEMORY_LIMIT=50% (environment)",
+    )
+    assert "budget.yaml caps cupy" in only("async-pool-of-cupy-budget.json").evidence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"process": ASYNC},  # no limit is wanted
+        {"process": ASYNC, "environment": {"CUPY_GPU_MEMORY_LIMIT": "0"}},
+        {"process": ASYNC, "environment": {"CUPY_GPU_MEMORY_LIMIT": "0%"}},
+        {"process": ASYNC, "budget": budget("torch")},
+        {"process": {**ASYNC, "budget": True}, "budget": budget("cupy")},  # init says that it only watches it
+        {"process": {"modules": ["cupy"]}, "environment": {"CUPY_GPU_MEMORY_LIMIT": "50%"}},
+        {"environment": {"CUPY_GPU_MEMORY_LIMIT": "50%"}},
+    ],
+)
+def test_cupys_async_pool_is_nothing_where_no_limit_is_meant(changes: dict[str, Any]) -> None:
+    assert not found(changes)
+
+
 # Both fractions
 
 
@@ -91,6 +120,12 @@ def test_a_second_context_is_named_with_what_it_costs_and_what_the_process_holds
     )
 
 
+def test_a_context_for_opengl_is_one_too_and_has_a_remedy_of_its_own() -> None:
+    finding = only("second-context-of-opengl.json")
+    assert "pycuda.gl.autoinit is imported in this process" in finding.evidence
+    assert "retain_primary_context" in finding.remedy and "autoprimaryctx" not in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("process", "there"),
     [
@@ -102,6 +137,7 @@ def test_a_second_context_is_named_with_what_it_costs_and_what_the_process_holds
         ({"modules": ["pycuda", "pycuda.autoinit"], "foreign_context": True}, False),  # the only one
         ({"modules": ["numba", "numba.cuda", "pycuda"], "foreign_context": True}, True),
         ({"modules": ["numba", "pycuda"], "foreign_context": True}, False),  # for the CPU
+        ({"modules": ["torch", "pycuda.gl.autoinit"]}, True),
         ({"modules": ["torch", "pycuda"]}, False),
         ({}, False),
     ],

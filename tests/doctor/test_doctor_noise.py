@@ -55,3 +55,8 @@ def test_one_finding_for_all_that_were_seen() -> None:
 def test_none_where_nothing_was_said() -> None:
     silent = {"tensorflow": {"probe": {"said": []}}, "numba": {"probe": {"said": []}}}
     assert list(noise.harmless_message(edited("healthy-h200.json", {"frameworks": silent}))) == []
+
+
+def test_nothing_is_to_be_done_and_no_warning_is_to_be_hidden() -> None:
+    (found,) = noise.harmless_message(edited("healthy-h200.json", {}))
+    assert found.remedy == "Nothing to do"

@@ -47,6 +47,8 @@ def _same(*majors: int) -> Mapping[int, int]:
 _FFT = MappingProxyType({11: 10, 12: 11, 13: 12})
 _SOLVER = MappingProxyType({11: 11, 12: 11, 13: 12})
 
+_NPP = ("c", "ial", "icc", "idei", "if", "ig", "im", "ist", "isu", "itc", "s")
+
 TABLE: Mapping[str, Library] = MappingProxyType(
     {
         library.stem: library
@@ -75,6 +77,11 @@ TABLE: Mapping[str, Library] = MappingProxyType(
             Library("libnccl", "nvidia-nccl", suffixed=True),
             Library("libnvshmem_host", "nvidia-nvshmem", suffixed=True),
             Library("libcusparseLt", "nvidia-cusparselt", suffixed=True),
+            Library("libcudss", "nvidia-cudss", suffixed=True),
+            Library("libcutensor", "cutensor", suffixed=True),
+            Library("libcutensorMg", "cutensor", suffixed=True),
+            Library("libnvfatbin", "nvidia-nvfatbin", _same(12, 13)),
+            *(Library(f"libnpp{part}", "nvidia-npp", _same(11, 12, 13)) for part in _NPP),
         )
     }
 )

@@ -15,6 +15,7 @@ from memguard.checkup.checks.libraries import without_libraries
 from memguard.checkup.checks.noise import meaning
 from memguard.checkup.facts import Facts, Framework, Probe, Stage
 from memguard.checkup.finding import Finding, Severity
+from memguard.checkup.missing import missing
 
 NO_NVCC = re.compile(r"nvcc was not found|No such file or directory: '[^']*nvcc'|error invoking '[^']*nvcc")
 NO_COMPILER = re.compile(
@@ -75,6 +76,17 @@ def _in_a_sentence(stage: Stage) -> str:
     return re.sub(r"[.!?]+\s+", "; ", _error(stage)).rstrip(".!?")
 
 
+def _remedy(name: str, failed: Stage, absent: tuple[str, ...]) -> str:
+    if absent:
+        return (
+            f"install the package that has {absent[0]} (apt-file search {absent[0]} names Debian's), or put its folder "
+            "into LD_LIBRARY_PATH"
+        )
+    if failed.name == "import":
+        return f"python -c 'import {name}' shows the whole of it"
+    return f"Look for this text in the issues of {name}; a few lines that do the same show the whole error"
+
+
 def framework_fails(facts: Facts) -> Iterator[Finding]:
     """An exception in a step, or no GPU where CUDA has one."""
     for name, found in facts.frameworks.items():
@@ -83,14 +95,14 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
             continue
         failed = probe.failed
         if failed is not None:
+            absent = missing([failed.error or ""])
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,
-                f"{full_name(facts, name)} fails in the step {failed.name}: {_in_a_sentence(failed)}",
+                f"{full_name(facts, name)} fails in the step {failed.name}: "
+                + (f"{listing(absent)} is missing" if absent else _in_a_sentence(failed)),
                 (f"{name}, {failed.name}: {_error(failed)}", *_said(probe)),
-                f"python -c 'import {name}' shows the whole of it"
-                if failed.name == "import"
-                else f"Look for this text in the issues of {name}; a few lines that do the same show the whole error",
+                _remedy(name, failed, absent),
                 name,
             )
         elif failed is None and found.gpus == 0 and facts.driver.cuda.devices and not kept_off(facts, name):

@@ -44,7 +44,7 @@ def nvcc_missing(facts: Facts) -> Iterator[Finding]:
         return
     said = [text for text in texts(found.probe) if NO_NVCC.search(text)]
     if said or _tool_missing(facts, "nvcc"):
-        home = facts.environment.get("CUDA_HOME")
+        home, off_the_path = facts.environment.get("CUDA_HOME"), facts.tools.get("nvcc off the PATH")
         yield Finding(
             "nvcc-missing",
             Severity.WARNING,
@@ -53,8 +53,11 @@ def nvcc_missing(facts: Facts) -> Iterator[Finding]:
                 *(f"pycuda: {last_line(text)}" for text in said),
                 *(("nvcc: not on the PATH",) if _tool_missing(facts, "nvcc") else ()),
                 *((f"CUDA_HOME={home} (environment)",) if home else ()),
+                *((f"there is {off_the_path}",) if off_the_path else ()),
             ),
-            f"export PATH={home or '/usr/local/cuda'}/bin:$PATH, or install CUDA's toolkit where there is none",
+            f"export PATH={off_the_path.rpartition('/')[0]}:$PATH"
+            if off_the_path
+            else "install CUDA's toolkit (images nvidia/cuda:…-devel have it) and put its folder bin on the PATH",
             "pycuda",
         )
 
@@ -71,7 +74,8 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
     }
     absent = _tool_missing(facts, *_COMPILERS)
     pycuda = "pycuda" in facts.frameworks and bool(facts.tools.get("nvcc"))
-    torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None
+    named = facts.environment.get("CC")  # which Triton takes, and nvcc does not
+    torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None and not named
     who = list(said) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
     if not who:
         return

@@ -18,7 +18,7 @@ from memguard.checkup.finding import Finding, Severity
 # NVRTC opens the builtins of its own version by itself: another beside them is never called.
 _NO_STATE = frozenset({"libnvrtc-builtins"})
 # They compile for whoever asks, with handles of his own: a second one is memory and no more.
-_COMPILERS = frozenset({"libnvrtc", "libnvJitLink", "libnvvm"})
+_COMPILERS = frozenset({"libnvrtc", "libnvJitLink", "libnvvm", "libnvfatbin"})
 _TENSORFLOW_SAYS = "Cannot dlopen some GPU libraries"
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from memguard.checkup.checks import _shared
 from memguard.checkup.checks._cpu_only import kept_off
+from memguard.checkup.checks._words import few, last_line, listing
 from memguard.checkup.facts import BudgetFacts, Facts, NvmlDevice
 from memguard.checkup.finding import Finding, Severity
 from memguard.units import MIB, format_size
@@ -23,12 +24,13 @@ _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-_AUTOINIT = "pycuda.autoinit"
+_AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
+_ASYNC_POOL = "MemoryAsyncPool"
+_CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _PRIMARY = ("torch", "tensorflow", "jax", "cupy", "numba")
 """Frameworks that work in the primary context."""
 _CAPPED = ("cudaMallocAsync", "cupy.cuda.memory.MemoryPool")
 """Allocators besides the usual one that a cap holds on."""
-_SHOWN = 4
 
 
 def async_allocator(facts: Facts) -> Iterator[Finding]:
@@ -49,6 +51,39 @@ def async_allocator(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def async_pool(facts: Facts) -> Iterator[Finding]:
+    """CuPy's, whose limit says when the pool gives memory back, and refuses none."""
+    limits = _cupy_limits(facts)
+    if facts.process is not None and _has_async_pool(facts) and limits:
+        yield Finding(
+            "async-allocator",
+            Severity.ERROR,
+            f"with {_ASYNC_POOL} CuPy knows no memory limit: {limits[0]} does not hold",
+            (
+                f"cupy allocates from {facts.process.allocators['cupy']} (this process)",
+                *limits[1:],
+                "its limit is the release threshold of a pool that all in the process share",
+            ),
+            "cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc), whose limits hold",
+            "cupy",
+        )
+
+
+def _has_async_pool(facts: Facts) -> bool:
+    return facts.process is not None and facts.process.allocators.get("cupy", "").rpartition(".")[2] == _ASYNC_POOL
+
+
+def _cupy_limits(facts: Facts) -> tuple[str, ...]:
+    """As `_limits`. A budget that is active has judged the pool, and said that it only watches it."""
+    budget, given = facts.budget, facts.environment.get(_CUPY_LIMIT, "").strip()
+    active = facts.process is not None and facts.process.budget
+    if budget is not None and "cupy" in budget.frameworks and not active:
+        return "its cap", f"{budget.source} caps cupy"
+    if not given.rstrip("%").strip("0."):  # not set, or 0, which is none
+        return ()
+    return f"{_CUPY_LIMIT}={given}", f"{_CUPY_LIMIT}={given} (environment)"
+
+
 def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
     """What is meant to limit it, in words, and then where that stands; empty where nothing is."""
     budget = facts.budget
@@ -65,7 +100,7 @@ def xla_fractions(facts: Facts) -> Iterator[Finding]:
     if not both or not cards or _shared.no_gpu(facts) or kept_off(facts, "jax"):
         return  # there is no GPU to lose, or JAX is not to have it
     stage = _shared.failure(facts.frameworks["jax"])
-    said = [] if stage is None or not stage.error else [f"jax: {_line(stage.error)}"]
+    said = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
         said.append("jax sees no GPU")
     yield Finding(
@@ -86,12 +121,12 @@ def second_context(facts: Facts) -> Iterator[Finding]:
     if process is not None:
         others = _of(process.modules)
         # Where nobody could ask: autoinit makes a context of its own, unless a budget hands it the primary one.
-        unasked = process.foreign_context is None and _AUTOINIT in process.modules and not process.budget
+        autoinit = [name for name in _AUTOINIT if name in process.modules]
+        unasked = process.foreign_context is None and autoinit and not process.budget
         if others and (process.foreign_context or unasked):
             if process.foreign_context:
                 evidence.append("PyCUDA's current context is not the primary one")
-            if _AUTOINIT in process.modules:
-                evidence.append(f"{_AUTOINIT} is imported in this process")
+            evidence += [f"{name} is imported in this process" for name in autoinit]
             evidence += [
                 f"this process holds {format_size(size)} on {uuid}" for uuid, size in process.contexts.items() if size
             ]
@@ -101,21 +136,23 @@ def second_context(facts: Facts) -> Iterator[Finding]:
     if script is None or (budget is not None and "pycuda" in budget.frameworks):  # it then gets the primary one
         return
     others = _of(name for name, _ in script.imports)
-    if others and any(name == _AUTOINIT for name, _ in script.imports):
-        wanted = {_AUTOINIT, *others}
+    if others and any(name in _AUTOINIT for name, _ in script.imports):
+        wanted = {*_AUTOINIT, *others}
         first = {name if name in wanted else name.partition(".")[0]: line for name, line in reversed(script.imports)}
         evidence = [f"{script.path}:{line}: imports {name}" for name, line in first.items() if name in wanted]
         yield _second_context(others, sorted(evidence))
 
 
-def _second_context(others: tuple[str, ...], evidence: Iterable[str]) -> Finding:
+def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding:
     return Finding(
         "second-context",
         Severity.WARNING,
-        f"PyCUDA makes a second CUDA context beside that of {_listed(others)}: 518 MiB more (measured on an H200), and "
+        f"PyCUDA makes a second CUDA context beside that of {listing(others)}: 518 MiB more (measured on an H200), and "
         "pointers that the other side cannot use",
         tuple(evidence),
-        "write `import pycuda.autoprimaryctx` instead of `import pycuda.autoinit`, "
+        "push `Device(0).retain_primary_context()` instead of importing pycuda.gl.autoinit"
+        if any(_AUTOINIT[1] in line for line in evidence)
+        else "write `import pycuda.autoprimaryctx` instead of `import pycuda.autoinit`, "
         "or use `Device(0).retain_primary_context()`",
         "pycuda",
     )
@@ -136,7 +173,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
                 "preallocation",
                 Severity.INFO,
                 "TensorFlow takes nearly all free memory of every GPU at its first operation, unless the program says "
-                f"otherwise, and {_listed(others)} in the same process then finds none",
+                f"otherwise, and {listing(others)} in the same process then finds none",
                 (*where, f"{_GROWTH} is not set to true", "measured on an H200: 141,350 of 143,156 MiB"),
                 f"set {_GROWTH}=true, or cap tensorflow in a budget (`memguard run -c budget.yaml`)",
                 name,
@@ -148,7 +185,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
                 "preallocation",
                 Severity.INFO,
                 "JAX takes 75% of each GPU's memory at its first operation, unless the program says otherwise, and "
-                f"{_listed(others)} in the same process has to do with the rest",
+                f"{listing(others)} in the same process has to do with the rest",
                 (*where, f"neither {_PREALLOCATE} nor {_FRACTIONS[0]} is set", f"JAX's default is 75%{size}"),
                 f"set {_PREALLOCATE}=false, or cap jax in a budget (`memguard run -c budget.yaml`)",
                 name,
@@ -192,7 +229,7 @@ def allocator_swap(facts: Facts) -> Iterator[Finding]:
     if facts.process is None or facts.process.budget:  # init has judged what it found
         return
     for name, allocator in facts.process.allocators.items():
-        if name in budget and allocator not in _CAPPED:
+        if name in budget and allocator not in _CAPPED and not (name == "cupy" and _has_async_pool(facts)):
             yield Finding(
                 "allocator-swap",
                 Severity.WARNING,
@@ -220,7 +257,7 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
             "budget-too-large",
             Severity.ERROR,
             "the budget cannot be applied to the GPUs here",
-            _few(said),
+            few(said),
             fixes[0] if fixes else f"memguard plan {budget.source}",
             budget.source,
         )
@@ -241,7 +278,7 @@ def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int
         Severity.WARNING,
         f"the limit of {format_size(limit)} on {device.name or device.uuid} cannot be had now: "
         f"{format_size(available)} is left",
-        (f"{budget.source}: {format_size(limit)}", f"NVML: {format_size(device.free)} free{total}", *_few(held)),
+        (f"{budget.source}: {format_size(limit)}", f"NVML: {format_size(device.free)} free{total}", *few(held)),
         f"stop what holds it, or lower device.limit to {available // MIB}MiB",
         device.uuid,
     )
@@ -269,23 +306,9 @@ def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if name in _PRIMARY or name in more)
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _few(lines: list[str]) -> tuple[str, ...]:
-    more = len(lines) - _SHOWN
-    return (*lines[:_SHOWN], f"and {more} more") if more > 0 else tuple(lines)
-
-
-def _line(error: str) -> str:
-    """The first line of an error, as far as it is read."""
-    line = next((line.strip() for line in error.splitlines() if line.strip()), "")
-    return line if len(line) <= 200 else f"{line[:199]}…"
-
-
 CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     async_allocator,
+    async_pool,
     xla_fractions,
     second_context,
     preallocation,

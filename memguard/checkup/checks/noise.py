@@ -64,7 +64,7 @@ def harmless_message(facts: Facts) -> Iterator[Finding]:
             Severity.INFO,
             f"{what} and {'mean' if len(seen) > 1 else 'means'} no harm, from {listing(who)}",
             tuple(f"{name}: {_short(line)} ({said})" for said, (name, line) in seen.items()),
-            "Nothing to do; TF_CPP_MIN_LOG_LEVEL=2 silences TensorFlow's",
+            "Nothing to do",
         )
 
 
