@@ -117,6 +117,7 @@ class Stage(_Fact):
 
 class Probe(_Fact):
     """A process of its own that was watched. `signal`: what ended it (SIGFPE). `hung`: it was stopped after `seconds`.
+    `complete`: not one that ended with exit code 0 before its last step.
 
     `libraries`: files of CUDA and the frameworks that it had mapped, links resolved. `said`: its lines on stderr.
     """
@@ -126,6 +127,7 @@ class Probe(_Fact):
     exit: int | None = None
     signal: str | None = None
     hung: bool = False
+    complete: bool = True
     libraries: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
 

@@ -118,8 +118,9 @@ class _Asked:
     def survey(self) -> Ended:
         """The driver's own, which needs memguard and so this interpreter."""
         code = (
-            "import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
-            "from memguard.devices import survey; survey.main(spec['fd'], spec['without'])"
+            f"{_main.ALARM}import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
+            "from memguard.devices import survey; fd = os.dup(spec['fd']); survey.main(spec['fd'], spec['without']); "
+            'os.write(fd, b\'{"done": "driver"}\\n\')'
         )
         path = [entry for entry in sys.path if isinstance(entry, str)]
         spec = {"path": path, "without": [os.getpid()]}

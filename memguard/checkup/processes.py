@@ -1,20 +1,24 @@
 """A process that is watched: what it reports, what it says, how it ends. It ends, whatever it does.
 
-It has a session of its own, and is killed with everything it started: at its time-out, and what outlives it too.
+It has a session of its own, and is killed with everything it started: at its time-out, and what outlives it too. What
+has left its session and its parents, as a daemon does, is found by a variable in its environment; only what was
+started with another environment, or belongs to another user, is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import secrets
 import selectors
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -24,7 +28,8 @@ _SAID, _REPORTED = 1 << 18, 1 << 22
 """Bytes of stderr and of the report that are kept; the rest is read and dropped, or the process would wait."""
 _LINES, _LONG = 200, 400
 _LINGER = 0.3
-"""Seconds in which pipes may still be read that a child of the ended process holds open."""
+"""Seconds in which pipes may still be read: a child of the ended one holds them open, or one says where it hangs."""
+_MARK = "MEMGUARD_PROBE"
 _STUCK = 3.0
 """Seconds for what takes none: a process that waits in a broken driver cannot be killed, and is left behind."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -55,12 +60,13 @@ def watch(
 
     Ends it after `timeout` seconds, or when `stop` is set. Raises OSError where it cannot be started.
     """
-    inside, outside = os.pipe()
+    inside, outside = _pipe()
+    mark = f"{secrets.token_hex(16)}.{int(timeout) + 10}"  # with the seconds after which it is to end by itself
     started = time.monotonic()
     try:
         process = subprocess.Popen(
             [*command, json.dumps({**spec, "fd": outside, "timeout": timeout})],
-            env=dict(environ),
+            env={**environ, _MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -73,22 +79,40 @@ def watch(
     finally:
         os.close(outside)
     assert process.stderr is not None
-    ended = Ended(0.0)
+    ended, code = Ended(0.0), None
     with os.fdopen(inside, "rb", 0) as reported, process.stderr as said:
         kept = {reported: _Kept(_REPORTED), said: _Kept(_SAID)}
         try:
             ended.hung = _read(process, kept, started + timeout, stop)
             if ended.hung:
                 ended.libraries = _mapped(process.pid)
+                if not stop.is_set():
+                    with contextlib.suppress(OSError):
+                        os.kill(process.pid, signal.SIGUSR1)  # a probe says where it is; any other ends
+                    _read(process, kept, time.monotonic() + _LINGER, stop)
         finally:
-            _kill(process)
+            code = _kill(process, mark)
     ended.seconds = round(time.monotonic() - started, 3)
-    code = process.returncode
-    if code is not None:  # else the driver does not let go of it
+    if code is not None:
         ended.exit, ended.signal = (code, None) if code >= 0 else (None, _signal(-code))
     ended.reported = list(_objects(kept[reported].data))
     ended.said = lines(kept[said].data)
     return ended
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe whose numbers are none of the first three: where one of those is closed here, the process gets its own."""
+    ends = os.pipe()
+    try:
+        inside = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3)
+        try:
+            return inside, fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError:
+            os.close(inside)
+            raise
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 class _Kept:
@@ -138,17 +162,64 @@ def _read(
 
 def _over(process: subprocess.Popen[bytes]) -> bool:
     """Whether it has ended, without taking its number from it: its group is still to be killed by that."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return _taken(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    for pid in descendants(process.pid):  # before their parent: they become init's then
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+def _taken(process: subprocess.Popen[bytes]) -> bool:
+    """It has ended and somebody else took its exit code: the kernel where SIGCHLD is ignored, or a handler of it."""
+    try:
+        os.waitid(os.P_PID, process.pid, _LOOK)
+        return False
+    except ChildProcessError:
+        return True
+
+
+def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
+    """It and all that it started. Its exit code; None where the driver does not let go of it, or nobody knows."""
+    taken = _taken(process)
+    if not taken:  # else its number may be another's by now
+        for pid in descendants(process.pid):  # before their parent: they become init's then
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _STUCK
+        while not _over(process) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        taken = _taken(process)
+    _kill_marked(mark)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STUCK)
+        process.wait(0)
+    return None if taken else process.returncode
+
+
+def _kill_marked(mark: str) -> None:
+    """What has left the session and its parents. More than once: it may have been starting another."""
+    for _ in range(5):
+        found = list(_marked(f"{_MARK}={mark}".encode()))
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def _marked(entry: bytes) -> Iterator[int]:
+    """The processes of this user that were started with it in their environment."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if not name.isdecimal() or int(name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid != os.geteuid():
+                    continue
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if entry in file.read().split(b"\0"):
+                        yield int(name)
 
 
 def _mapped(pid: int) -> tuple[str, ...]:

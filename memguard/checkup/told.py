@@ -77,11 +77,11 @@ def together(order: tuple[str, ...], ended: Ended, level: int = 0) -> Together:
         seconds = round(sum(stage.seconds for stage in own), 3)
         error, kind = (failed.error, failed.kind) if failed is not None else (None, None)
         stages.append(Stage(name=name, seconds=seconds, error=error, kind=kind))
-    return Together(order=order, multiprocessors=counts, probe=probe(ended, level, stages))
+    return Together(order=order, multiprocessors=counts, probe=probe(ended, level, stages, order))
 
 
-def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None) -> Probe:
-    """How a process went."""
+def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None, order: Sequence[str] = ()) -> Probe:
+    """How a process went, of the frameworks in `order` where it is one of several."""
     mapped = [line["libraries"] for line in ended.reported if isinstance(line.get("libraries"), list)]
     libraries = {path for paths in (*mapped, ended.libraries) for path in paths if isinstance(path, str)}
     return Probe(
@@ -89,6 +89,7 @@ def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None) -
         seconds=ended.seconds,
         exit=ended.exit,
         signal=ended.signal if not ended.hung else None,
+        complete=ended.exit != 0 or _done(ended, order),
         hung=ended.hung,
         libraries=tuple(sorted(libraries)),
         said=shown(ended.said, level),
@@ -126,10 +127,11 @@ def _broken_off(ended: Ended) -> str | None:
         return f"no answer in {ended.seconds:.0f} s"
     if ended.signal:
         return f"ended by {ended.signal}"
-    if ended.exit in (0, None):
+    if ended.exit is None or (ended.exit == 0 and _done(ended)):
         return None
     last = next((line.strip() for line in reversed(ended.said) if line.strip()), "")
-    return f"ended with exit code {ended.exit}{': ' + last if last else ''}"
+    early = "" if ended.exit else "early "
+    return f"ended {early}with exit code {ended.exit}{': ' + last if last else ''}"
 
 
 _ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
@@ -149,6 +151,12 @@ def devices(driver: Driver) -> tuple[Device, ...]:
         architecture = {(7, 5): "turing", (8, 9): "ada"}.get((major, minor)) or _ARCHITECTURES.get(major, "unknown")
         found.append(Device(uuid, gpu.name, gpu.index, total, reserved or None, architecture, ordinals.get(uuid)))
     return tuple(sorted(found, key=lambda device: (device.ordinal is None, device.ordinal, device.index)))
+
+def _done(ended: Ended, names: Sequence[str] = ()) -> bool:
+    """Whether it said that it came to its end, with each of `names`: an exit code of 0 may be a library's."""
+    done = {str(line["done"]) for line in ended.reported if line.get("done")}
+    return bool(done) and done.issuperset(names)
+
 
 
 def _facts(ended: Ended, of: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any
@@ -24,6 +25,7 @@ from memguard.errors import FactsError
 UUID = "GPU-11111111-1111-1111-1111-111111111111"
 OTHER = "GPU-22222222-2222-2222-2222-222222222222"
 GIB = 1 << 30
+DONE = {"done": "driver"}
 SIX = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
 
 
@@ -245,7 +247,9 @@ def test_a_survey_that_did_not_come_back() -> None:
     assert (hung.module, hung.cuda.version, hung.cuda.init) == ("580.1", 13000, "no answer in 20 s")
     crashed = told.driver(Ended(1.0, signal="SIGSEGV", reported=[{"module": "580.1"}]))
     assert (crashed.nvml.error, crashed.cuda.init) == ("ended by SIGSEGV", None)
-    good = told.driver(Ended(1.0, exit=0, reported=[nvml, cuda, {"cuda": {**cuda["cuda"], "init": "CUDA_SUCCESS"}}]))
+    good = told.driver(
+        Ended(1.0, exit=0, reported=[nvml, cuda, {"cuda": {**cuda["cuda"], "init": "CUDA_SUCCESS"}}, DONE])
+    )
     assert good.cuda.init == "CUDA_SUCCESS" and good.nvml.error is None
 
 
@@ -277,7 +281,19 @@ def test_a_survey_that_ended_well_or_was_read_to_its_end_says_nothing_of_it() ->
     for code in (0, 1):
         found = told.driver(Ended(0.4, exit=code, reported=read))
         assert found.cuda.init == "CUDA_SUCCESS" and found.nvml.error is None
-    assert told.driver(Ended(0.4, exit=0, reported=[])) == Driver()
+    assert told.driver(Ended(0.4, exit=0, reported=[DONE])) == Driver()
+
+
+def test_a_survey_that_something_ended_early_is_no_healthy_one() -> None:
+    """As a library that calls `_exit(0)`: the last line is not there."""
+    assert told.driver(Ended(0.4, exit=0, reported=[])).nvml.error == "ended early with exit code 0"
+    assert told.driver(Ended(0.4, exit=0, reported=[{"nvml": {}}])).cuda.init == "ended early with exit code 0"
+
+
+def test_a_survey_says_when_it_is_done(site: Path) -> None:
+    stop = threading.Event()
+    ended = gather._Asked((sys.executable,), environ(site), 30, stop, (), None, lambda line: None).survey()
+    assert ended.reported[-1] == DONE and told.driver(ended).nvml.error != "ended early with exit code 0"
 
 
 @pytest.mark.parametrize(

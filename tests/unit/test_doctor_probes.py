@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ import pytest
 from doctor_processes import TORCH, environ, run, write
 
 from memguard.checkup import processes, told
-from memguard.checkup.facts import Framework
+from memguard.checkup.examine import examine
+from memguard.checkup.facts import Facts, Framework
 from memguard.checkup.probes import _main
 from memguard.checkup.processes import descendants, lines, watch
 
@@ -83,18 +85,20 @@ def test_a_crash_keeps_what_was_read_before(tmp_path: Path) -> None:
     assert any("Fatal Python error" in line for line in found.probe.said)
 
 
-def test_a_probe_that_hangs_is_stopped_and_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [True, False], ids=["it can be asked where", "it blocks every signal"])
+def test_a_probe_that_hangs_is_stopped_and_told(tmp_path: Path, asked: bool) -> None:
     library = tmp_path / "libcudart.so.13"
     library.write_bytes(b"\0" * 4096)
     bad = f"import mmap; f = open({str(library)!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
     started = time.monotonic()
-    found = torch(tmp_path, bad + "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(60)", timeout=2)
+    blocked = "set(range(1, 65)) - {signal.SIGUSR1}" if asked else "range(1, 65)"
+    found = torch(tmp_path, bad + f"signal.pthread_sigmask(signal.SIG_BLOCK, {blocked})\ntime.sleep(60)", timeout=2)
     assert time.monotonic() - started < 10
     assert found.probe is not None
     assert (found.probe.hung, found.probe.signal) == (True, None)
     assert [stage.name for stage in found.probe.stages] == ["import", "devices"]
     assert found.probe.libraries == (str(library),)  # mapped after the last step: read from outside
-    assert any("in _bad" in line for line in found.probe.said), "where it hangs is said"
+    assert not asked or any("in _bad" in line for line in found.probe.said), "where it hangs is said"
 
 
 def test_a_hang_at_the_end_is_one_too(tmp_path: Path) -> None:
@@ -201,6 +205,8 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
     with monkeypatch.context() as stuck:
         stuck.setattr(processes, "_STUCK", 0.2)
         stuck.setattr(os, "killpg", lambda group, number: killed.append(group))
+        stuck.setattr(processes, "_kill_marked", lambda mark: None)
+        stuck.setattr(os, "kill", lambda pid, number: None)
         stuck.setattr(processes, "libraries", lambda pid: time.sleep(5) or [])
         started = time.monotonic()
         with pytest.warns(ResourceWarning, match="still running"):  # of subprocess, whose process is left
@@ -362,3 +368,133 @@ def test_descendants() -> None:
     finally:
         os.killpg(child.pid, 9)
         child.wait()
+
+
+def test_a_hang_in_the_middle_of_an_import_is_no_crash(tmp_path: Path) -> None:
+    """Reading the frames of threads that run crashes some: the process is asked, and its main thread says its own."""
+    (tmp_path / "modules").mkdir()
+    for number in range(200):
+        (tmp_path / "modules" / f"m{number}.py").write_text("import os\ndef f(n): return f(n - 1) if n else 0\nf(50)")
+    bad = (
+        f"import importlib, sys, threading; sys.path.insert(0, {str(tmp_path / 'modules')!r})\n"
+        "def spin(n): return spin(n - 1) if n else 0\n"
+        "def often():\n"
+        "    while True: spin(100)\n"
+        "for _ in range(4): threading.Thread(target=often, daemon=True).start()\n"
+        "while True:\n"
+        "    for n in range(200):\n"
+        "        sys.modules.pop(f'm{n}', None); importlib.import_module(f'm{n}')"
+    )
+    site = write(tmp_path, "torch", bad)
+    for tenth in range(3):
+        found = told.framework({}, run(environ(site), "torch", timeout=1 + tenth / 10))
+        assert found.probe is not None and (found.probe.hung, found.probe.signal) == (True, None)
+        assert any("most recent call first" in line for line in found.probe.said)
+        assert not any("Fatal Python error" in line for line in found.probe.said)
+
+
+def test_one_that_was_stopped_by_the_user_is_not_asked_where_it_is(tmp_path: Path) -> None:
+    stop = threading.Event()
+    threading.Timer(1, stop.set).start()
+    ended = run(environ(write(tmp_path, "torch", "import time\ntime.sleep(60)")), "torch", stop=stop)
+    assert ended.hung and not ended.said
+
+
+DAEMON = """
+import os, signal, time
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    open({note!r}, 'w').write(str(os.getpid()))
+    for fd in range(30):
+        try: os.close(fd)
+        except OSError: pass
+    time.sleep(60)
+    os._exit(0)
+while not os.path.exists({note!r}) or not open({note!r}).read():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "time.sleep(60)", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_daemon_of_its_own_does_not_outlive_the_probe(tmp_path: Path, end: str) -> None:
+    note = tmp_path / "pid"
+    run(environ(write(tmp_path, "torch", DAEMON.format(note=str(note)) + end)), "torch", timeout=2)
+    assert gone(note)
+
+
+def test_only_what_the_probe_started_is_ended() -> None:
+    """Another probe's, and what has the variable as a part of something else."""
+    mark = "MEMGUARD_PROBE=abc"
+    kept = [
+        subprocess.Popen(["sleep", "30"], env={"MEMGUARD_PROBE": "abcd"}),
+        subprocess.Popen(["sleep", "30"], env={"OTHER": mark}),
+    ]
+    own = subprocess.Popen(["sleep", "30"], env={"MEMGUARD_PROBE": "abc"})
+    try:
+        assert list(processes._marked(mark.encode())) == [own.pid]
+        processes._kill_marked("abc")
+        assert own.wait(5) == -9 and all(process.poll() is None for process in kept)
+    finally:
+        for process in (*kept, own):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [f"{_main.ALARM}import time; time.sleep(60)", "import sys; sys.argv = ['-c', '/dev/stdin', '{}']; " + _main.BOOT],
+)
+def test_an_orphan_ends_by_itself(code: str) -> None:
+    given = {**os.environ, "MEMGUARD_PROBE": "abc.1"}
+    with subprocess.Popen([sys.executable, "-c", code], env=given, stdin=subprocess.PIPE) as orphan:
+        assert orphan.wait(10) == -signal.SIGALRM
+
+
+def test_standard_streams_that_are_closed_are_not_taken_for_the_report(tmp_path: Path) -> None:
+    write(tmp_path, "torch", TORCH)
+    code = (
+        "import os, sys; os.close(0); os.close(1); os.close(2)\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path; from doctor_processes import environ, run\n"
+        f"ended = run(environ(Path({str(tmp_path)!r})), 'torch')\n"
+        f"open({str(tmp_path / 'note')!r}, 'w').write(repr([line.get('stage') for line in ended.reported]))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    stages = [stage for stage in eval((tmp_path / "note").read_text()) if stage]
+    assert stages == ["import", "devices", "compute"]
+
+
+def test_where_somebody_else_takes_the_exit_code_it_is_unknown(tmp_path: Path) -> None:
+    site = write(tmp_path, "torch", TORCH)
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        ended, bad = run(environ(site), "torch"), run(environ(site), "nosuchprobe")
+        (site / "torch" / "__init__.py").write_text("import time; time.sleep(60)")
+        hung = run(environ(site), "torch", timeout=1)
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+    assert (ended.exit, ended.signal, ended.hung) == (None, None, False)
+    assert told.framework({}, ended).multiprocessors == (132,)
+    assert (bad.exit, bad.signal) == (None, None)
+    assert (hung.exit, hung.signal, hung.hung) == (None, None, True)
+
+
+@pytest.mark.parametrize("when", [IMPORTED, USED])
+def test_one_that_ends_early_without_an_error_is_told(tmp_path: Path, when: int) -> None:
+    found = torch(tmp_path, "os._exit(0)", when)
+    assert found.probe is not None
+    assert (found.probe.exit, found.probe.failed, found.probe.complete) == (0, None, False)
+    facts = Facts(frameworks={"torch": found})
+    crashed = [finding for finding in examine(facts) if finding.name == "probe-crashed"]
+    assert len(crashed) == 1
+    step = "import" if when == IMPORTED else "compute"
+    assert f"ended early with exit code 0, in the step {step}" in crashed[0].cause
+
+
+def test_one_of_several_that_ends_early_without_an_error_is_told(tmp_path: Path) -> None:
+    write(tmp_path, "cupy", "raise ImportError('not here')")
+    write(tmp_path, "torch", "import os; os._exit(0)")
+    found = told.together(("cupy", "torch"), run(environ(tmp_path), "cupy", "torch"))
+    assert (found.probe.exit, found.probe.complete) == (0, False)

@@ -51,8 +51,11 @@ def broken(probe: Probe | None) -> bool:
 
 def ended(probe: Probe) -> bool:
     """It died by itself: a signal, or an exit that no step explains."""
-    return not probe.hung and (probe.signal is not None or (probe.exit not in (None, 0) and probe.failed is None))
+    early = probe.exit not in (None, 0) or not probe.complete
+    return not probe.hung and (probe.signal is not None or (early and probe.failed is None))
 
 
 def how_it_ended(probe: Probe) -> str:
-    return f"was ended by {probe.signal}" if probe.signal else f"ended with exit code {probe.exit}"
+    if probe.signal:
+        return f"was ended by {probe.signal}"
+    return f"ended {'' if probe.complete else 'early '}with exit code {probe.exit}"
