@@ -146,8 +146,8 @@ class Framework(_Fact):
 
     `distributions`: versions by name of the distributions that install its module; `folder` where they put it, `path`
     what `import` found. `gpu`: whether it is a build for CUDA. `architectures` in CUDA's words (sm_90, compute_90).
-    `cuda`, `cudnn`: what it was built for; `cudnn_loaded` what it runs with. `wants`: libraries that it opens by name
-    at run time. `missing`: those it could not open. `gpus`: how many it sees; `multiprocessors`: what each has for it.
+    `cuda`, `cudnn`: what it was built for; `cudnn_loaded` what it runs with. `missing`: libraries that it could not
+    open. `gpus`: how many it sees; `multiprocessors`: what each has for it.
     """
 
     distributions: dict[str, str] = {}
@@ -159,7 +159,6 @@ class Framework(_Fact):
     cudnn: str | None = None
     cudnn_loaded: str | None = None
     architectures: tuple[str, ...] = ()
-    wants: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     gpus: int | None = None
     multiprocessors: tuple[int, ...] = ()
@@ -204,7 +203,6 @@ class BudgetFacts(_Fact):
 
     source: str = "budget"
     frameworks: tuple[str, ...] = ()
-    growth: bool | None = None
     limits: dict[str, int] = {}
     errors: tuple[str, ...] = ()
 

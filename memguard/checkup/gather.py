@@ -216,7 +216,6 @@ def _budget(budget: Budget | None, driver: Driver) -> BudgetFacts | None:
 
     if budget is None:
         return None
-    tensorflow = budget.frameworks.get("tensorflow")
     limits: dict[str, int] = {}
     errors: tuple[str, ...] = ()
     devices = told.devices(driver)
@@ -228,7 +227,6 @@ def _budget(budget: Budget | None, driver: Driver) -> BudgetFacts | None:
     return BudgetFacts(
         source=budget.source or "budget",
         frameworks=tuple(budget.frameworks),
-        growth=tensorflow.growth if tensorflow is not None else None,
         limits=limits,
         errors=errors,
     )

@@ -1,4 +1,4 @@
-"""Which libraries a framework could not open, and which it opened by name: from what it says. Pure."""
+"""Which libraries a framework could not open, from what it says, and which of that its user sees. Pure."""
 
 from __future__ import annotations
 
@@ -36,11 +36,6 @@ def missing(texts: Iterable[str]) -> tuple[str, ...]:
 def _stem(spoken: str) -> str:
     """`cuDNN`, as a library's name begins."""
     return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"
-
-
-def opened(texts: Iterable[str]) -> tuple[str, ...]:
-    """Names of libraries that TensorFlow says it opened."""
-    return tuple(dict.fromkeys(match[1] for text in texts for match in _OPENED.finditer(text)))
 
 
 def shown(said: Iterable[str], level: int) -> tuple[str, ...]:

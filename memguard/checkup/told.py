@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memguard.checkup.facts import Driver, Framework, Probe, Stage, Together
-from memguard.checkup.missing import missing, opened, shown
+from memguard.checkup.missing import missing, shown
 from memguard.checkup.processes import Ended
 from memguard.errors import FactsError
 from memguard.model import Device
@@ -57,7 +57,6 @@ def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> 
         return _checked(Framework, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
-    facts.setdefault("wants", opened(ended.said))
     return _checked(Framework, {**facts, "missing": missing(texts), "probe": probe(ended, level)})
 
 
