@@ -67,7 +67,23 @@ def test_a_broken_pytorch_is_replaced_by_one_for_the_same_cuda() -> None:
     ],
 )
 def test_cupy_has_its_libraries_in_pip_from_14_on(release: str, wanted: int, command: str) -> None:
-    assert libraries_for(_facts(cupy={"version": release}), "cupy", wanted, ["libnvrtc.so.12"]) == command
+    there = {"cupy-cuda13x": None, f"cupy-cuda{wanted}x": release}
+    facts = _facts(cupy={"version": release, "distributions": there})
+    assert libraries_for(facts, "cupy", wanted, ["libnvrtc.so.12"]) == command
+
+
+@pytest.mark.parametrize(
+    ("there", "command"),
+    [
+        ({"cupy-cuda13x": "14.2.0"}, "pip install 'cupy-cuda13x[ctk]==14.2.0'"),
+        ({"cupy": "14.2.0"}, "pip uninstall -y cupy && pip install 'cupy-cuda13x[ctk]==14.2.0'"),
+        ({"cupy-cuda12x": "14.2.0"}, "pip uninstall -y cupy-cuda12x && pip install 'cupy-cuda13x[ctk]==14.2.0'"),
+    ],
+)
+def test_no_wheel_of_cupy_is_put_beside_another(there: dict[str, str], command: str) -> None:
+    facts = _facts(cupy={"distributions": {"cupy-cuda13x": None, **there}})
+    assert libraries_for(facts, "cupy", 13) == command
+    assert with_cuda(facts, "cupy") == command.replace("==14.2.0", "")
 
 
 def _conda(framework: str, **more: Any) -> Facts:

@@ -39,11 +39,11 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
         return f"pip install 'jax[cuda{wanted}]{release}'"
     if framework == "cupy" and wanted is not None:
         if finds_packages(found):
-            return f"pip install 'cupy-cuda{wanted}x[ctk]{release}'"
+            return cupy_wheel(found, wanted, release)
         toolkit = f"install CUDA's toolkit {wanted} and put its lib64 into LD_LIBRARY_PATH"
         if wanted < 12:  # CuPy 14 has no build for it
             return toolkit
-        newer = f"pip install 'cupy-cuda{wanted}x[ctk]>=14'"
+        newer = cupy_wheel(found, wanted, ">=14")
         return f"{newer} (an older CuPy does not look into pip's packages), or {toolkit}"
     packages = pip_packages(libraries, wanted)
     if packages:
@@ -55,6 +55,14 @@ def finds_packages(cupy: Framework) -> bool:
     """CuPy 14 and newer open CUDA's libraries in pip's packages, older ones in CUDA's toolkit only."""
     release = numbers(cupy.version)
     return not release or release >= (14,)
+
+
+def cupy_wheel(found: Framework, cuda: int, release: str = "") -> str:
+    """CuPy with CUDA's libraries. A wheel for another CUDA would stay beside it, in the same folder."""
+    wheel = f"cupy-cuda{cuda}x"
+    others = [name for name in found.distributions if re.match(r"cupy(-|$)", name) and name != wheel]
+    first = f"pip uninstall -y {' '.join(others)} && " if others else ""
+    return f"{first}pip install '{wheel}[ctk]{release}'"
 
 
 def pip_packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
@@ -100,6 +108,7 @@ def with_cuda(facts: Facts, framework: str) -> str:
         "jax": f"pip install 'jax[cuda{known}]'",
         "numba": f"pip install 'numba-cuda[cu{known}]'",
         "torch": pytorch(driver),
+        "cupy": cupy_wheel(facts.frameworks[framework], known),
     }.get(framework, f"pip install --force-reinstall {framework}")
     if not maybe_conda(facts, facts.frameworks[framework]):
         return command
