@@ -36,7 +36,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES leaves none, or fewer than it names."""
     seen, blocked = visible(facts), blocked_by(facts)
     # NVML lists no instances: what becomes of one that is named only CUDA says.
-    gone = seen is not None and seen.kind == "MIG-" and bool(seen.entries) and blocked == "visible-devices-unknown"
+    gone = seen is not None and seen.kind == "MIG-" and blocked == "visible-devices-unknown"
     if seen is None or (not seen.why and seen.entries and not gone) or (blocked is None and seen.only_ended):
         return
     name: Name
