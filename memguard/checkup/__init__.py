@@ -13,8 +13,12 @@ from typing import Any
 
 from memguard.checkup.facts import Facts
 from memguard.checkup.finding import Finding, Severity
+from memguard.errors import MemguardError
 
 __all__ = ["Checkup", "Facts", "Finding", "Severity", "doctor"]
+
+_LONGEST = 86400
+"""Seconds: a day."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,18 @@ class Checkup:
 
     @property
     def healthy(self) -> bool:
-        """Nothing above info."""
-        return all(finding.severity is Severity.INFO for finding in self.findings)
+        """Nothing above info, and the frameworks that were asked for are installed: one of the six where none was."""
+        return not self.found and bool(self.facts.frameworks) and not self.not_installed
+
+    @property
+    def found(self) -> tuple[Finding, ...]:
+        """What is above info."""
+        return tuple(finding for finding in self.findings if finding.severity is not Severity.INFO)
+
+    @property
+    def not_installed(self) -> tuple[str, ...]:
+        """Frameworks that were asked for, by name or by the budget, and are not there."""
+        return tuple(name for name, found in self.facts.frameworks.items() if found.probe is None and not found.path)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -59,23 +73,41 @@ class Checkup:
 def doctor(
     budget: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
-    frameworks: Sequence[str] | None = None,
-    ignore: Collection[str] = (),
+    frameworks: str | Sequence[str] | None = None,
+    ignore: str | Collection[str] = (),
     timeout: float = 60.0,
 ) -> Checkup:
     """Look for what keeps frameworks from working here, this process included. Creates no context in this process.
 
     Each framework that is installed (`frameworks`: only those; with a budget those that it names) is imported and used
-    in a process of its own, stopped after `timeout` seconds; that takes some 600 MiB of the GPU meanwhile and some
-    seconds. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out.
-    Raises ConfigError for a wrong budget and MemguardError for an unknown name.
+    in a process of its own, stopped after `timeout` seconds; that takes some seconds, and up to 1.5 GiB of the GPU for
+    each process meanwhile. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out. One
+    name may be given as it is.
+    Raises ConfigError for a wrong budget and MemguardError for an unknown name or a wrong `timeout`.
     """
     from memguard import config
     from memguard.checkup import gather
     from memguard.checkup.examine import examine
     from memguard.findings import known
 
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
+        raise MemguardError(
+            f"timeout is a number of seconds, above 0 and up to {_LONGEST}, not {timeout!r}\n    fix: timeout=60"
+        )
+    wanted, left_out = _names("frameworks", frameworks), _names("ignore", ignore)
     loaded = None if budget is None else config.of(budget)
-    silent = known(ignore) | set(loaded.doctor.ignore if loaded is not None and loaded.doctor is not None else ())
-    facts = gather.facts(loaded, frameworks=frameworks, timeout=timeout, here=True)
+    silent = known(left_out) | set(loaded.doctor.ignore if loaded is not None and loaded.doctor is not None else ())
+    facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, here=True)
     return Checkup(facts, examine(facts, silent), tuple(sorted(silent)))
+
+
+def _names(argument: str, given: Any) -> tuple[str, ...]:
+    """Of frameworks or findings. A plain string is one, not its letters."""
+    names = (given,) if isinstance(given, str) else () if given is None else given
+    try:
+        names = tuple(names)
+    except TypeError:
+        names = (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise MemguardError(f"{argument} is a list of names, not {given!r}\n    fix: {argument}=['...']")
+    return names

@@ -8,6 +8,10 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from memguard.checkup.checks._cpu_only import kept_off
+from memguard.checkup.checks._failures import _STEPS, _step
+from memguard.checkup.checks._words import broken, ended, listing
+from memguard.checkup.examine import examine
 from memguard.checkup.facts import Facts, Framework, Probe
 from memguard.checkup.finding import Finding, Severity
 from memguard.units import format_size
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from memguard.checkup import Checkup
 
 WIDTH = 80
+_CELL = 24
+"""Characters of a version in the table: that of a build of one's own can be longer than the screen."""
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
 _GLUE = "\N{NO-BREAK SPACE}"
 
@@ -63,10 +69,11 @@ def as_dict(checkup: Checkup) -> dict[str, Any]:
             for finding in checkup.findings
         ],
         "ignored": list(checkup.ignored),
+        "not_installed": list(checkup.not_installed),
         "frameworks": {
             name: {
                 "works": works(framework),
-                "state": state(framework),
+                "state": state(framework, facts, name),
                 "version": framework.version,
                 "cuda": framework.cuda,
                 "seconds": framework.probe.seconds if framework.probe is not None else None,
@@ -79,22 +86,48 @@ def as_dict(checkup: Checkup) -> dict[str, Any]:
 
 def verdict(checkup: Checkup) -> str:
     """In one sentence: what works and what does not."""
-    frameworks = checkup.facts.frameworks
-    good = [name for name, framework in frameworks.items() if works(framework)]
-    bad = [name for name, framework in frameworks.items() if works(framework) is False]
-    gpus = checkup.facts.driver.cuda.devices
+    facts = checkup.facts
+    good = [name for name, framework in facts.frameworks.items() if works(framework)]
+    off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
+    bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
+    gpus = facts.driver.cuda.devices
     where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
+    said = []
+    if bad:
+        said.append(f"{listing(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
+    if good:
+        said.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
+    if off:
+        said.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
+    absent = list(checkup.not_installed)
+    if absent or not facts.frameworks:
+        who = f"{listing(absent)} {_verb(absent, 'is', 'are')} not" if absent else "none of the six is"
+        said.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
+    return ": ".join(filter(None, (_found(checkup, bad), "; ".join(said) or "no framework was tried")))
+
+
+def _found(checkup: Checkup, bad: list[str]) -> str:
+    """What the verdict begins with: healthy only where nothing fails, or an info says why."""
     counts = [
         _count(sum(finding.severity is severity for finding in checkup.findings), str(severity))
         for severity in (Severity.ERROR, Severity.WARNING)
     ]
-    found = ", ".join(filter(None, counts)) or "healthy"
-    said = []
-    if bad:
-        said.append(f"{_listed(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
-    if good:
-        said.append(f"{_listed(good)} {_verb(good, 'works', 'work')}{where}")
-    return f"{found}: {'; '.join(said)}" if said else f"{found}: no framework was tried"
+    if any(counts):
+        return ", ".join(filter(None, counts))
+    if not checkup.healthy:
+        return ""
+    told = {name for finding in checkup.findings for name in finding.subject.split(", ")}
+    if told.issuperset(bad):
+        return "healthy"
+    found = [finding.name for finding in examine(checkup.facts) if finding.severity is not Severity.INFO]
+    left_out = [name for name in dict.fromkeys(found) if name in checkup.ignored]
+    return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
+
+
+def _off(framework: Framework, facts: Facts, name: str) -> bool:
+    """A variable keeps it off the GPU, and nothing else fails."""
+    probe = framework.probe
+    return probe is not None and not framework.gpus and not broken(probe) and kept_off(facts, name)
 
 
 def works(framework: Framework) -> bool | None:
@@ -103,27 +136,35 @@ def works(framework: Framework) -> bool | None:
     if probe is None:
         return None
     computed = any(stage.name == "compute" and stage.error is None for stage in probe.stages)
-    return bool(framework.gpus) and computed and probe.failed is None and not _ended_badly(probe)
+    return bool(framework.gpus) and computed and not broken(probe)
 
 
-def state(framework: Framework) -> str:
-    """How its probe went, in a few words."""
+def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:
+    """How its probe went, in a few words. `facts` and `name`: where it is to be told from one that is kept off."""
     probe = framework.probe
     if probe is None:
-        return "not tried" if framework.path or framework.distributions else "is not installed"
-    stage = probe.failed or probe.last
-    where = f" in {stage.name}" if stage is not None else ""
-    if probe.hung:
-        return f"hangs{where}"
-    if probe.signal is not None:
-        return f"dies of {probe.signal}{where}"
-    if probe.failed is not None:
-        return f"fails{where}"
-    if _ended_badly(probe):
-        return f"exits with {probe.exit}{where}"
+        return "not tried" if framework.path else "is not installed"
+    how = _bad_end(probe, _STEPS, ("hangs", "dies of", "fails", "exits with"))
+    if how is not None:
+        return how
     if works(framework):
         return "works"
+    if facts is not None and _off(framework, facts, name):
+        return "is kept off the GPU"
     return "is a build without CUDA" if framework.gpu is False else "sees no GPU"
+
+
+def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
+    """How and where it did not get through: in the step that the finding about it names too."""
+    where = _step(probe, steps).replace("in the step ", "in ")
+    hang, die, fail, leave = verbs
+    if probe.hung:
+        return f"{hang} {where}"
+    if probe.signal is not None:
+        return f"{die} {probe.signal} {where}"
+    if probe.failed is not None:
+        return f"{fail} in {probe.failed.name}"
+    return f"{leave} {probe.exit} {where}" if ended(probe) else None
 
 
 def lines(checkup: Checkup, *, brief: bool = False) -> list[Line]:
@@ -146,13 +187,17 @@ def _finding(finding: Finding) -> list[Line]:
     for line in finding.evidence:
         out += _wrap([("dim", "  - ")], line, "dim", 4)
     out += _wrap([("", "  fix: ")], finding.remedy, "green", 7)
-    out.append([("", "  "), ("dim", f"page: {finding.page}")])
-    return out
+    return [*out, _more(finding)]
 
 
 def _info(finding: Finding) -> list[Line]:
     """Without evidence and remedy: there is nothing to do."""
-    return [_head(finding), *_wrap([("", "  ")], f"{finding.cause} ({finding.page})", "", 2)]
+    return [_head(finding), *_wrap([("", "  ")], finding.cause, "", 2), _more(finding)]
+
+
+def _more(finding: Finding) -> Line:
+    """Where its page is: a path in the documentation is none that whoever installed a package has."""
+    return [("", "  "), ("dim", f"more: memguard doctor --explain {finding.name}")]
 
 
 def _head(finding: Finding) -> Line:
@@ -165,30 +210,33 @@ def _frameworks(facts: Facts) -> list[Line]:
     rows = []
     for name, framework in facts.frameworks.items():
         cuda = f"CUDA {framework.cuda}" if framework.cuda else ""
-        rows.append((works(framework), name, state(framework), framework.version or "", cuda, framework.probe))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (1, 2, 3, 4)]  # type: ignore[arg-type]
+        cells = (name, state(framework, facts, name), _cut(framework.version or ""), _cut(cuda))
+        rows.append((works(framework), cells, framework.probe))
+    widths = [max((len(cells[column]) for _, cells, _ in rows), default=0) for column in range(4)]
     out: list[Line] = []
-    for good, name, how, version, cuda, probe in rows:
+    for good, cells, probe in rows:
         style = {True: "green", False: "red", None: "dim"}[good]
-        cells = zip((name, how, version, cuda), widths, ("bold", style, "", ""), strict=True)
-        line: Line = [(shade, f"{_clean(cell):<{width}}  ") for cell, width, shade in cells]
-        out.append([*line, ("dim", f"{probe.seconds:5.1f} s")] if probe is not None else line)
+        shades = zip(cells, widths, ("bold", style, "", ""), strict=True)
+        line: Line = [(shade, f"{cell:<{width}}  ") for cell, width, shade in shades]
+        out.append(_stripped([*line, ("dim", f"{probe.seconds:5.1f} s")] if probe is not None else line))
     for together in facts.together:
-        how = _together(together.probe)
+        how = _bad_end(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
         style = "green" if how == "work" else "red"
         said = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
         out += _wrap([("", "")], said, style, 2)
     return out
 
 
-def _together(probe: Probe) -> str:
-    stage = probe.failed or probe.last
-    where = f" in {stage.name}" if stage is not None else ""
-    if probe.hung:
-        return f"hang{where}"
-    if probe.signal is not None:
-        return f"die of {probe.signal}{where}"
-    return f"fail{where}" if probe.failed is not None or _ended_badly(probe) else "work"
+def _cut(cell: str) -> str:
+    plain = _clean(cell)
+    return plain if len(plain) <= _CELL else plain[: _CELL - 1] + "…"
+
+
+def _stripped(line: Line) -> Line:
+    """Without spaces at its end."""
+    while line and not line[-1][1].rstrip():
+        line = line[:-1]
+    return [*line[:-1], (line[-1][0], line[-1][1].rstrip())] if line else line
 
 
 def _machine(checkup: Checkup) -> list[Line]:
@@ -206,10 +254,6 @@ def _machine(checkup: Checkup) -> list[Line]:
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items() if name not in shown)
     out += _wrap([("dim", "time: ")], times, "dim", 6) if times else []
     return out + (_wrap([("dim", "left out: ")], ", ".join(checkup.ignored), "dim", 10) if checkup.ignored else [])
-
-
-def _ended_badly(probe: Probe) -> bool:
-    return probe.hung or probe.signal is not None or probe.exit not in (None, 0)
 
 
 def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
@@ -236,10 +280,6 @@ def _clean(said: str) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number > 1 else ''}" if number else ""
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _verb(names: list[str], one: str, several: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import stat
 import sys
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +20,18 @@ if TYPE_CHECKING:
 
 _FINDINGS = 1
 _NOT_RUN = 2
+_MOST = 16 << 20
+"""Bytes of a file of facts; a real one has some 50 thousand."""
+
+
+class _Seconds(click.FloatRange):
+    """click lets nan through, which is neither below nor above anything."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail("nan is no number of seconds", param, ctx)
+        return seconds
 
 
 @click.command("doctor", short_help="Find out why a framework does not work here.")
@@ -39,12 +55,13 @@ _NOT_RUN = 2
 @click.option("--ignore", multiple=True, metavar="NAME", help="A finding to leave out; again for several.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(1, 86400),
+    type=_Seconds(1, 86400),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
     help="When a framework's process is stopped.",
 )
+@click.option("--explain", "explained", metavar="NAME", help="Print the page of a finding.")
 @click.option("--list", "list_names", is_flag=True, help="Print the names of everything that may be found.")
 @click.pass_context
 def doctor(
@@ -58,6 +75,7 @@ def doctor(
     frameworks: tuple[str, ...],
     ignore: tuple[str, ...],
     timeout: float,
+    explained: str | None,
     list_names: bool,
 ) -> None:
     """Import and use each framework in a process of its own, and say what is wrong and what to do.
@@ -65,14 +83,18 @@ def doctor(
     With BUDGET only the frameworks that it names, and whether it fits here. Takes some seconds, and meanwhile up to
     1.5 GiB of the GPU for each process.
 
-    Exit code 0: healthy, nothing above info; 1: warnings or errors; 2: it could not run.
+    Exit code 0: healthy, nothing above info; 1: warnings or errors, or a framework that was asked for is not
+    installed; 2: it could not run, or no framework is installed. With --dump-facts 0 wherever facts were written.
     """
     from memguard import config, findings
+    from memguard.checkup import explain
     from memguard.checkup.facts import Facts
-    from memguard.errors import MemguardError
 
-    if list_names:
-        click.echo("\n".join(findings.NAMES))
+    if list_names or explained is not None:
+        with _not_run(context):
+            said = "\n".join(findings.NAMES) if explained is None else explain.page(explained).rstrip()
+        with _printing(context):
+            click.echo(said)
         return
     if budget is not None and config_file is not None:
         context.fail("the budget is given twice: as BUDGET and with --config")
@@ -86,7 +108,7 @@ def doctor(
     for name in frameworks:
         if name not in config.FRAMEWORKS:
             context.fail(f"no framework has the name {name!r}; there are {', '.join(config.FRAMEWORKS)}")
-    try:
+    with _not_run(context):
         silent = findings.known(ignore)
         if facts_file is not None:
             checkup = examined(Facts.from_json(_read(facts_file), facts_file), None, silent)
@@ -94,17 +116,56 @@ def doctor(
             path = budget if budget is not None else config_file
             loaded = None if path is None else config.load(path)
             checkup = examined(_gather(loaded, frameworks, timeout, script), loaded, silent)
+    unread(checkup.facts)
+    with _printing(context):
+        if dump_facts:
+            click.echo(checkup.facts.to_json())
+        else:
+            show(checkup, as_json)
+    context.exit(0 if dump_facts else code(checkup))
+
+
+def code(checkup: Checkup) -> int:
+    """The exit code that says what was found."""
+    if checkup.healthy:
+        return 0
+    nothing_tried = not checkup.facts.frameworks and not checkup.found
+    return _NOT_RUN if nothing_tried else _FINDINGS
+
+
+@contextlib.contextmanager
+def _not_run(context: click.Context) -> Iterator[None]:
+    """Whatever goes wrong in it ends with 2: 1 would say that something was found."""
+    from memguard.errors import MemguardError
+
+    try:
+        yield
     except MemguardError as error:
-        error.exit_code = _NOT_RUN  # 1 would say that something was found
+        error.exit_code = _NOT_RUN
         raise
     except Exception:  # a mistake of ours, or facts that no machine gave: neither is a finding
         traceback.print_exc()
         context.exit(_NOT_RUN)
-    if dump_facts:
-        click.echo(checkup.facts.to_json())
-    else:
-        show(checkup, as_json)
-    context.exit(0 if checkup.healthy else _FINDINGS)
+
+
+@contextlib.contextmanager
+def _printing(context: click.Context) -> Iterator[None]:
+    """A stdout that takes nothing, as of a full disk, ends with 2 and a line: what was asked for is not there."""
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        yield
+    except OSError as error:
+        click.echo(f"memguard: stdout cannot be written: {error.strerror or error}", err=True)
+        with contextlib.suppress(OSError, AttributeError):  # or Python tries the rest again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        context.exit(_NOT_RUN)
+
+
+def unread(facts: Facts) -> None:
+    """Say that the script could not be read: the findings are without it."""
+    if facts.script is not None and facts.script.error is not None:
+        click.echo(f"memguard: {facts.script.path} was not looked at: {facts.script.error}", err=True)
 
 
 def examined(facts: Facts, budget: Budget | None, ignore: frozenset[str]) -> Checkup:
@@ -143,18 +204,42 @@ def progress() -> Callable[[str], None] | None:
 
 def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, script: str | None) -> Facts:
     from memguard.checkup import gather
+    from memguard.cli._signals import unwinding
 
-    return gather.facts(
-        budget, frameworks=frameworks or None, timeout=timeout, here=False, script=script, say=progress()
-    )
+    if script is not None:
+        _program(script)
+    with unwinding():
+        return gather.facts(
+            budget, frameworks=frameworks or None, timeout=timeout, here=False, script=script, say=progress()
+        )
+
+
+def _program(path: str) -> None:
+    """Raise where it is no file at all: found out before anything is started."""
+    from memguard.errors import FactsError
+
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise FactsError(f"{path}: it is {what}\n    fix: name the program's file of Python: --script train.py")
 
 
 def _read(path: str) -> bytes:
     from memguard.errors import FactsError
 
+    if path == "-" and sys.stdin is None:
+        raise FactsError("-: standard input is closed\n    fix: memguard doctor --facts FILE")
     try:
         with click.open_file(path, "rb") as file:
-            raw: bytes = file.read()
-            return raw
-    except OSError as error:
-        raise FactsError(f"{path}: {error.strerror}\n    fix: check the path") from None
+            raw: bytes = file.read(_MOST + 1)
+    except (OSError, ValueError) as error:
+        raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
+    if len(raw) > _MOST:
+        raise FactsError(
+            f"{path}: it is larger than facts ever are ({_MOST >> 20} MiB)\n"
+            "    fix: give a file that `memguard doctor --dump-facts` wrote"
+        )
+    return raw

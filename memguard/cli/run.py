@@ -25,6 +25,8 @@ _ACTIVATE = Path(__file__).resolve().parents[1] / "_activate"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
 _TIMEOUT = 60.0
 """Seconds for each framework under `--doctor`."""
+_FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "device-files")
+"""Findings whose errors no program on a GPU survives: to leave them out would only put its end off."""
 
 
 @click.command(
@@ -66,29 +68,35 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
 def _examine(budget: Budget, command: Sequence[str]) -> None:
     """Exit where the frameworks that the budget names do not work in the Python of the command."""
     from memguard.checkup import gather
-    from memguard.cli import _program, doctor
+    from memguard.cli import _program, _signals, doctor
 
     program = _program.of(command, os.environ)
-    facts = gather.facts(
-        budget,
-        frameworks=None,
-        timeout=_TIMEOUT,
-        here=False,
-        python=None if program.python is None else [program.python],
-        environ=program.environ,
-        script=program.script,
-        say=doctor.progress(),
-    )
+    if program.python is None:
+        click.echo(
+            f"memguard: the Python of `{command[0]}` is not known: memguard's own was examined, {sys.executable}",
+            err=True,
+        )
+    with _signals.unwinding():
+        facts = gather.facts(
+            budget,
+            frameworks=None,
+            timeout=_TIMEOUT,
+            here=False,
+            python=None if program.python is None else [program.python],
+            environ=program.environ,
+            script=program.script,
+            say=doctor.progress(),
+        )
+    doctor.unread(facts)
     checkup = doctor.examined(facts, budget, frozenset())
     if not checkup.healthy:
         doctor.show(checkup, brief=True, err=True)
     if checkup.errors:
-        names = ", ".join(dict.fromkeys(finding.name for finding in checkup.errors))
-        click.echo(
-            f"\nmemguard: {command[0]} was not started\n"
-            f"    fix: see above, or leave it out in the budget: doctor: {{ignore: [{names}]}}",
-            err=True,
-        )
+        names = list(dict.fromkeys(finding.name for finding in checkup.errors))
+        fix = "see above"
+        if not any(name.startswith(_FATAL) for name in names):
+            fix += f", or leave it out in the budget: doctor: {{ignore: [{', '.join(names)}]}}"
+        click.echo(f"\nmemguard: {command[0]} was not started\n    fix: {fix}", err=True)
         raise SystemExit(1)
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
+import signal
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,12 @@ from click.testing import CliRunner, Result
 
 import memguard
 from memguard import config, findings
-from memguard.checkup import gather
-from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Framework, Probe, Stage
-from memguard.cli import _program, main
+from memguard.checkup import explain, gather
+from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Framework, Nvml, Probe, Script, Stage, System
+from memguard.cli import _program, _signals, main
 from memguard.errors import FactsError
 
+ROOT = Path(__file__).parents[2]
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
 BUDGET = "version: 1\nframeworks:\n  jax: {share: 50%}\n"
 STAGES = tuple(Stage(name=name, seconds=1.0) for name in ("import", "devices", "compute"))
@@ -40,6 +46,10 @@ HEALTHY = Facts(
 )
 FRACTIONS = {"XLA_CLIENT_MEM_FRACTION": ".3", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}
 NO_JAX = {"jax": HEALTHY.frameworks["jax"].model_copy(update={"gpus": 0}), "torch": HEALTHY.frameworks["torch"]}
+NO_DRIVER = Driver(
+    cuda=Cuda(error="libcuda.so.1: cannot open shared object file: No such file or directory"),
+    nvml=Nvml(error="NVMLError_LibraryNotFound"),
+)
 SICK = HEALTHY.model_copy(update={"environment": FRACTIONS, "frameworks": NO_JAX})
 """An error: xla-fractions."""
 
@@ -110,9 +120,17 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
         (["--facts", "f.json", "--script", "a.py"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--framework", "jax"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--timeout", "60"], "--facts FILE reads nothing of this machine"),
+        (["--timeout", "nan"], "nan is no number of seconds"),
+        (["--facts", "/dev/zero"], "/dev/zero: it is larger than facts ever are (16 MiB)"),
+        (["--script", "absent.py"], "absent.py: No such file or directory\n    fix: check the path"),
+        (["--script", "-"], "-: No such file or directory"),
+        (["--script", "."], ".: it is a folder\n    fix: name the program's file"),
+        (["--script", "fifo"], "fifo: it is no regular file"),
+        (["--explain", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
     ],
 )
 def test_what_could_not_run_is_2(gathered: Gathered, arguments: list[str], said: str) -> None:
+    os.mkfifo("fifo")
     done = doctor(*arguments)
     assert done.exit_code == 2, done.output
     assert said in done.stderr and done.stdout == ""
@@ -132,6 +150,35 @@ def test_a_mistake_of_the_doctors_own_is_2_with_its_traceback(gathered: Gathered
     assert done.exit_code == 2 and "ZeroDivisionError: oh" in done.stderr and done.stdout == ""
 
 
+def test_no_framework_at_all_is_2_and_one_that_was_asked_for_1(gathered: Gathered) -> None:
+    gathered.facts = Facts(system=System(executable="~/other/bin/python"))
+    done = doctor()
+    assert done.exit_code == 2
+    assert done.stdout.startswith(
+        "memguard doctor: none of the six is installed for ~/other/bin/python: is it the\n  right environment?\n"
+    )
+    gathered.facts = HEALTHY.model_copy(update={"frameworks": {**HEALTHY.frameworks, "cupy": Framework()}})
+    done = doctor("--framework", "cupy", "--framework", "jax", "--framework", "torch")
+    assert done.exit_code == 1 and "; cupy is not installed for\n  this Python: is it the right" in done.stdout
+    data = json.loads(doctor("budget.yaml", "--json").stdout)
+    assert data["healthy"] is False and data["not_installed"] == ["cupy"] and data["findings"] == []
+
+
+def test_findings_are_1_where_no_framework_is_installed_too(gathered: Gathered) -> None:
+    gathered.facts = SICK.model_copy(update={"frameworks": {}, "driver": NO_DRIVER})
+    done = doctor()
+    assert done.exit_code == 1 and "error  driver-absent\n" in done.stdout
+
+
+def test_what_is_left_out_is_not_called_healthy(gathered: Gathered) -> None:
+    gathered.facts = SICK
+    done = doctor("--ignore", "xla-fractions")
+    assert done.exit_code == 0
+    assert done.stdout.startswith(
+        "memguard doctor: nothing found beyond what is left out (xla-fractions): jax does\n  not"
+    )
+
+
 # Options
 
 
@@ -140,6 +187,7 @@ def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
     budget, asked = gathered.asked.pop()
     assert budget is None and asked.pop("say") is None  # nobody looks on
     assert asked == {"frameworks": None, "timeout": 60.0, "here": False, "script": None}
+    Path("train.py").write_text("import torch\n")
     doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
     budget, asked = gathered.asked.pop()
     assert budget == config.load("budget.yaml")
@@ -170,12 +218,13 @@ def test_json(gathered: Gathered) -> None:
 def test_facts_are_dumped_alone_and_give_the_same_findings_anywhere(gathered: Gathered, tmp_path: Path) -> None:
     gathered.facts = SICK
     dumped = doctor("--dump-facts")
-    assert dumped.exit_code == 1 and Facts.from_json(dumped.stdout) == SICK
+    assert dumped.exit_code == 0 and Facts.from_json(dumped.stdout) == SICK
     (tmp_path / "f.json").write_text(dumped.stdout)
     gathered.facts, gathered.asked = HEALTHY, []
     for done in (doctor("--facts", "f.json"), doctor("--facts", "-", stdin=dumped.stdout)):
         assert done.exit_code == 1 and "error  xla-fractions: jax\n" in done.stdout
-    assert doctor("--facts", "f.json", "--dump-facts").stdout == dumped.stdout
+    again = doctor("--facts", "f.json", "--dump-facts")
+    assert (again.exit_code, again.stdout) == (0, dumped.stdout)
     assert doctor("--facts", "f.json", "--ignore", "xla-fractions").exit_code == 0
     assert gathered.asked == []
 
@@ -184,6 +233,157 @@ def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
     done = doctor("--list")
     assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.NAMES
     assert gathered.asked == []
+
+
+@pytest.mark.parametrize("name", findings.NAMES)
+def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
+    done = doctor("--explain", name)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8").rstrip() + "\n"
+    assert gathered.asked == []
+
+
+def test_a_page_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(explain, "_FOLDERS", (tmp_path,))
+    done = doctor("--explain", "mig")
+    assert done.exit_code == 2 and done.stderr.startswith("memguard: the page of mig is not installed\n    fix: ")
+    (tmp_path / "mig.md").write_text("# mig\n")
+    assert doctor("--explain", "mig").stdout == "# mig\n"
+
+
+def test_a_script_that_cannot_be_read_is_said(gathered: Gathered) -> None:
+    Path("train.py").write_text("import torch\n")
+    gathered.facts = HEALTHY.model_copy(update={"script": Script(path="train.py", error="SyntaxError: oh")})
+    said = "memguard: train.py was not looked at: SyntaxError: oh\n"
+    for arguments in ([], ["--json"], ["--dump-facts"]):
+        done = doctor("--script", "train.py", *arguments)
+        assert (done.exit_code, done.stderr) == (0, said)
+
+
+def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    code = "from memguard.cli import main; main(prog_name='memguard')"
+    environ = {**os.environ, "PYTHONPATH": str(Path(memguard.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environ, stderr=subprocess.PIPE, text=True, timeout=60, **more
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--facts", "f.json", "--dump-facts"], ["--facts", "f.json"], ["--list"]])
+def test_a_stdout_that_takes_nothing_is_2_and_a_line(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "f.json").write_text(HEALTHY.to_json())
+    with open("/dev/full", "w") as full:
+        done = command("doctor", *arguments, stdout=full, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "memguard: stdout cannot be written: No space left on device\n"
+    done = command("doctor", *arguments, cwd=tmp_path, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (2, "memguard: stdout cannot be written: it is closed\n")
+
+
+def test_facts_from_a_stdin_that_is_closed(tmp_path: Path) -> None:
+    done = command("doctor", "--facts", "-", cwd=tmp_path, preexec_fn=lambda: os.close(0))
+    assert done.returncode == 2 and done.stderr.startswith("memguard: -: standard input is closed\n    fix: ")
+
+
+SLEEPER = """\
+import os, pathlib, time
+path = pathlib.Path(os.environ["SLEEPER"])
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("arguments", [["doctor", "budget.yaml"], ["run", "--doctor", "--", sys.executable, "a.py"]])
+def test_what_ends_it_ends_the_processes_that_it_started(
+    tmp_path: Path, number: signal.Signals, arguments: list[str]
+) -> None:
+    """Real ones: a JAX whose import takes for ever."""
+    (tmp_path / "budget.yaml").write_text(BUDGET)
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text(SLEEPER)
+    path = tmp_path / "pid"
+    own = os.pathsep.join([str(tmp_path), str(Path(memguard.__file__).parents[1])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from memguard.cli import main; main()", *arguments],
+        env={**os.environ, "PYTHONPATH": own, "SLEEPER": str(path)},
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        probe = int(path.read_text())
+        process.send_signal(number)
+        if number == signal.SIGINT:
+            process.send_signal(number)  # people press it twice
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number), said
+    assert b"Traceback" not in said
+    assert not os.path.exists(f"/proc/{probe}")
+
+
+def test_handlers_are_put_back_and_what_is_ignored_stays_so() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(SystemExit) as left, _signals.unwinding():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert left.value.code == 143
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    with pytest.raises(KeyboardInterrupt), _signals.unwinding():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        finally:  # the clean-up
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with _signals.unwinding():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before[2])
+    with ThreadPoolExecutor() as pool:  # no thread but the main one may set handlers
+        assert pool.submit(lambda: _signals.unwinding().__enter__()).result() is None
+
+
+# memguard.doctor
+
+
+def test_one_name_is_a_name_and_not_its_letters(gathered: Gathered) -> None:
+    checkup = memguard.doctor(frameworks="torch", ignore="mig", timeout=5)
+    assert gathered.asked.pop()[1] == {"frameworks": ("torch",), "timeout": 5, "here": True}
+    assert checkup.ignored == ("mig",)
+    memguard.doctor(frameworks=["jax", "torch"], ignore={"mig"})
+    assert gathered.asked.pop()[1]["frameworks"] == ("jax", "torch")
+    memguard.doctor(frameworks=[])
+    assert gathered.asked.pop()[1]["frameworks"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeout": 0}, "timeout is a number of seconds, above 0 and up to 86400, not 0\n    fix: timeout=60"),
+        ({"timeout": math.nan}, "not nan"),
+        ({"timeout": math.inf}, "not inf"),
+        ({"timeout": "x"}, "not 'x'"),
+        ({"timeout": None}, "not None"),
+        ({"timeout": True}, "not True"),
+        ({"frameworks": 5}, "frameworks is a list of names, not 5\n    fix: frameworks=['...']"),
+        ({"ignore": [5]}, "ignore is a list of names, not [5]"),
+        ({"ignore": "second-contexts"}, "no finding has the name 'second-contexts'"),
+    ],
+)
+def test_wrong_arguments_are_said_in_a_sentence(gathered: Gathered, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(memguard.MemguardError) as raised:
+        memguard.doctor(**given)
+    assert said in str(raised.value) and gathered.asked == []
 
 
 def test_progress_is_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +446,37 @@ def test_an_error_stops_the_program_before_it_starts(gathered: Gathered, started
     assert run("--doctor", "--", "python", "train.py").exit_code == 0 and started
 
 
+def test_what_no_program_survives_is_not_offered_to_be_left_out(gathered: Gathered, started: list[Any]) -> None:
+    gathered.facts = SICK.model_copy(update={"driver": NO_DRIVER})
+    done = run("--doctor", "--", "python", "train.py")
+    assert done.exit_code == 1 and started == [] and "error  driver-absent\n" in done.stderr
+    assert done.stderr.endswith("\nmemguard: python was not started\n    fix: see above\n")
+
+
+def test_a_framework_that_is_not_installed_is_said_and_the_program_starts(
+    gathered: Gathered, started: list[Any]
+) -> None:
+    gathered.facts = HEALTHY.model_copy(update={"frameworks": {"jax": Framework()}})
+    done = run("--doctor", "--", "python", "train.py")
+    assert done.exit_code == 0 and started
+    assert done.stderr == ("memguard doctor: jax is not installed for this Python: is it the right\n  environment?\n")
+
+
+def test_a_command_whose_python_is_not_known_is_said(gathered: Gathered, started: list[Any]) -> None:
+    done = run("--doctor", "--", "sh", "train.sh")
+    assert done.exit_code == 0 and started == [["sh", "train.sh"]]
+    assert done.stderr == (
+        f"memguard: the Python of `sh` is not known: memguard's own was examined, {sys.executable}\n"
+    )
+    assert gathered.asked.pop()[1]["python"] is None
+
+
+def test_a_script_that_cannot_be_read_is_said_before_a_run(gathered: Gathered, started: list[Any]) -> None:
+    gathered.facts = HEALTHY.model_copy(update={"script": Script(path="train.py", error="SyntaxError: oh")})
+    done = run("--doctor", "--", sys.executable, "train.py")
+    assert started and done.stderr == "memguard: train.py was not looked at: SyntaxError: oh\n"
+
+
 def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started: list[Any]) -> None:
     warned = {"process": {"modules": ["torch", "pycuda"], "foreign_context": True}}
     gathered.facts = Facts.model_validate({**HEALTHY.model_dump(), **warned})
@@ -272,7 +503,8 @@ def path(tmp_path: Path) -> Path:
     folder.mkdir()
     for name, text in {
         "python": "", "python3.12": "", "sh": "", "other": "#!/bin/sh\n", "jupyter": f"#!{folder}/python3.12\n",
-        "torchrun": "#!/usr/bin/env python\n", "train.py": "#!/usr/bin/env -S python3.12 -u\n",
+        "torchrun": "#!/usr/bin/env python\n", "accelerate": f"#!{folder}/python\n",
+        "train.py": "#!/usr/bin/env -S python3.12 -u\n",
     }.items():  # fmt: skip
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -291,7 +523,15 @@ def path(tmp_path: Path) -> Path:
         ("python -", "python", None),
         ("python", "python", None),
         ("jupyter lab", "python3.12", "{bin}/jupyter"),
-        ("torchrun train.py", "python", "{bin}/torchrun"),
+        ("torchrun train.py", "python", "train.py"),
+        ("torchrun --nproc_per_node 2 --rdzv-id=a.py src/train.py --config other.py", "python", "src/train.py"),
+        ("torchrun -m package.train --config other.py", "python", "{bin}/torchrun"),
+        ("accelerate launch --num_processes 2 train.py", "python", "train.py"),
+        ("accelerate test train.py", "python", "{bin}/accelerate"),
+        ("python -m torch.distributed.run --standalone --nproc-per-node gpu train.py", "python", "train.py"),
+        ("python -um accelerate.commands.launch train.py", "python", "train.py"),
+        ("python -m torch.distributed.run --no-python ./train.py", "python", None),
+        ("python -m pytest tests/test_a.py", "python", None),
         ("train.py", "python3.12", "{bin}/train.py"),
         ("env python a.py", "python", "a.py"),
         ("env A=1 CUDA_VISIBLE_DEVICES=1 python3.12 a.py", "python3.12", "a.py"),

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from memguard.checkup import Checkup, render
-from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Framework, Nvml, NvmlDevice, Probe, Stage, Together
+from memguard.checkup.examine import examine
+from memguard.checkup.facts import (
+    Cuda,
+    CudaDevice,
+    Driver,
+    Facts,
+    Framework,
+    Nvml,
+    NvmlDevice,
+    Probe,
+    Stage,
+    System,
+    Together,
+)
 from memguard.checkup.finding import Finding, Severity
 from memguard.units import GIB
 
@@ -33,6 +47,10 @@ DRIVER = Driver(
         devices=(CudaDevice(ordinal=0, uuid=UUID, name="NVIDIA H200", capability=(9, 0), multiprocessors=132),),
     ),
     nvml=Nvml(driver="580.159.04", devices=(NvmlDevice(index=0, uuid=UUID, free=100 * GIB),)),
+)
+NO_DRIVER = Driver(
+    cuda=Cuda(error="libcuda.so.1: cannot open shared object file: No such file or directory"),
+    nvml=Nvml(error="NVMLError_LibraryNotFound"),
 )
 MISSING = Finding(
     "library-missing",
@@ -76,13 +94,13 @@ def test_the_verdict_comes_first_then_what_is_wrong_then_the_frameworks_then_the
         "    directory\n"
         "  fix: `pip install nvidia-cuda-runtime-cu12`, or\n"
         "       `pip install 'tensorflow[and-cuda]'` for all of them at once\n"
-        "  page: docs/doctor/library-missing.md\n"
+        "  more: memguard doctor --explain library-missing\n"
         "\n"
         "warning  second-context: pycuda\n"
         "  PyCUDA makes a second context\n"
         "  - a.py:1\n"
         "  fix: do\n"
-        "  page: docs/doctor/second-context.md\n"
+        "  more: memguard doctor --explain second-context\n"
         "\n"
         "torch       works            2.11.0+cu130  CUDA 13.0    4.2 s\n"
         "tensorflow  fails in import  2.11.0+cu130  CUDA 13.0    4.2 s\n"
@@ -91,7 +109,8 @@ def test_the_verdict_comes_first_then_what_is_wrong_then_the_frameworks_then_the
         "left out: mig\n"
         "\n"
         "info  driver-minor-version\n"
-        "  cupy was built for a newer CUDA (docs/doctor/driver-minor-version.md)"
+        "  cupy was built for a newer CUDA\n"
+        "  more: memguard doctor --explain driver-minor-version"
     )
 
 
@@ -100,7 +119,7 @@ def test_before_a_run_only_what_is_wrong_is_shown() -> None:
     assert shown.startswith(
         "memguard doctor: 1 warning: torch works on NVIDIA H200\n\nwarning  second-context: pycuda\n"
     )
-    assert shown.endswith("  page: docs/doctor/second-context.md")
+    assert shown.endswith("  more: memguard doctor --explain second-context")
 
 
 @pytest.mark.parametrize(
@@ -115,12 +134,21 @@ def test_before_a_run_only_what_is_wrong_is_shown() -> None:
         (
             Framework(gpus=1, probe=probed(step("import"), exit=None, signal="SIGFPE")),
             False,
-            "dies of SIGFPE in import",
+            "dies of SIGFPE in devices",
         ),
-        (Framework(gpus=1, probe=probed(step("devices"), exit=None, hung=True)), False, "hangs in devices"),
-        (Framework(gpus=1, probe=probed(step("compute"), step("exit"), exit=134)), False, "exits with 134 in exit"),
+        (
+            Framework(gpus=1, probe=probed(step("import"), step("devices"), exit=None, hung=True)),
+            False,
+            "hangs in compute",
+        ),
+        (
+            Framework(gpus=1, probe=probed(step("import"), step("devices"), step("compute"), exit=134)),
+            False,
+            "exits with 134 at its end",
+        ),
         (Framework(gpus=1, probe=probed(step("import"))), False, "sees no GPU"),
-        (Framework(probe=probed(exit=1)), False, "exits with 1"),
+        (Framework(probe=probed(exit=1)), False, "exits with 1 in import"),
+        (Framework(distributions={"torch": "2.11.0"}), None, "is not installed"),
     ],
 )
 def test_the_state_of_a_framework(framework: Framework, works: bool | None, state: str) -> None:
@@ -129,19 +157,95 @@ def test_the_state_of_a_framework(framework: Framework, works: bool | None, stat
 
 
 def test_verdicts() -> None:
-    assert render.verdict(Checkup(Facts(), ())) == "healthy: no framework was tried"
     errors = render.verdict(checkup(MISSING, MISSING, torch=Framework(probe=probed(exit=1))))
     assert errors == "2 errors: torch does not work on the GPU"
-    assert render.verdict(checkup(torch=Framework())) == "healthy: no framework was tried"
+    assert render.verdict(checkup(torch=Framework(path="/venv/torch/__init__.py"))) == "healthy: no framework was tried"
+
+
+def test_the_wrong_environment_is_not_healthy() -> None:
+    seen = Checkup(Facts(system=System(executable="~/venv/bin/python")), ())
+    said = "none of the six is installed for ~/venv/bin/python: is it the right environment?"
+    assert render.verdict(seen) == said and not seen.healthy
+    assert seen.as_dict()["healthy"] is False and seen.as_dict()["not_installed"] == []
+    assert "healthy" not in str(seen)
+    asked = checkup(torch=Framework())
+    assert render.verdict(asked) == "torch is not installed for this Python: is it the right environment?"
+    asked = checkup(torch=TORCH, jax=Framework(), cupy=Framework())
+    assert render.verdict(asked) == (
+        "torch works on NVIDIA H200; jax and cupy are not installed for this Python: is it the right environment?"
+    )
+    assert not asked.healthy and asked.not_installed == ("jax", "cupy")
+    assert asked.as_dict()["not_installed"] == ["jax", "cupy"]
+
+
+def test_what_does_not_work_is_never_next_to_healthy_unless_the_reason_is_told() -> None:
+    blind = TORCH.model_copy(update={"gpus": 0, "probe": probed(step("import"), step("devices"))})
+    alone = checkup(torch=blind)
+    assert render.verdict(alone) == "nothing found: torch does not work on the GPU"
+    told = Finding("cpu-build", Severity.INFO, "torch is for CPUs", ("torch 2.11.0+cpu",), "nothing", "torch")
+    assert render.verdict(checkup(told, torch=blind)) == "healthy: torch does not work on the GPU"
+    assert render.verdict(checkup(told, torch=blind, cupy=blind)).startswith("nothing found: ")
+
+    facts = alone.facts.model_copy(update={"driver": NO_DRIVER})
+    assert "driver-absent" in [finding.name for finding in examine(facts)]
+    left_out = Checkup(facts, examine(facts, {"driver-absent", "mig"}), ("driver-absent", "mig"))
+    assert left_out.healthy  # as far as it was asked: the exit code is 0
+    assert render.verdict(left_out) == (
+        "nothing found beyond what is left out (driver-absent): torch does not work on the GPU"
+    )
+    assert render.verdict(checkup(torch=TORCH, ignored=("mig",))).startswith("healthy: ")
+
+
+def test_what_is_kept_off_the_gpu_is_said_so() -> None:
+    blind = TORCH.model_copy(update={"gpus": 0, "probe": probed(step("import"), step("devices"))})
+    facts = checkup(torch=TORCH, jax=blind).facts.model_copy(update={"environment": {"JAX_PLATFORMS": "cpu"}})
+    seen = Checkup(facts, ())
+    assert render.verdict(seen) == "healthy: torch works on NVIDIA H200; jax is kept off the GPU by the environment"
+    assert seen.as_dict()["frameworks"]["jax"]["state"] == "is kept off the GPU"
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        probed(step("import"), exit=None, signal="SIGFPE"),
+        probed(step("import"), step("devices"), exit=None, hung=True),
+        probed(step("import"), step("devices"), step("compute"), exit=134),
+        probed(exit=3),
+    ],
+)
+def test_the_table_and_the_finding_name_the_same_step(probe: Probe) -> None:
+    facts = checkup(torch=TORCH.model_copy(update={"probe": probe})).facts
+    (finding,) = examine(facts)
+    step_of = re.search(r"in the step (\w+)|at its end", finding.cause)
+    assert step_of is not None
+    where = f"in {step_of[1]}" if step_of[1] else "at its end"
+    assert render.state(facts.frameworks["torch"]).endswith(f" {where}")
+
+    alone = {"torch": TORCH, "jax": TORCH}
+    both = Together(order=("jax", "torch"), probe=probed(step("jax"), exit=None, signal="SIGSEGV"))
+    seen = Facts(driver=DRIVER, frameworks=alone, together=(both,))
+    assert "in the step torch" in examine(seen)[0].cause
+    assert "jax then torch in one process: die of SIGSEGV in torch, 4.2 s" in str(Checkup(seen, ()))
+
+
+def test_the_table_keeps_to_the_screen() -> None:
+    long = TORCH.model_copy(update={"version": "2.11.0a0+gitdeadbeef" * 5, "cuda": "13.0." * 20})
+    absent = Framework()
+    rows = str(checkup(torch=long, jax=TORCH, cupy=absent)).splitlines()
+    (row,) = [row for row in rows if row.startswith("torch  works")]
+    assert len(row) <= render.WIDTH + 10 and "2.11.0a0+gitdeadbeef2.1…  CUDA 13.0.13.0.13.0.13.…  " in row
+    assert rows == [row.rstrip() for row in rows]
+    assert [span.style for span in render.rich(checkup(torch=long, cupy=absent)).spans]
 
 
 @pytest.mark.parametrize(
     ("probe", "said"),
     [
         (probed(step("tensorflow"), step("torch")), "work, 4.2 s"),
-        (probed(step("tensorflow"), step("torch"), exit=None, signal="SIGFPE"), "die of SIGFPE in torch, 4.2 s"),
+        (probed(step("tensorflow"), exit=None, signal="SIGFPE"), "die of SIGFPE in torch, 4.2 s"),
+        (probed(step("tensorflow"), step("torch"), exit=134), "exit with 134 at its end, 4.2 s"),
         (probed(step("tensorflow"), step("torch", "no")), "fail in torch, 4.2 s"),
-        (probed(step("tensorflow"), exit=None, hung=True), "hang in tensorflow, 4.2 s"),
+        (probed(exit=None, hung=True), "hang in tensorflow, 4.2 s"),
     ],
 )
 def test_frameworks_in_one_process_have_a_line_too(probe: Probe, said: str) -> None:
@@ -179,7 +283,9 @@ def test_plain_data() -> None:
     data = seen.as_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["memguard_doctor"] == 1 and data["healthy"] is False and data["ignored"] == ["mig"]
-    assert data["verdict"] == "1 error: torch works on NVIDIA H200"
+    assert data["verdict"] == (
+        "1 error: torch works on NVIDIA H200; jax is not installed for this Python: is it the right environment?"
+    )
     assert data["findings"][0] == {
         "name": "library-missing",
         "severity": "error",

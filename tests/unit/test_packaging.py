@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,35 @@ def test_no_module_is_longer_than_it_should_be() -> None:
 def test_the_package_carries_what_it_needs_beside_code() -> None:
     assert (PACKAGE / "py.typed").is_file()
     assert (PACKAGE / "_activate" / "sitecustomize.py").is_file()
+
+
+def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
+    from memguard.checkup import explain
+    from memguard.findings import NAMES
+
+    pages = {name: (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
+    assert {name: explain.page(name) for name in NAMES} == pages
+    installed = PACKAGE / "checkup" / "pages"
+    assert installed.is_dir() == (PACKAGE.parent != ROOT)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    included = project.partition("[tool.hatch.build.targets.wheel.force-include]")[2].partition("\n[")[0]
+    assert '\n"docs/doctor" = "memguard/checkup/pages"\n' in included + "\n"
+    if importlib.util.find_spec("hatchling") is None:  # it comes with the development extra
+        return
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    code = "from memguard.cli import main; main(['doctor', '--explain', 'mig'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert (done.returncode, done.stdout.rstrip()) == (0, pages["mig"].rstrip()), done.stderr
 
 
 @pytest.mark.parametrize(
