@@ -53,7 +53,7 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
         nvml.close()
     with contextlib.suppress(DeviceError):
         for uuid, ordinal in contexts.ordinals().items():
-            if contexts.active(ordinal) or contexts.current() == ordinal:
+            if contexts.active(ordinal) is not False or contexts.current() == ordinal:
                 found.setdefault(uuid, None)
     return found
 

@@ -471,12 +471,13 @@ def test_allocators_that_stand_in_for_a_frameworks_own() -> None:
         ({os.getpid(): 5 * GIB}, True, None, {UUID: 5 * GIB}),
         ({os.getpid(): None}, True, None, {UUID: None}),
         ({1: 5 * GIB}, True, None, {UUID: None}),
+        ({1: 5 * GIB}, None, None, {UUID: None}),
         ({1: 5 * GIB}, False, 0, {UUID: None}),
         ({1: 5 * GIB}, False, None, {}),
     ],
 )
 def test_a_context_that_nvml_does_not_list_is_there_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, listed: Any, active: bool, current: int | None, held: Any
+    monkeypatch: pytest.MonkeyPatch, listed: Any, active: bool | None, current: int | None, held: Any
 ) -> None:
     """In a container NVML lists the host's PIDs, and PyCUDA's own context is no primary one."""
     monkeypatch.setattr(here.Nvml, "processes", lambda self, uuid: listed)
