@@ -103,6 +103,12 @@ def test_a_list_that_is_ended_and_names_nothing_more_is_as_it_was_meant(value: s
     assert bool(list(devices.hidden(facts))) is told
 
 
+def test_in_a_schedulers_job_cuda_counts_the_gpus_that_it_was_given() -> None:
+    found = one("visible-devices-of-the-machine-in-a-job.json", "visible-devices-unknown")
+    assert "names 2, which is not here" in found.cause and found.remedy.endswith("export CUDA_VISIBLE_DEVICES=0")
+    assert f"the GPUs here are 2 ({A})" in found.evidence
+
+
 def test_an_order_in_a_schedulers_job_is_nobodys_doing() -> None:
     assert list(devices.order(load("scheduler-job-of-the-last-gpu.json"))) == []
 

@@ -225,12 +225,17 @@ def device_files(facts: Facts) -> dict[str, str]:
     }
 
 
+def readable(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """The GPUs that NVML shows. Those that it counts and refuses are lost or of others, and CUDA has none of them."""
+    return tuple(card for card in facts.driver.nvml.devices if card.error is None)
+
+
 def visible(facts: Facts) -> Visible | None:
     """CUDA_VISIBLE_DEVICES against the GPUs that NVML sees; None where it is not set."""
     value = facts.environment.get(_visible.VARIABLE)
     if value is None:
         return None
-    cards = facts.driver.nvml.devices if facts.driver.nvml.error is None else ()
+    cards = readable(facts) if facts.driver.nvml.error is None else ()
     uuids = [card.uuid for card in cards] if cards and all(card.uuid for card in cards) else None
     nodes = sum(_NODE.fullmatch(path) is not None for path in facts.driver.files)
     return _visible.read(value, len(cards) or nodes or None, uuids)

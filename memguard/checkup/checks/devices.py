@@ -18,6 +18,7 @@ from memguard.checkup.checks._shared import (
     held_by_others,
     oldest,
     out_of_memory,
+    readable,
     same,
     visible,
     without_code,
@@ -49,7 +50,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         left = f"CUDA shows {count} GPU{'' if count == 1 else 's'} of the {named} that it names"
     else:
         return
-    cards = facts.driver.nvml.devices
+    cards = readable(facts)
     has = f"the GPUs here are {listing(_spelled(card) for card in cards)}" if cards else ""
     why = {
         "empty": "is empty" if not seen.value.strip() else "has an empty entry, which ends the list",
@@ -62,7 +63,9 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     }[seen.why or "empty"]
     if gone:
         why = f"names {listing(seen.entries)}, and CUDA shows no such instance of a GPU"
-    here = ",".join(str(card.index) for card in cards) or "0"
+    # CUDA counts without those that NVML refuses.
+    places = range(len(cards)) if len(cards) < len(facts.driver.nvml.devices) else [card.index for card in cards]
+    here = ",".join(str(place) for place in places) or "0"
     remedy = f"name GPUs that are here and each once, all by index or all by UUID: export CUDA_VISIBLE_DEVICES={here}"
     if seen.why in ("empty", "negative") and not seen.entries:
         remedy = "unset CUDA_VISIBLE_DEVICES"
