@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from memguard.checkup import bounds
 from memguard.errors import FactsError
 
 VERSION: Final = 1
@@ -247,14 +248,25 @@ class Facts(_Fact):
     def from_json(cls, text: str | bytes, source: str = "facts") -> Facts:
         """What `to_json` gave. Raises FactsError, naming what is wrong."""
         try:
-            return cls.model_validate_json(text)
+            if len(text) > bounds.TEXT:
+                raise ValueError(f"it is larger than {bounds.TEXT >> 20} MiB")
+            facts = cls.model_validate_json(text)
+            plain = json.loads(text)
+            if "memguard_facts" not in plain:
+                raise ValueError("memguard_facts: Field required")
+            wrong = bounds.outside(plain)
+            if wrong is not None:
+                raise ValueError(wrong)
+            return facts
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise FactsError(
-                f"{source}: {where + ': ' if where else ''}{first['msg']}\n"
-                f"    fix: give a file that `memguard doctor --dump-facts` of this version wrote"
-            ) from None
+            said = f"{where + ': ' if where else ''}{first['msg']}"
+        except ValueError as error:
+            said = str(error)
+        raise FactsError(
+            f"{source}: {said}\n    fix: give a file that `memguard doctor --dump-facts` of this version wrote"
+        )
 
 
 Cuda.model_rebuild()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shlex
 import sys
 import threading
 import time
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memguard.checkup import machine, told
+from memguard.checkup.bounds import clip, printable
 from memguard.checkup.facts import BudgetFacts, Driver, Facts
 from memguard.checkup.probes import _main
-from memguard.checkup.processes import Ended, watch
 from memguard.errors import FactsError, PlanError
 
 if TYPE_CHECKING:
+    from memguard.checkup.processes import Ended
     from memguard.config import Budget
 
 ORDER = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
@@ -47,6 +49,12 @@ def facts(
     file, which is read. Raises FactsError where that Python cannot be started, and for a name that no framework
     has.
     """
+    if not sys.executable:
+        raise FactsError(
+            "this Python runs inside of another program and has no executable that a process could be started with\n"
+            "    fix: run `memguard doctor` in a shell, with the environment of that program"
+        )
+    machine.require_linux()
     unknown = [name for name in frameworks or () if name not in ORDER]
     if unknown:
         raise FactsError(f"no framework has the name {unknown[0]!r}\n    fix: one of {', '.join(ORDER)}")
@@ -59,7 +67,7 @@ def facts(
         timeout,
         stop,
         tuple(entry for entry in sys.path if isinstance(entry, str)) if here and python is None else (),
-        os.path.dirname(os.path.abspath(script)) if script is not None else None,
+        _folder(script) if script is not None else None,
         say or (lambda line: None),
     )
     try:
@@ -89,7 +97,7 @@ def facts(
         },
     )
     plain = machine.without_home(found.model_dump(mode="json"), machine.homes(environ))
-    return Facts.model_validate(plain)
+    return Facts.model_validate(clip(plain))
 
 
 @dataclass
@@ -127,12 +135,14 @@ class _Asked:
         return self._watched("driver", (sys.executable, "-c", code), spec, self.timeout)
 
     def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:
+        from memguard.checkup.processes import watch  # of Linux only: elsewhere its import would hide the reason
+
         try:
             ended = watch(command, spec, self.environ, timeout, self.stop)
         except OSError as error:
             raise FactsError(
                 f"{command[0]} cannot be started: {error.strerror or error}\n"
-                "    fix: name a Python that there is: memguard run --doctor -- python train.py"
+                f"    fix: name a Python that there is: `{shlex.quote(command[0])} -c pass` has to work"
             ) from None
         self.seconds[name] = ended.seconds
         how = f"stopped after {ended.seconds:.0f} s" if ended.hung else ended.signal or f"{ended.seconds:.1f} s"
@@ -146,10 +156,18 @@ def _first(asked: _Asked) -> tuple[Driver, told.Installed]:
         try:
             survey = pool.submit(asked.survey)
             inventory = pool.submit(asked.run, ["_inventory"], name="inventory")
-            return told.driver(survey.result()), told.installed(inventory.result())
+            return told.driver(survey.result()), told.installed(inventory.result(), asked.python)
         except BaseException:  # Ctrl-C: leaving the pool waits for what runs in it
             asked.stop.set()
             raise
+
+
+def _folder(script: str) -> str | None:
+    """Where a program lies; None in a current folder that was deleted."""
+    try:
+        return os.path.dirname(os.path.abspath(script))
+    except OSError:
+        return None
 
 
 def _named(budget: Budget | None) -> tuple[str, ...] | None:
@@ -225,7 +243,7 @@ def _budget(budget: Budget | None, driver: Driver) -> BudgetFacts | None:
         except PlanError as error:
             errors = tuple(problem.render(error.source) for problem in error.problems)
     return BudgetFacts(
-        source=budget.source or "budget",
+        source=printable(budget.source or "budget"),
         frameworks=tuple(budget.frameworks),
         limits=limits,
         errors=errors,

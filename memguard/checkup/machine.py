@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from memguard.checkup.bounds import printable
 from memguard.checkup.facts import System
+from memguard.errors import FactsError
 
 _PREFIXES = (
     "CUDA_", "NVIDIA_", "XLA_", "TF_", "PYTORCH_", "TORCH_", "CUPY_", "NUMBA_", "JAX_", "RMM_", "NCCL_", "CUDNN_",
@@ -18,10 +20,26 @@ _PREFIXES = (
 )  # fmt: skip
 _NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX", "CONDA_PREFIX"}
 _LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a page of versions, which the container's start has checked
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|^TF_(VAR|CLI|TOKEN|WORKSPACE)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"TOKEN|KEY|SECRET|PASS|PWD|PW(?![A-Z])|LOGIN|PIN(?![A-Z])|CRED|API(?!S)|AUTH|^TF_(VAR|CLI|TOKEN|WORKSPACE)",
+    re.IGNORECASE,
+)
 """What may be one; and Terraform's, which share a prefix with TensorFlow's."""
+_USER = re.compile(r"//[^\s/]+@")
+"""User and password in a URL."""
 _TOOLS = ("nvcc", "gcc", "g++", "cc")
 _ACTIVATE = re.compile(r"(^|/)memguard/_activate/?$")
+
+
+def require_linux() -> None:
+    """Raises FactsError elsewhere."""
+    if not sys.platform.startswith("linux"):
+        here = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        fix = "run it in WSL 2, which is Linux to memguard" if sys.platform == "win32" else "run it on Linux"
+        raise FactsError(
+            f"memguard doctor reads Linux's facts of NVIDIA GPUs, and this is {here}\n"
+            f"    fix: {fix}; or look at another machine's: memguard doctor --facts FILE"
+        )
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
@@ -39,26 +57,32 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that CUDA, the loader, a framework or memguard reads; none that may be a secret."""
     return {
-        name: value[:2000]
+        printable(name): _value(name, printable(value))[:2000]
         for name, value in sorted(environ.items())
         if (name in _NAMES or name.startswith(_PREFIXES)) and name not in _LEFT_OUT and not _SECRET.search(name)
     }
 
 
+def _value(name: str, value: str) -> str:
+    """Of a compiler the program alone: its options may define anything."""
+    return next(iter(value.split()), "") if name in ("CC", "CXX") else value
+
+
 def level(environ: Mapping[str, str]) -> int:
     """TF_CPP_MIN_LOG_LEVEL: the least that the user sees of TensorFlow's messages, 0 for all."""
     given = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
-    return min(int(given), 3) if given.isdecimal() else 0
+    return min(int(given), 3) if given.isdecimal() and len(given) < 100 else 0
 
 
 def tools(environ: Mapping[str, str], root: str = "/") -> dict[str, str | None]:
     """Where the programs are that frameworks start. `nvcc off the PATH` is one that lies where CUDA's toolkit is."""
-    found = {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
+    paths = {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
+    found = {name: printable(path) if path is not None else None for name, path in paths.items()}
     if found["nvcc"] is None:
         for home in filter(None, (environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), "/usr/local/cuda")):
             path = os.path.join(home, "bin", "nvcc")
             if os.access(os.path.join(root, path.lstrip("/")), os.X_OK):
-                return {**found, "nvcc off the PATH": path}
+                return {**found, "nvcc off the PATH": printable(path)}
     return found
 
 
@@ -104,8 +128,9 @@ def _first(path: str) -> str:
 
 
 def without_home(value: Any, homes: tuple[str, ...]) -> Any:
-    """The same plain data with `~` for the home folder: facts are made to be shown to others."""
+    """The same plain data with `~` for the home folder, and no user of a URL: facts are made to be shown to others."""
     if isinstance(value, str):
+        value = _USER.sub("//***@", printable(value))
         for home in homes:
             value = re.sub(rf"(?<![\w~./-]){re.escape(home)}(?![\w.-])", "~", value)
         return value

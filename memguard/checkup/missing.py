@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_NAME = r"lib[\w.+-]+?\.so(?:\.\d+)*"
+_NAME = r"lib[\w.+-]{1,100}?\.so(?:\.\d+)*"
 _MISSING = (
     re.compile(rf"({_NAME}): cannot open shared object file"),  # the loader itself, in everybody's ImportError
     re.compile(rf"Could not load dynamic library '({_NAME})'"),  # TensorFlow

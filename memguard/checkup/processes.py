@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from memguard.checkup.bounds import clip
 from memguard.checkup.probes._main import libraries
 
 _SAID, _REPORTED = 1 << 18, 1 << 22
@@ -254,8 +255,9 @@ def _children(pid: int) -> list[int]:
 def _objects(data: bytes) -> list[dict[str, Any]]:
     found = []
     for line in data.splitlines():
-        with contextlib.suppress(ValueError):  # cut short by a crash, or written by somebody else
-            value = json.loads(line)
+        # Cut short by a crash, or written by somebody else.
+        with contextlib.suppress(ValueError, RecursionError):
+            value = clip(json.loads(line))
             if isinstance(value, dict):
                 found.append(value)
     return found

@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import ast
+import os
+import stat
 from collections.abc import Iterator
 
+from memguard.checkup.bounds import printable
 from memguard.checkup.facts import Script
 
 _MOST = 1 << 22
+_IMPORTS = 4096
 
 
 def read(path: str) -> Script:
     """The imports of a Python file: those of its top level in their order, then those inside of functions."""
     try:
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read(_MOST), path)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return Script(path=path, error=f"{type(error).__name__}: {error}")
-    later: list[ast.stmt] = []
-    found = [*_imports(tree.body, later)]
-    while later:  # what functions import, when they are called: no order can be known, so that of the text
-        found += _imports(later.pop(0).body, later)  # type: ignore[attr-defined]
+        found = _first(_both(ast.parse(_text(path), path)))
+    except (Exception, RecursionError, MemoryError) as error:  # it is anybody's file
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return Script(path=printable(path), error=printable(f"{type(error).__name__}: {said}"))
+    return Script(path=printable(path), imports=tuple((printable(name), line) for name, line in found))
+
+
+def _text(path: str) -> bytes:
+    # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with os.fdopen(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError("it is no file")
+        text = file.read(_MOST + 1)
+    if len(text) > _MOST:
+        raise ValueError(f"larger than {_MOST >> 20} MiB: not read")
+    return text
+
+
+def _first(found: Iterator[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Each once, with the line of its first."""
     first: dict[str, int] = {}
     for name, line in found:
         first.setdefault(name, line)
-    return Script(path=path, imports=tuple(first.items()))
+        if len(first) == _IMPORTS:
+            break
+    return list(first.items())
+
+
+def _both(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """What is imported when it starts, then what functions import: no order can be known, so that of the text."""
+    later: list[ast.stmt] = []
+    yield from _imports(tree.body, later)
+    for function in later:  # which grows meanwhile
+        yield from _imports(function.body, later)  # type: ignore[attr-defined]
 
 
 def _imports(body: list[ast.stmt], later: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    for node in body:
+    waiting: list[ast.AST] = [*reversed(body)]  # a stack: each `elif` is inside of the one before
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -38,11 +68,13 @@ def _imports(body: list[ast.stmt], later: list[ast.stmt]) -> Iterator[tuple[str,
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             later.append(node)
         elif not _of_types(node):
-            for part in ("body", "handlers", "orelse", "finalbody", "cases"):
-                for inner in getattr(node, part, ()):
-                    yield from _imports(inner.body if not isinstance(inner, ast.stmt) else [inner], later)
+            parts = ("body", "handlers", "orelse", "finalbody", "cases")
+            waiting += [inner for part in parts for inner in getattr(node, part, ())][::-1]
 
 
-def _of_types(node: ast.stmt) -> bool:
+def _of_types(node: ast.AST) -> bool:
     """`if TYPE_CHECKING:`, which does not run."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    test = node.test if isinstance(node, ast.If) else None
+    if isinstance(test, ast.Attribute) and isinstance(test.value, ast.Name):
+        return (test.value.id, test.attr) == ("typing", "TYPE_CHECKING")
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"

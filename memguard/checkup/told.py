@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from memguard.checkup import broken
 from memguard.checkup.facts import Driver, Framework, Probe, Stage, Together
 from memguard.checkup.missing import missing, shown
-from memguard.checkup.processes import Ended
 from memguard.errors import FactsError
 from memguard.model import Device
+
+if TYPE_CHECKING:
+    from memguard.checkup.processes import Ended
 
 F = TypeVar("F", bound=BaseModel)
 
@@ -32,15 +36,17 @@ class Installed:
         return found if isinstance(found, str) else None
 
 
-def installed(ended: Ended) -> Installed:
-    """Raises FactsError where the interpreter gave no inventory."""
+def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
+    """Raises FactsError where the interpreter, which `python` starts, gave no inventory."""
     own = _facts(ended, "")
     if not isinstance(own.get("packages"), dict):
-        how = "did not answer in time" if ended.hung else f"ended with {ended.signal or ended.exit}"
-        said = [stage.get("error") for stage in ended.reported if stage.get("error")] or list(ended.said[-1:])
+        how = "did not answer" if ended.hung else f"ended with {ended.signal or ended.exit}"
+        errors = [str(stage["error"]) for stage in ended.reported if stage.get("error")]
+        said = errors[-1] if errors else broken.quoted(ended.said)
         raise FactsError(
-            f"the Python in question {how}{': ' + str(said[-1]) if said else ''}\n"
-            "    fix: name one that works (3.8 or newer): memguard run --doctor -- python train.py"
+            f"the Python in question, {shlex.join(python)}, {how} after {ended.seconds:.1f} s"
+            f"{': ' + said if said else ''}\n"
+            f"    fix: {broken.remedy(python, ended.said)}"
         )
     names = [str(line["of"]) for line in ended.reported if line.get("of")]
     return Installed(
@@ -88,8 +94,8 @@ def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None, o
         seconds=ended.seconds,
         exit=ended.exit,
         signal=ended.signal if not ended.hung else None,
-        complete=ended.exit != 0 or _done(ended, order),
         hung=ended.hung,
+        complete=ended.exit != 0 or _done(ended, order),
         libraries=tuple(sorted(libraries)),
         said=shown(ended.said, level),
     )
@@ -151,11 +157,11 @@ def devices(driver: Driver) -> tuple[Device, ...]:
         found.append(Device(uuid, gpu.name, gpu.index, total, reserved or None, architecture, ordinals.get(uuid)))
     return tuple(sorted(found, key=lambda device: (device.ordinal is None, device.ordinal, device.index)))
 
+
 def _done(ended: Ended, names: Sequence[str] = ()) -> bool:
     """Whether it said that it came to its end, with each of `names`: an exit code of 0 may be a library's."""
     done = {str(line["done"]) for line in ended.reported if line.get("done")}
     return bool(done) and done.issuperset(names)
-
 
 
 def _facts(ended: Ended, of: str) -> dict[str, Any]:

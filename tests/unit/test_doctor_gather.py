@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -485,3 +486,116 @@ def test_a_context_that_nvml_does_not_list_is_there_all_the_same(
     monkeypatch.setattr(here.contexts, "active", lambda ordinal: active)
     monkeypatch.setattr(here.contexts, "current", lambda: current)
     assert here._bytes([UUID]) == held
+
+
+@pytest.mark.parametrize("executable", [None, ""])
+def test_a_python_inside_of_another_program(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(FactsError, match="has no executable that a process could be started with\n    fix: run"):
+        gather.facts(None, frameworks=["torch"], timeout=30, here=True)
+
+
+def test_what_may_be_a_secret_is_left_out() -> None:
+    secrets = (
+        "CUDA_password", "CUDA_PIN", "CUPY_login", "JAX_AUTH", "KERAS_apikey", "NCCL_PW", "NVIDIA_API", "TF_CRED",
+        "TORCH_PASSPHRASE", "XLA_PWD", "TF_CLI_CONFIG_FILE", "TF_VAR_x", "MEMGUARD_TOKEN",
+    )  # fmt: skip
+    kept = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_MODULE_LOADING",
+        "NCCL_APIS",
+        "CUDA_POWER",
+        "TF_MAPPING",
+        "CUDA_MPS_PIPE_DIRECTORY",
+    )
+    given = {**dict.fromkeys(secrets, "s3cret"), **dict.fromkeys(kept, "1")}
+    found = machine.environment({**given, "CC": "/usr/bin/gcc -DPASSWORD=s3cret", "CXX": "", "HOME": "/root"})
+    assert found == {**dict.fromkeys(kept, "1"), "CC": "/usr/bin/gcc", "CXX": ""}
+
+
+def test_users_of_urls_are_blanked_everywhere() -> None:
+    value = {"a": ["https://me:s3cret@host/x and http://tok3n@b/", "//u:p@ss@h"], "//a:b@c": "a@b.c //x/y@z"}
+    assert machine.without_home(value, ()) == {
+        "a": ["https://***@host/x and http://***@b/", "//***@h"],
+        "//***@c": "a@b.c //x/y@z",
+    }
+
+
+def test_bytes_that_are_no_text_can_be_written_and_read_again(site: Path) -> None:
+    odd = os.fsdecode(b"\xff\xfe")
+    given = environ(site, TF_X=odd, PATH=os.environ["PATH"])
+    found = gathered(site, frameworks=["torch"], environ=given, script=str(site / f"{odd}.py"))
+    assert found.environment["TF_X"] == "\\udcff\\udcfe"
+    assert found.script is not None and found.script.path.endswith("\\udcff\\udcfe.py")
+    assert Facts.from_json(found.to_json().encode()) == found
+
+
+def test_more_than_anybody_has_is_cut_to_what_can_be_read_again(site: Path) -> None:
+    (site / "torch" / "__init__.py").write_text(
+        "import sys\nfor n in range(3000): print(chr(0x4e00 + n) * 900, file=sys.stderr)\nraise ValueError('x' * 99999)"
+    )
+    given = environ(site, **{f"TF_{number}": "x" * 3000 for number in range(300)})
+    found = gathered(site, frameworks=["torch"], environ=given)
+    assert Facts.from_json(found.to_json()) == found
+    probe = found.frameworks["torch"].probe
+    assert probe is not None and probe.failed is not None and len(probe.said) > 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"seconds": {"total": float("nan")}}, "seconds.total: no size, time or count"),
+        ({"seconds": {"total": float("inf")}}, "seconds.total: no size, time or count"),
+        ({"driver": {"cuda": {"version": -1}}}, "driver.cuda.version: no size"),
+        ({"label": "x" * 4001}, "label: more than 4000 characters"),
+        ({"packages": {str(number): "" for number in range(4097)}}, "packages: more than 4096 entries"),
+        ({"packages": {"x" * 4001: ""}}, "packages: a name of more than"),
+        ({"driver": {"pci": ["x"] * 4097}}, "driver.pci: more than 4096 entries"),
+        ({"frameworks": {"torch": {"probe": {"said": ["x" * 601]}}}}, "torch.probe.said: a line of more than 600"),
+        ({"frameworks": {"torch": {"missing": ["x"] * 65}}}, "torch.missing: more than 64"),
+        ({"label": "x" * (16 << 20)}, "it is larger than 16 MiB"),
+    ],
+)
+def test_facts_that_no_machine_gave_are_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(FactsError, match=why):
+        Facts.from_json(json.dumps({"memguard_facts": 1, **changes}))
+
+
+def test_a_file_that_says_nothing_is_none_of_facts() -> None:
+    with pytest.raises(FactsError, match="memguard_facts: Field required"):
+        Facts.from_json("{}")
+
+
+def test_a_program_of_a_thousand_branches(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    branches = "".join(f"elif x == {n}:\n    import m{n}\n" for n in range(2000))
+    program.write_text(f"if x:\n    import torch\n{branches}else:\n    import jax\nimport cupy\n")
+    found = script.read(str(program)).imports
+    assert [name for name, _ in found] == ["torch", *(f"m{n}" for n in range(2000)), "jax", "cupy"]
+
+
+def test_what_is_no_program_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert script.read(str(tmp_path / "fifo")).error == "OSError: it is no file"
+    assert script.read("/dev/zero").error == "OSError: it is no file"
+    (tmp_path / "large.py").write_text("import torch\n" + "#" * (1 << 22))
+    assert script.read(str(tmp_path / "large.py")).error == "ValueError: larger than 4 MiB: not read"
+
+
+def test_a_program_in_a_folder_that_was_deleted(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    found = gathered(site, frameworks=["cupy"], script="train.py")
+    assert found.script is not None and found.script.error == "FileNotFoundError: No such file or directory"
+
+
+def test_a_python_that_does_not_start_is_named_with_what_it_said(site: Path, tmp_path: Path) -> None:
+    (site / "sitecustomize.py").write_text("import os, sys\nprint('KeyError: 7', file=sys.stderr); os._exit(1)")
+    command = f"{sys.executable}, ended with 1 after [0-9.]+ s: KeyError: 7\n    fix: `{sys.executable} -c pass` has to"
+    with pytest.raises(FactsError, match=command):
+        gathered(site)
+    (site / "sitecustomize.py").unlink()
+    (site / "json.py").write_text("raise ValueError('mine')")
+    with pytest.raises(FactsError, match=f"ValueError: mine\n    fix: rename json.py in {site}: it stands in for"):
+        gathered(site)
