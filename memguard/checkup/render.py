@@ -9,7 +9,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from memguard.checkup.checks._cpu_only import kept_off
-from memguard.checkup.checks._failures import _STEPS, _step
+from memguard.checkup.checks._failures import STEPS, step
 from memguard.checkup.checks._words import broken, ended, listing
 from memguard.checkup.examine import examine
 from memguard.checkup.facts import Facts, Framework, Probe
@@ -144,7 +144,7 @@ def state(framework: Framework, facts: Facts | None = None, name: str = "") -> s
     probe = framework.probe
     if probe is None:
         return "not tried" if framework.path else "is not installed"
-    how = _bad_end(probe, _STEPS, ("hangs", "dies of", "fails", "exits with"))
+    how = _bad_end(probe, STEPS, ("hangs", "dies of", "fails", "exits with"))
     if how is not None:
         return how
     if works(framework):
@@ -156,7 +156,7 @@ def state(framework: Framework, facts: Facts | None = None, name: str = "") -> s
 
 def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
     """How and where it did not get through: in the step that the finding about it names too."""
-    where = _step(probe, steps).replace("in the step ", "in ")
+    where = step(probe, steps).replace("in the step ", "in ")
     hang, die, fail, leave = verbs
     if probe.hung:
         return f"{hang} {where}"

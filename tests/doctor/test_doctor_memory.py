@@ -8,7 +8,7 @@ import pytest
 from doctor_facts import edited, plain
 
 from memguard.checkup.checks import memory
-from memguard.checkup.facts import Facts
+from memguard.checkup.facts import Facts, Process
 from memguard.checkup.finding import Finding
 from memguard.units import GIB, MIB
 
@@ -225,6 +225,9 @@ def test_what_the_process_holds_itself_counts_as_free_for_its_budget() -> None:
     base = "budget-not-now.json"
     assert found({"process": {"contexts": {UUID: 50 * GIB}}}, base)
     assert not found({"process": {"contexts": {UUID: 80 * GIB}}}, base)
+    facts = edited(base, {"process": {}})  # a merge patch holds no null
+    unknown = facts.model_copy(update={"process": Process(contexts={UUID: None})})  # as in a container
+    assert not list(memory.budget_too_large(unknown)) and list(memory.budget_too_large(facts))
     assert not found({"budget": budget("torch", limits={UUID: 40 * GIB})}, base)
     assert not found({"budget": budget("torch", limits={UUID: None, "GPU-0": 120 * GIB})}, base)
 

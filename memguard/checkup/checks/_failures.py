@@ -51,10 +51,10 @@ def _lacks_a_tool(found: Framework) -> bool:
     return NO_NVCC.search(error) is not None or NO_COMPILER.search(error) is not None
 
 
-_STEPS = ("import", "devices", "compute")
+STEPS = ("import", "devices", "compute")
 
 
-def _step(probe: Probe, steps: tuple[str, ...]) -> str:
+def step(probe: Probe, steps: tuple[str, ...]) -> str:
     """The step it was in: only those that ended are in the facts."""
     ended_ones = {stage.name for stage in probe.stages}
     following = next((step for step in steps if step not in ended_ones), None)
@@ -150,7 +150,7 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "probe-crashed",
             Severity.ERROR,
-            f"a process that only imports and uses {full_name(facts, name)} {how}, {_step(found.probe, _STEPS)}",
+            f"a process that only imports and uses {full_name(facts, name)} {how}, {step(found.probe, STEPS)}",
             (f"{name}: the process {how} after {found.probe.seconds:.1f} s", *_said(found.probe)),
             f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries",
             name,
@@ -163,7 +163,7 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "probe-crashed",
                 Severity.ERROR,
-                f"a process of {names} {how}, {_step(together.probe, together.order)}, and alone each works",
+                f"a process of {names} {how}, {step(together.probe, together.order)}, and alone each works",
                 (f"{' then '.join(together.order)}: the process {how}", *_said(together.probe)),
                 "Run them in processes of their own, or try another order of their imports",
                 ", ".join(together.order),
@@ -173,7 +173,7 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
 def probe_hung(facts: Facts) -> Iterator[Finding]:
     for name, found in facts.frameworks.items():
         if found.probe is not None and found.probe.hung and not explained(facts, name):
-            yield _hung(name, full_name(facts, name), found.probe, _STEPS)
+            yield _hung(name, full_name(facts, name), found.probe, STEPS)
     for together in facts.together:
         if together.probe.hung and _fine(facts, together.order):
             names = listing(together.order)
@@ -184,7 +184,7 @@ def _hung(subject: str, what: str, probe: Probe, steps: tuple[str, ...]) -> Find
     return Finding(
         "probe-hung",
         Severity.ERROR,
-        f"{what} did not finish within {probe.seconds:.0f} s, {_step(probe, steps)}, and was stopped",
+        f"{what} did not finish within {probe.seconds:.0f} s, {step(probe, steps)}, and was stopped",
         (
             *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages),
             f"{subject}: stopped after {probe.seconds:.1f} s",

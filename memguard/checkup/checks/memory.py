@@ -265,8 +265,9 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
     for device in facts.driver.nvml.devices:
         limit = next((size for uuid, size in budget.limits.items() if _shared.same(uuid, device.uuid)), None)
         if limit is not None and device.free is not None and not device.mig and device not in taken:
-            available = device.free + _own(facts, device)
-            if limit > available:
+            own = _shared.held_by_itself(facts, device)
+            available = None if own is None else device.free + own
+            if available is not None and limit > available:
                 yield _not_now(budget, device, limit, available)
 
 
@@ -282,12 +283,6 @@ def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int
         f"stop what holds it, or lower device.limit to {available // MIB}MiB",
         device.uuid,
     )
-
-
-def _own(facts: Facts, device: NvmlDevice) -> int:
-    """Bytes of the process that called the doctor: it may have them under its budget."""
-    contexts = facts.process.contexts if facts.process is not None else {}
-    return sum(size or 0 for uuid, size in contexts.items() if _shared.same(uuid, device.uuid))
 
 
 def _has_gpu_build(facts: Facts, framework: str) -> bool:
