@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memguard.checkup import bounds
 from memguard.errors import FactsError
 
 VERSION: Final = 1
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}$")]
+"""Of a distribution or a framework: they get into commands that are copied."""
 
 
 class _Fact(BaseModel):
@@ -151,7 +154,7 @@ class Framework(_Fact):
     open. `gpus`: how many it sees; `multiprocessors`: what each has for it.
     """
 
-    distributions: dict[str, str] = {}
+    distributions: dict[Name, str] = {}
     folder: str | None = None
     path: str | None = None
     version: str | None = None
@@ -222,9 +225,9 @@ class Facts(_Fact):
     system: System = System()
     environment: dict[str, str] = {}
     tools: dict[str, str | None] = {}
-    packages: dict[str, str] = {}
+    packages: dict[Name, str] = {}
     driver: Driver = Driver()
-    frameworks: dict[str, Framework] = {}
+    frameworks: dict[Name, Framework] = {}
     together: tuple[Together, ...] = ()
     process: Process | None = None
     script: Script | None = None
@@ -264,6 +267,7 @@ class Facts(_Fact):
             said = f"{where + ': ' if where else ''}{first['msg']}"
         except ValueError as error:
             said = str(error)
+        said = "".join(char if char.isprintable() else "?" for char in said[:500])
         raise FactsError(
             f"{source}: {said}\n    fix: give a file that `memguard doctor --dump-facts` of this version wrote"
         )

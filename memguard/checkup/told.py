@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from memguard.model import Device
 if TYPE_CHECKING:
     from memguard.checkup.processes import Ended
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
+"""Of a distribution, as `facts.Name` has it."""
 F = TypeVar("F", bound=BaseModel)
 
 
@@ -52,7 +55,7 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
     return Installed(
         str(own.get("python", "")),
         str(own.get("executable", "")),
-        {str(name): str(version) for name, version in own["packages"].items()},
+        {str(name): str(version) for name, version in own["packages"].items() if _NAME.fullmatch(str(name))},
         {name: _facts(ended, name) for name in dict.fromkeys(names)},
     )
 

@@ -549,7 +549,7 @@ def test_more_than_anybody_has_is_cut_to_what_can_be_read_again(site: Path) -> N
         ({"driver": {"cuda": {"version": -1}}}, "driver.cuda.version: no size"),
         ({"label": "x" * 4001}, "label: more than 4000 characters"),
         ({"packages": {str(number): "" for number in range(4097)}}, "packages: more than 4096 entries"),
-        ({"packages": {"x" * 4001: ""}}, "packages: a name of more than"),
+        ({"environment": {"x" * 4001: ""}}, "environment: a name of more than"),
         ({"driver": {"pci": ["x"] * 4097}}, "driver.pci: more than 4096 entries"),
         ({"frameworks": {"torch": {"probe": {"said": ["x" * 601]}}}}, "torch.probe.said: a line of more than 600"),
         ({"frameworks": {"torch": {"missing": ["x"] * 65}}}, "torch.missing: more than 64"),
@@ -559,6 +559,14 @@ def test_more_than_anybody_has_is_cut_to_what_can_be_read_again(site: Path) -> N
 def test_facts_that_no_machine_gave_are_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(FactsError, match=why):
         Facts.from_json(json.dumps({"memguard_facts": 1, **changes}))
+
+
+def test_what_a_file_of_facts_holds_is_said_in_one_short_line() -> None:
+    with pytest.raises(FactsError) as raised:
+        Facts.from_json(json.dumps({"memguard_facts": 1, "seconds": {"\x1b[2J\n" + "x" * 3000: -1}}))
+    first, fix = str(raised.value).split("\n")
+    assert first.startswith("facts: seconds.?[2J?xxx") and len(first) < 600 and first.isprintable()
+    assert fix.startswith("    fix: ")
 
 
 def test_a_file_that_says_nothing_is_none_of_facts() -> None:

@@ -10,7 +10,7 @@ from memguard.checkup.checks._cpu_only import kept_off, without_cuda
 from memguard.checkup.checks._cudnn import too_old
 from memguard.checkup.checks._numpy import fails_of_numpy
 from memguard.checkup.checks._shared import explained, out_of_memory
-from memguard.checkup.checks._words import ended, full_name, how_it_ended, last_line, listing
+from memguard.checkup.checks._words import ended, full_name, how_it_ended, killed, last_line, listing
 from memguard.checkup.checks.libraries import without_libraries
 from memguard.checkup.checks.noise import meaning
 from memguard.checkup.facts import Facts, Framework, Probe, Stage
@@ -142,6 +142,9 @@ def _together(facts: Facts) -> Iterator[Finding]:
         )
 
 
+_OUTSIDE = "Mostly for want of host memory: `dmesg | grep -i oom` tells, or the memory limit of the container"
+
+
 def probe_crashed(facts: Facts) -> Iterator[Finding]:
     for name, found in facts.frameworks.items():
         if found.probe is None or not ended(found.probe) or _known(facts, name):
@@ -152,7 +155,9 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
             Severity.ERROR,
             f"a process that only imports and uses {full_name(facts, name)} {how}, {step(found.probe, STEPS)}",
             (f"{name}: the process {how} after {found.probe.seconds:.1f} s", *_said(found.probe)),
-            f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries",
+            _OUTSIDE
+            if killed(found.probe)
+            else f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries",
             name,
         )
     if any(_import_order.findings(facts)):
@@ -165,7 +170,9 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
                 Severity.ERROR,
                 f"a process of {names} {how}, {step(together.probe, together.order)}, and alone each works",
                 (f"{' then '.join(together.order)}: the process {how}", *_said(together.probe)),
-                "Run them in processes of their own, or try another order of their imports",
+                _OUTSIDE
+                if killed(together.probe)
+                else "Run them in processes of their own, or try another order of their imports",
                 ", ".join(together.order),
             )
 

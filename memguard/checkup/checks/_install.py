@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from memguard.checkup.checks import _shell
 from memguard.checkup.checks._cuda_libraries import parse
 from memguard.checkup.checks._shared import cuda_of_driver, numbers
 from memguard.checkup.facts import Facts, Framework
@@ -32,7 +33,7 @@ def libraries_for(facts: Facts, framework: str, wanted: int | None, libraries: I
 
 def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str]) -> str:
     found = facts.frameworks[framework]
-    release = f"=={found.version}" if found.version else ""
+    release = _shell.release(found.version)
     if framework == "tensorflow":
         return f"pip install 'tensorflow[and-cuda]{release}'"
     if framework == "jax" and wanted is not None:

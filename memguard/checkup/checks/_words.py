@@ -55,7 +55,14 @@ def ended(probe: Probe) -> bool:
     return not probe.hung and (probe.signal is not None or (early and probe.failed is None))
 
 
+def killed(probe: Probe) -> bool:
+    """By SIGKILL, which no library does to itself: 137 is how a shell in between tells of it."""
+    return not probe.hung and (probe.signal == "SIGKILL" or (probe.signal is None and probe.exit == 137))
+
+
 def how_it_ended(probe: Probe) -> str:
+    if killed(probe):
+        return f"was ended from outside ({'SIGKILL' if probe.signal else 'exit code 137'})"
     if probe.signal:
         return f"was ended by {probe.signal}"
     return f"ended {'' if probe.complete else 'early '}with exit code {probe.exit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from memguard.checkup.checks import _shell
 from memguard.checkup.checks._cpu_only import wants_cuda, without_cuda
 from memguard.checkup.checks._cuda_libraries import major
 from memguard.checkup.checks._failures import (
@@ -137,8 +138,8 @@ def two_distributions(facts: Facts) -> Iterator[Finding]:
 
 
 def _pinned(dist: str, release: str) -> str:
-    number = release.partition("+")[0]
-    return f"'tensorflow[and-cuda]=={number}'" if dist == "tensorflow" else f"{dist}=={number}"
+    pinned = _shell.release(release.partition("+")[0])
+    return _shell.requirement(f"tensorflow[and-cuda]{pinned}" if dist == "tensorflow" else f"{dist}{pinned}")
 
 
 def _keep(facts: Facts, several: Iterable[str]) -> str:

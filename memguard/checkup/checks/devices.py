@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from memguard.checkup.checks import _visible
+from memguard.checkup.checks import _shell, _visible
 from memguard.checkup.checks._shared import (
     blocked_by,
     busy,
@@ -142,7 +142,7 @@ def capability(facts: Facts) -> Iterator[Finding]:
             older = min(device.capability for device in lacking) < oldest(framework.architectures)
             remedy += ": an older one, as new ones leave old GPUs out" if older else ", mostly a newer one"
         if works and others:
-            remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={','.join(device.uuid for device in others)}"
+            remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={_shell.uuids(device.uuid for device in others)}"
         yield Finding(
             "compute-capability",
             Severity.WARNING if works else Severity.ERROR,

@@ -49,7 +49,8 @@ def _distributions() -> Any:
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         place = (name, _place(distribution))
-        if name and place not in seen:  # the same folder may be on the path twice
+        # The same folder may be on the path twice; and a name that is none was written by nobody's packager.
+        if re.fullmatch(r"[a-z0-9_][a-z0-9_.+-]{0,199}", name) and place not in seen:
             seen.add(place)
             yield name, distribution
 
