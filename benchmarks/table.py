@@ -85,6 +85,7 @@ def main_job() -> list[str]:
         f"PyCUDA {versions['pycuda']}, driver {about['driver']}.",
         f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
         f"[h200-main-job.json](benchmarks/results/h200-main-job.json), of memguard {about['memguard_hash']}.",
+        *missed(result),
     ]
 
 
@@ -108,6 +109,7 @@ def light() -> list[str]:
         f"| `memguard.init`, no framework imported, its dependencies loaded | {ms(alone)} |",
         f"| the same in a fresh interpreter, imports of pydantic, PyYAML, nvidia-ml-py included | {ms(everything)} |",
         f"| a plan of 6 frameworks × 8 GPUs | {ms(plan)} |",
+        *missed(result),
     ]
 
 

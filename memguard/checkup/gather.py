@@ -117,7 +117,7 @@ class _Asked:
 
     def run(self, probes: Sequence[str], *, name: str, timeout: float | None = None) -> Ended:
         """Probes in one process of the interpreter in question."""
-        # As many programs begin: it dies where TensorFlow was only imported, not where it has computed (measured).
+        # As many programs begin; TensorFlow's import alone brings its CUDA runtime.
         until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
         spec = {"probes": list(probes), "until": until, "path": list(self.path), "first": self.first}
         command = (*self.python, "-c", _main.BOOT, _main.__file__)
