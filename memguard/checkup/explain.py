@@ -7,19 +7,16 @@ from pathlib import Path
 from memguard.errors import MemguardError
 from memguard.findings import known
 
-_HERE = Path(__file__).resolve().parent
-_FOLDERS = (_HERE / "pages", _HERE.parents[1] / "docs" / "doctor")
-"""In an installed package, to which the build copies them; and in a checkout, which an editable installation is too."""
+_PAGES = Path(__file__).resolve().parent / "pages"
+"""In a checkout a link to docs/doctor, in an installed package the files themselves."""
 
 
 def page(name: str) -> str:
     """The text of a finding's page. Raises MemguardError for a name that there is not."""
     known([name])
-    for folder in _FOLDERS:
-        try:
-            return (folder / f"{name}.md").read_text(encoding="utf-8")
-        except OSError:
-            continue
-    raise MemguardError(
-        f"the page of {name} is not installed\n    fix: install memguard again, or read docs/doctor/{name}.md"
-    )
+    try:
+        return (_PAGES / f"{name}.md").read_text(encoding="utf-8")
+    except OSError as error:
+        raise MemguardError(
+            f"the page of {name} is not installed\n    fix: install memguard again, or read docs/doctor/{name}.md"
+        ) from error

@@ -244,7 +244,7 @@ def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
 
 
 def test_a_page_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(explain, "_FOLDERS", (tmp_path,))
+    monkeypatch.setattr(explain, "_PAGES", tmp_path)
     done = doctor("--explain", "mig")
     assert done.exit_code == 2 and done.stderr.startswith("memguard: the page of mig is not installed\n    fix: ")
     (tmp_path / "mig.md").write_text("# mig\n")
