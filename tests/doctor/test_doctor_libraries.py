@@ -234,6 +234,7 @@ def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severit
         {"together": [BROKEN, {**BROKEN, "order": ["torch", "tensorflow"]}]},
         {"together": [BROKEN], "frameworks": {"torch": {"probe": {"signal": "SIGSEGV"}}}},
         {"together": [{"order": ["tensorflow", "torch"], "multiprocessors": {"torch": 132}, "probe": {"exit": 0}}]},
+        {"together": [{"order": ["tensorflow", "torch"], "probe": {"signal": "SIGKILL"}}]},  # for want of host memory
         {"together": [], "script": {"path": "a.py", "imports": [["tensorflow", 1], ["torch", 2]]}},
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memguard.checkup.checks._words import broken, built_for, ended, how_it_ended
+from memguard.checkup.checks._words import broken, built_for, ended, how_it_ended, killed
 from memguard.checkup.facts import Facts, Together
 from memguard.checkup.finding import Finding, Severity
 
@@ -29,9 +29,9 @@ def _right(facts: Facts) -> int | None:
 
 
 def breaks(facts: Facts, together: Together) -> bool:
-    """PyTorch read wrongly or died there."""
+    """PyTorch read wrongly or died there: of itself, not for want of host memory."""
     count, right = together.multiprocessors.get("torch"), _right(facts)
-    return ended(together.probe) or (count is not None and right is not None and count != right)
+    return (ended(together.probe) and not killed(together.probe)) or (count is not None and right is not None and count != right)
 
 
 def _witness(facts: Facts) -> Together | None:
@@ -67,7 +67,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     budget = facts.budget is not None and {"tensorflow", "torch"} <= set(facts.budget.frameworks)
     cured = budget and (who is None or who[0] != "this process")
     severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
-    does = "dies" if ended(witness.probe) else "reads its GPU wrongly"
+    does = "dies" if ended(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
     built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
     yield Finding(
         "import-order",
