@@ -31,7 +31,9 @@ def _right(facts: Facts) -> int | None:
 def breaks(facts: Facts, together: Together) -> bool:
     """PyTorch read wrongly or died there: of itself, not for want of host memory."""
     count, right = together.multiprocessors.get("torch"), _right(facts)
-    return (ended(together.probe) and not killed(together.probe)) or (count is not None and right is not None and count != right)
+    return (ended(together.probe) and not killed(together.probe)) or (
+        count is not None and right is not None and count != right
+    )
 
 
 def _witness(facts: Facts) -> Together | None:
