@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard.checkup.facts import Facts
 from memguard.checkup.finding import Finding, Severity
 from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from memguard.config import Budget
 
 __all__ = ["Checkup", "Facts", "Finding", "Severity", "doctor"]
 
@@ -87,7 +90,6 @@ def doctor(
     """
     from memguard import config
     from memguard.checkup import gather
-    from memguard.checkup.examine import examine
     from memguard.findings import known
 
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
@@ -96,8 +98,16 @@ def doctor(
         )
     wanted, left_out = _names("frameworks", frameworks), _names("ignore", ignore)
     loaded = None if budget is None else config.of(budget)
-    silent = known(left_out) | set(loaded.doctor.ignore if loaded is not None and loaded.doctor is not None else ())
+    silent = known(left_out)
     facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, here=True)
+    return examined(facts, loaded, silent)
+
+
+def examined(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> Checkup:
+    """The facts with what they amount to, less what is ignored by name or by the budget."""
+    from memguard.checkup.examine import examine
+
+    silent = ignore | set(budget.doctor.ignore if budget is not None and budget.doctor is not None else ())
     return Checkup(facts, examine(facts, silent), tuple(sorted(silent)))
 
 

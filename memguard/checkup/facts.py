@@ -17,7 +17,8 @@ from memguard.errors import FactsError
 
 VERSION: Final = 1
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}$")]
+NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
+Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 """Of a distribution or a framework: they get into commands that are copied."""
 
 

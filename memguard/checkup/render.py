@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard.checkup.checks._cpu_only import kept_off
 from memguard.checkup.checks._failures import STEPS, step
+from memguard.checkup.checks._shared import computes
 from memguard.checkup.checks._words import broken, ended, listing
 from memguard.checkup.examine import examine
 from memguard.checkup.facts import Facts, Framework, Probe
@@ -135,8 +136,7 @@ def works(framework: Framework) -> bool | None:
     probe = framework.probe
     if probe is None:
         return None
-    computed = any(stage.name == "compute" and stage.error is None for stage in probe.stages)
-    return bool(framework.gpus) and computed and not broken(probe)
+    return computes(framework) and not broken(probe)
 
 
 def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:

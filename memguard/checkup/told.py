@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memguard.checkup import broken
-from memguard.checkup.facts import Driver, Framework, Probe, Stage, Together
+from memguard.checkup.facts import NAME, Driver, Framework, Probe, Stage, Together
 from memguard.checkup.missing import missing, shown
 from memguard.errors import FactsError
 from memguard.model import Device
@@ -19,8 +19,6 @@ from memguard.model import Device
 if TYPE_CHECKING:
     from memguard.checkup.processes import Ended
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
-"""Of a distribution, as `facts.Name` has it."""
 F = TypeVar("F", bound=BaseModel)
 
 
@@ -55,7 +53,7 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
     return Installed(
         str(own.get("python", "")),
         str(own.get("executable", "")),
-        {str(name): str(version) for name, version in own["packages"].items() if _NAME.fullmatch(str(name))},
+        {str(name): str(version) for name, version in own["packages"].items() if re.fullmatch(NAME, str(name))},
         {name: _facts(ended, name) for name in dict.fromkeys(names)},
     )
 

@@ -87,7 +87,7 @@ def doctor(
     installed; 2: it could not run, or no framework is installed. With --dump-facts 0 wherever facts were written.
     """
     from memguard import config, findings
-    from memguard.checkup import explain
+    from memguard.checkup import examined, explain
     from memguard.checkup.facts import Facts
 
     if list_names or explained is not None:
@@ -166,15 +166,6 @@ def unread(facts: Facts) -> None:
     """Say that the script could not be read: the findings are without it."""
     if facts.script is not None and facts.script.error is not None:
         click.echo(f"memguard: {facts.script.path} was not looked at: {facts.script.error}", err=True)
-
-
-def examined(facts: Facts, budget: Budget | None, ignore: frozenset[str]) -> Checkup:
-    """The facts with what they amount to, less what is ignored by name or by the budget."""
-    from memguard.checkup import Checkup
-    from memguard.checkup.examine import examine
-
-    silent = ignore | set(budget.doctor.ignore if budget is not None and budget.doctor is not None else ())
-    return Checkup(facts, examine(facts, silent), tuple(sorted(silent)))
 
 
 def show(checkup: Checkup, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:

@@ -67,7 +67,7 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
     """Exit where the frameworks that the budget names do not work in the Python of the command."""
-    from memguard.checkup import gather
+    from memguard.checkup import examined, gather
     from memguard.cli import _program, _signals, doctor
 
     program = _program.of(command, os.environ)
@@ -88,7 +88,7 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
             say=doctor.progress(),
         )
     doctor.unread(facts)
-    checkup = doctor.examined(facts, budget, frozenset())
+    checkup = examined(facts, budget)
     if not checkup.healthy:
         doctor.show(checkup, brief=True, err=True)
     if checkup.errors:

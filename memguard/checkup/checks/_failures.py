@@ -23,6 +23,9 @@ NO_COMPILER = re.compile(
     r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
 )
 
+_APART = "Run them in processes of their own, or try another order of their imports"
+_OUTSIDE = "Mostly for want of host memory: `dmesg | grep -i oom` tells, or the memory limit of the container"
+
 
 def elsewhere(found: Framework) -> bool:
     """It was imported from outside the folder that its package is installed in."""
@@ -137,44 +140,39 @@ def _together(facts: Facts) -> Iterator[Finding]:
             Severity.ERROR,
             f"{failed.name} fails in a process with {names}, and not alone: {_in_a_sentence(failed)}",
             (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
-            "Run them in processes of their own, or try another order of their imports",
+            _APART,
             ", ".join(together.order),
         )
 
 
-_OUTSIDE = "Mostly for want of host memory: `dmesg | grep -i oom` tells, or the memory limit of the container"
-
-
 def probe_crashed(facts: Facts) -> Iterator[Finding]:
     for name, found in facts.frameworks.items():
-        if found.probe is None or not ended(found.probe) or _known(facts, name):
-            continue
-        how = how_it_ended(found.probe)
-        yield Finding(
-            "probe-crashed",
-            Severity.ERROR,
-            f"a process that only imports and uses {full_name(facts, name)} {how}, {step(found.probe, STEPS)}",
-            (f"{name}: the process {how} after {found.probe.seconds:.1f} s", *_said(found.probe)),
-            _OUTSIDE
-            if killed(found.probe)
-            else f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries",
-            name,
-        )
+        if found.probe is not None and ended(found.probe) and not _known(facts, name):
+            what = f"a process that only imports and uses {full_name(facts, name)}"
+            where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
+            remedy = f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries"
+            yield _crashed(name, what, step(found.probe, STEPS), where, found.probe, remedy)
     if any(_import_order.findings(facts)):
         return
     for together in facts.together:
         if ended(together.probe) and _fine(facts, together.order):
-            names, how = listing(together.order), how_it_ended(together.probe)
-            yield Finding(
-                "probe-crashed",
-                Severity.ERROR,
-                f"a process of {names} {how}, {step(together.probe, together.order)}, and alone each works",
-                (f"{' then '.join(together.order)}: the process {how}", *_said(together.probe)),
-                _OUTSIDE
-                if killed(together.probe)
-                else "Run them in processes of their own, or try another order of their imports",
-                ", ".join(together.order),
-            )
+            what = f"a process of {listing(together.order)}"
+            at = f"{step(together.probe, together.order)}, and alone each works"
+            where = f"{' then '.join(together.order)}: the process", ""
+            yield _crashed(", ".join(together.order), what, at, where, together.probe, _APART)
+
+
+def _crashed(subject: str, what: str, at: str, where: tuple[str, str], probe: Probe, remedy: str) -> Finding:
+    """`where`: what the line of evidence says before and after how it ended."""
+    how = how_it_ended(probe)
+    return Finding(
+        "probe-crashed",
+        Severity.ERROR,
+        f"{what} {how}, {at}",
+        (f"{where[0]} {how}{where[1]}", *_said(probe)),
+        _OUTSIDE if killed(probe) else remedy,
+        subject,
+    )
 
 
 def probe_hung(facts: Facts) -> Iterator[Finding]:

@@ -163,8 +163,9 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
     if facts.process is not None and facts.process.budget:
         return
     budget = facts.budget.frameworks if facts.budget is not None else ()
-    for name, where in _together(facts):
-        others = tuple(other for other, _ in _together(facts) if other != name)
+    shared = _together(facts)
+    for name, where in shared:
+        others = tuple(other for other, _ in shared if other != name)
         framework = facts.frameworks.get(name)
         if not others or name in budget or framework is None or framework.gpu is False or not framework.gpus:
             continue
