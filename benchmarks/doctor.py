@@ -25,7 +25,6 @@ from checks import doctor_checks
 
 TIMEOUT = 180
 ROUNDS = 3
-SIX = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
 
 BUDGET = """\
 version: 1
@@ -147,15 +146,12 @@ def main() -> None:
     from memguard.checkup.facts import Facts
 
     kept = {}
-    for scenario in found.values():
-        if "facts" in scenario:
-            kept_facts = scenario.pop("facts")
-            facts = Facts.from_json(json.dumps(kept_facts))
+    for name, scenario in found.items():
+        plain = kept[name] = scenario.pop("facts", None)
+        if plain is not None:
+            facts = Facts.from_json(json.dumps(plain))
             scenario["findings"] = [[f.name, str(f.severity), f.subject, f.cause] for f in examine(facts)]
             scenario["probes_s"] = facts.seconds
-            scenario["kept"] = kept_facts
-    for name, scenario in found.items():
-        kept[name] = scenario.pop("kept", None)
     if arguments.facts:
         arguments.facts.write_text(json.dumps(kept) + "\n")
     times = sorted(t for t in [found["all six"].get("seconds"), *again] if t is not None)
