@@ -13,6 +13,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from memguard import exchange as exchange
     from memguard.active import checkpoint as checkpoint
     from memguard.active import guard as guard
     from memguard.active import init as init
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from memguard.checkup import doctor as doctor
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
+    from memguard.errors import CannotShare as CannotShare
     from memguard.errors import CapNotApplied as CapNotApplied
     from memguard.errors import ConfigError as ConfigError
     from memguard.errors import ConflictingSetting as ConflictingSetting
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "AlreadyActive", "BudgetExceeded", "CapNotApplied", "ConfigError", "ConflictingSetting", "DeviceError",
-    "FactsError", "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError", "UnderPressure",
+    "AlreadyActive", "BudgetExceeded", "CannotShare", "CapNotApplied", "ConfigError", "ConflictingSetting",
+    "DeviceError", "FactsError", "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError", "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
     "checkpoint", "guard", "init", "ledger", "on_pressure", "require", "resize", "shutdown", "trim", "workload",
@@ -65,6 +67,7 @@ _HOMES = {
 __all__ = [
     "AlreadyActive",
     "BudgetExceeded",
+    "CannotShare",
     "CapNotApplied",
     "ConfigError",
     "ConflictingSetting",
@@ -78,6 +81,7 @@ __all__ = [
     "UnderPressure",
     "checkpoint",
     "doctor",
+    "exchange",
     "guard",
     "init",
     "last_oom",
@@ -100,6 +104,8 @@ logging.getLogger("memguard").addHandler(logging.NullHandler())
 if not TYPE_CHECKING:  # a type checker then sees the names above, and nothing else
 
     def __getattr__(name: str) -> object:
+        if name == "exchange":  # a module of its own, and importing it names it here
+            return importlib.import_module("memguard.exchange")
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'memguard' has no attribute {name!r}")

@@ -11,6 +11,7 @@
     │   └── ConflictingSetting   because of a setting of the user's own: `setting` names it
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
     ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
+    ├── CannotShare          `exchange`: an array cannot be handed over as asked for: reason and remedy
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
     ├── FactsError           facts for `doctor` that cannot be read (exit code 2)
@@ -131,6 +132,21 @@ class UnderPressure(MemguardError):
 
     def __str__(self) -> str:
         return f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget"
+
+
+class CannotShare(MemguardError):
+    """An array cannot be handed to another framework as it was asked for. Nothing was copied, nothing is lost.
+
+    `source` and `target` are frameworks; `target` is None where no other would get it either.
+    """
+
+    def __init__(self, source: str, target: str | None, reason: str, remedy: str) -> None:
+        self.source, self.target, self.reason, self.remedy = source, target, reason, remedy
+        pair = source if target is None else f"{source} to {target}"
+        super().__init__(f"{pair}: cannot share this array: {reason}\n    fix: {remedy}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.source, self.target, self.reason, self.remedy)
 
 
 class NotActive(MemguardError):

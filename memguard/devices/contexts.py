@@ -21,6 +21,7 @@ _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _initialised: ctypes.CDLL | None = None
 """libcuda once it was seen initialised: it stays so, and asking again would cost more than the calls themselves."""
+_primaries: dict[int, int] = {}
 _lost = False
 """In a child forked after that: CUDA cannot be used there, and never will be."""
 
@@ -34,7 +35,7 @@ class CudaDevice:
     multiprocessors: int
 
 
-def _driver() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """libcuda where this process has loaded and initialised it; None elsewhere."""
     global _initialised
     if _initialised is not None or _lost:
@@ -58,16 +59,17 @@ def _watch_forks() -> None:
 def _forked() -> None:
     global _initialised, _lost
     _initialised, _lost = None, _lost or _initialised is not None
+    _primaries.clear()
 
 
 def initialised() -> bool:
     """Whether something has run `cuInit` in this process. Never runs it, and loads nothing."""
-    return _driver() is not None
+    return loaded() is not None
 
 
 def current() -> int | None:
     """The ordinal of the GPU whose context is current on this thread; None where none is."""
-    driver = _driver()
+    driver = loaded()
     ordinal = ctypes.c_int()
     return ordinal.value if driver is not None and driver.cuCtxGetDevice(ctypes.byref(ordinal)) == 0 else None
 
@@ -77,7 +79,7 @@ def visible() -> tuple[CudaDevice, ...] | None:
 
     Raises DeviceError where CUDA does not say what one of them is.
     """
-    driver = _driver()
+    driver = loaded()
     if driver is None:
         return None
     count, device, number, raw = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
@@ -107,7 +109,7 @@ def ordinals() -> dict[str, int]:
 
 def active(ordinal: int) -> bool | None:
     """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, which makes none); None if unknown."""
-    driver = _driver()
+    driver = loaded()
     device, flags, found = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     if driver is None:
         return False
@@ -118,10 +120,55 @@ def active(ordinal: int) -> bool | None:
     return bool(found.value)
 
 
+def primary(ordinal: int) -> int | None:
+    """The handle of the device's primary context; None where it does not exist.
+
+    Remembered once seen: it lives as long as the framework that uses it, and asking takes four calls.
+    """
+    driver, context = loaded(), ctypes.c_void_p()
+    if driver is None:
+        return None
+    known = _primaries.get(ordinal)
+    if known is not None:
+        return known
+    device = ctypes.c_int()
+    if (
+        not active(ordinal)
+        or driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    ):
+        return None
+    driver.cuDevicePrimaryCtxRelease_v2(device)
+    if context.value:
+        _primaries[ordinal] = context.value
+    return context.value
+
+
+class entered:  # noqa: N801 (a context manager, by hand: it is entered several times in each hand-over)
+    """A context current on this thread for a block, by its handle. DeviceError where CUDA refuses."""
+
+    __slots__ = ("_context", "_pushed")
+
+    def __init__(self, context: int) -> None:
+        self._context, self._pushed = context, False
+
+    def __enter__(self) -> None:
+        driver, now = loaded(), ctypes.c_void_p()
+        if driver is None or (driver.cuCtxGetCurrent(ctypes.byref(now)) == 0 and now.value == self._context):
+            return
+        _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context)))
+        self._pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        driver = loaded()
+        if self._pushed and driver is not None:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
 @contextlib.contextmanager
 def pushed(ordinal: int) -> Iterator[bool]:
     """The device's primary context current on this thread for a block: False where it does not exist."""
-    driver = _driver()
+    driver = loaded()
     if current() == ordinal:
         yield True
         return
@@ -148,7 +195,7 @@ def pushed(ordinal: int) -> Iterator[bool]:
 
 def allocation(address: int) -> tuple[int, int] | None:
     """Start and size in bytes of the driver's allocation that an address of the current context lies in."""
-    driver = _driver()
+    driver = loaded()
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     if driver is None or driver.cuMemGetAddressRange_v2(
         ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address)
@@ -159,7 +206,7 @@ def allocation(address: int) -> tuple[int, int] | None:
 
 def buffer(address: int) -> int | None:
     """The id of the driver's allocation at an address, which no other ever gets; None where there is none."""
-    driver, found = _driver(), ctypes.c_uint64()
+    driver, found = loaded(), ctypes.c_uint64()
     if driver is None or driver.cuPointerGetAttribute(ctypes.byref(found), _BUFFER_ID, ctypes.c_uint64(address)):
         return None
     return found.value
@@ -167,7 +214,7 @@ def buffer(address: int) -> int | None:
 
 def relax() -> bool:
     """No call of this thread spoils a CUDA graph that another captures, from now on. False where CUDA is not there."""
-    driver = _driver()
+    driver = loaded()
     return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
 
 
@@ -178,7 +225,7 @@ def beside_captures() -> Iterator[None]:
     `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a capture
     of torch's without this, and does not with it.
     """
-    driver = _driver()
+    driver = loaded()
     mode = ctypes.c_int(_RELAXED)
     changed = driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
     try:

@@ -1,0 +1,59 @@
+"""The CUDA array interface, in which PyCUDA's and Numba's arrays are shown to others and others' to them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memguard.devices import contexts, streams
+from memguard.exchange.loans import Loan
+from memguard.exchange.view import DTYPES, View, dtype_of_typestr, row_major
+
+
+class Malformed(ValueError):
+    """An interface that describes no array as `View` can say it."""
+
+
+def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
+    """The array, the stream it names (None: none), and the context it belongs to where that is not the primary one.
+
+    Raises Malformed.
+    """
+    address, readonly = interface["data"]
+    dtype = dtype_of_typestr(interface["typestr"])
+    if dtype is None:
+        raise Malformed(f"its dtype {interface['typestr']!r} is not one that can be handed over")
+    if interface.get("mask") is not None:
+        raise Malformed("it is masked, which no framework here reads")
+    shape = tuple(int(n) for n in interface["shape"])
+    itemsize = DTYPES[dtype][1] // 8
+    given = interface.get("strides")
+    if given is not None and any(stride % itemsize for stride in given):
+        raise Malformed("its strides are no multiples of its elements' size")
+    strides = row_major(shape) if given is None else tuple(stride // itemsize for stride in given)
+    found = streams.place(int(address or 0)) if address and 0 not in shape else None
+    view = View(int(address or 0), shape, strides, dtype, found[0] if found else 0, bool(readonly))
+    if found is None and view.size:
+        raise Malformed(f"CUDA knows no memory at its address {view.address:#x}: it was freed, or is another process's")
+    context = found[1] if found is not None and found[1] not in (None, contexts.primary(found[0])) else None
+    return view, interface.get("stream"), context
+
+
+class Shown:
+    """Memory of a loan, as the interface shows it. The loan ends with this object, which its arrays keep."""
+
+    def __init__(self, view: View, loan: Loan) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": view.shape,
+            "typestr": DTYPES[view.dtype][2],
+            "data": (view.address, view.readonly),
+            "strides": None if view.compact else view.byte_strides,
+            "version": 3,
+            "stream": None,  # whoever asks has waited already
+        }
+        self._loan = loan
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self._loan.end()

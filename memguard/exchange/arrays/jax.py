@@ -1,0 +1,98 @@
+"""JAX's arrays. Shared through DLPack; XLA refuses addresses that are no multiple of 16 when they are used (measured).
+
+JAX waits for its own work itself: `__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` names
+the stream that JAX will use. The capsule stays with the loan: as long as it lives JAX refuses to donate the array.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+from memguard.errors import CannotShare
+from memguard.exchange import dlpack
+from memguard.exchange.arrays.base import Arrays, Before
+from memguard.exchange.loans import Loan, Offer
+from memguard.exchange.rules import Layout, Taker
+from memguard.exchange.view import DTYPES, View, row_major
+
+_DTYPES = frozenset(DTYPES)
+_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+
+
+class JAX(Arrays):
+    """`jax.Array` with one shard."""
+
+    taker: ClassVar[Taker] = Taker(
+        "jax", "JAX", _DTYPES, Layout.DENSE, alignment=16, host_alignment=64, writes=False, on_host=True, settles=True
+    )
+    module: ClassVar[str] = "jax"
+    call: ClassVar[str] = "jax.dlpack.from_dlpack"
+    waits: ClassVar[str] = "stream"
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, sys.modules["jax"].Array)
+
+    def offer(self, x: Any) -> Offer:
+        import jax
+
+        if isinstance(x, jax.core.Tracer):
+            raise self.cannot(
+                "it is a tracer, which has no memory", "hand arrays over outside jax.jit, and pass them as arguments"
+            )
+        if x.is_deleted():
+            raise self.cannot("it was deleted or donated", "hand it over before it is donated")
+        if not x.is_fully_addressable or len(x.sharding.device_set) != 1:
+            raise self.cannot(
+                f"it is sharded over {len(x.sharding.device_set)} devices", "one of x.addressable_shards[i].data"
+            )
+        dtype = str(x.dtype)
+        if dtype not in DTYPES:
+            raise self.cannot(f"its dtype {dtype} is not one that can be handed over", "cast it with x.astype")
+        (device,) = x.devices()
+        if device.platform not in ("gpu", "cuda", "cpu"):
+            raise self.cannot(f"it lies on {device}", "jax.device_put it on a GPU")
+        ordinal = None if device.platform == "cpu" else device.local_hardware_id
+        shape = tuple(x.shape)
+        return Offer(self.name, View(x.unsafe_buffer_pointer(), shape, row_major(shape), dtype, ordinal), [x])
+
+    def ready(self, offer: Offer, then: int | None) -> None:
+        x = offer.owner[0]
+        offer.owner.append(x.__dlpack__(stream=then) if offer.view.device is not None else x.__dlpack__())
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        import jax
+
+        if view.dtype in _WIDE and not jax.config.jax_enable_x64:
+            raise CannotShare(
+                loan.offer.lender,
+                self.name,
+                f"JAX makes a narrower copy of {view.dtype} as long as its 64-bit types are off",
+                'jax.config.update("jax_enable_x64", True), or cast it where it comes from',
+            )
+        array = jax.dlpack.from_dlpack(dlpack.Exporter(view, loan, view.device, before))
+        if view.size and array.unsafe_buffer_pointer() != view.address:
+            raise CannotShare(
+                loan.offer.lender, self.name, "JAX copied it instead of sharing it", "copy=True, if that is wanted"
+            )
+        return array
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        place = next(d for d in jax.local_devices() if device is None or d.local_hardware_id == device)
+        if array.devices() != {place}:
+            return jax.device_put(array, place)
+        return jnp.array(array, copy=True)
+
+    def compact(self, x: Any) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.array(x, copy=True)
+
+    def upload(self, host: Any, device: int) -> Any:
+        import jax
+
+        place = next(d for d in jax.local_devices() if d.local_hardware_id == device)
+        return jax.device_put(host.copy(), place)

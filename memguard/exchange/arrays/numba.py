@@ -1,0 +1,62 @@
+"""Numba's device arrays. Lent, they wait for the stream they name or the whole context; taken, the host waits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+from memguard.devices import copies
+from memguard.exchange.arrays import _interface
+from memguard.exchange.arrays.base import Arrays, Before
+from memguard.exchange.loans import Loan, Offer
+from memguard.exchange.rules import Layout, Taker
+from memguard.exchange.view import DTYPES, View
+
+_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+
+
+class Numba(Arrays):
+    """Arrays of `numba.cuda`."""
+
+    taker: ClassVar[Taker] = Taker("numba", "Numba", _DTYPES, Layout.FORWARD, strided=False)
+    module: ClassVar[str] = "numba"
+    call: ClassVar[str] = "numba.cuda.as_cuda_array"
+    waits: ClassVar[str] = "host"
+
+    def owns(self, x: Any) -> bool:
+        cuda = sys.modules.get("numba.cuda")
+        return cuda is not None and cuda.is_cuda_array(x) and hasattr(x, "copy_to_host")
+
+    def offer(self, x: Any) -> Offer:
+        try:
+            view, stream, context = _interface.read(x.__cuda_array_interface__)
+        except _interface.Malformed as error:
+            raise self.cannot(str(error), "make an array of another dtype or layout") from error
+        return Offer(self.name, view, x, stream, context)
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        from numba import cuda
+
+        before(stream)
+        return cuda.as_cuda_array(_interface.Shown(view, loan), sync=False)
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        from numba import cuda
+
+        made = cuda.device_array(array.shape, array.dtype)
+        if array.size:
+            copies.device(_address(made), _address(array), array.size * array.dtype.itemsize)
+        return made
+
+    def compact(self, x: Any) -> Any:
+        return self.copy(x, None)
+
+    def upload(self, host: Any, device: int) -> Any:
+        from numba import cuda
+
+        return cuda.to_device(host)
+
+
+def _address(array: Any) -> int:
+    address: int = array.__cuda_array_interface__["data"][0]
+    return address

@@ -1,0 +1,47 @@
+"""NumPy's arrays: host memory, never a GPU's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+from memguard.exchange import dlpack
+from memguard.exchange.arrays.base import Arrays, Before
+from memguard.exchange.loans import Loan, Offer
+from memguard.exchange.rules import Layout, Taker
+from memguard.exchange.view import DTYPES, View
+
+_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+
+
+class NumPy(Arrays):
+    """`numpy.ndarray`."""
+
+    taker: ClassVar[Taker] = Taker("numpy", "NumPy", _DTYPES, Layout.FORWARD, on_gpu=False, on_host=True)
+    module: ClassVar[str] = "numpy"
+    call: ClassVar[str] = "numpy.from_dlpack"
+    waits: ClassVar[str] = "host"
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, sys.modules["numpy"].ndarray)
+
+    def offer(self, x: Any) -> Offer:
+        dtype, itemsize = str(x.dtype), x.dtype.itemsize
+        if dtype not in DTYPES or not x.dtype.isnative:
+            raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it with x.astype")
+        if any(stride % itemsize for stride in x.strides):
+            raise self.cannot("its strides are no multiples of its elements' size", "numpy.ascontiguousarray(x)")
+        strides = tuple(stride // itemsize for stride in x.strides)
+        view = View(x.ctypes.data, tuple(x.shape), strides, dtype, None, not x.flags.writeable)
+        return Offer(self.name, view, x)
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        import numpy
+
+        return numpy.from_dlpack(dlpack.Exporter(view, loan, None, before))
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        return array.copy(order="C")
+
+    def compact(self, x: Any) -> Any:
+        return x.copy(order="C")

@@ -1,0 +1,64 @@
+"""Arrays of nobody in the list that speak a protocol: RMM's and cuda.core's buffers, and any other. As lenders only."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from memguard.devices import streams
+from memguard.exchange import dlpack
+from memguard.exchange.arrays import _interface
+from memguard.exchange.arrays.base import Arrays, Before
+from memguard.exchange.loans import Loan, Offer
+from memguard.exchange.rules import Taker
+from memguard.exchange.view import View
+
+
+class _Lender(Arrays):
+    module: ClassVar[str] = ""
+    call: ClassVar[str] = ""
+    waits: ClassVar[str] = ""
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        raise NotImplementedError(self.name)
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        raise NotImplementedError(self.name)
+
+    def compact(self, x: Any) -> Any:
+        raise self.cannot("it is not laid out as is needed, and its library is not known", "make it contiguous first")
+
+
+class ArrayInterface(_Lender):
+    """Anything with `__cuda_array_interface__`. Without a stream in it the whole context is waited for."""
+
+    taker: ClassVar[Taker] = Taker("__cuda_array_interface__", "the CUDA array interface", frozenset())
+
+    def owns(self, x: Any) -> bool:
+        return hasattr(type(x), "__cuda_array_interface__") or hasattr(x, "__cuda_array_interface__")
+
+    def offer(self, x: Any) -> Offer:
+        try:
+            view, stream, context = _interface.read(x.__cuda_array_interface__)
+        except _interface.Malformed as error:
+            raise self.cannot(str(error), "hand over an array of a plain dtype and layout") from error
+        return Offer(type(x).__module__.partition(".")[0], view, x, stream, context)
+
+
+class DLPack(_Lender):
+    """Anything with `__dlpack__`. It is asked to make the legacy default stream wait, and that is waited for."""
+
+    taker: ClassVar[Taker] = Taker("__dlpack__", "DLPack", frozenset())
+
+    def owns(self, x: Any) -> bool:
+        return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+
+    def offer(self, x: Any) -> Offer:
+        kind, _ = x.__dlpack_device__()
+        on_gpu = int(kind) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
+        try:
+            capsule = x.__dlpack__(stream=streams.LEGACY) if on_gpu else x.__dlpack__()
+            view = dlpack.read(capsule)
+        except (dlpack.Unreadable, BufferError) as error:
+            raise self.cannot(str(error), "hand over an array of a plain dtype and layout") from error
+        owner = type(x).__module__.partition(".")[0]
+        return Offer(owner, view, capsule, streams.LEGACY if on_gpu else None)

@@ -1,0 +1,65 @@
+"""PyCUDA's arrays. They name no stream: what is lent waits for the whole context, and what is taken for the host.
+
+PyCUDA frees memory only on the thread it was taken on; a loan's owner is let go of there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, ClassVar
+
+from memguard.devices import copies
+from memguard.exchange.arrays import _interface
+from memguard.exchange.arrays.base import Arrays, Before
+from memguard.exchange.loans import Loan, Offer
+from memguard.exchange.rules import Layout, Taker
+from memguard.exchange.view import DTYPES, View
+
+_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+
+
+class PyCUDA(Arrays):
+    """`pycuda.gpuarray.GPUArray`."""
+
+    taker: ClassVar[Taker] = Taker("pycuda", "PyCUDA", _DTYPES, Layout.FORWARD, strided=False)
+    module: ClassVar[str] = "pycuda"
+    call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
+    waits: ClassVar[str] = "host"
+
+    def owns(self, x: Any) -> bool:
+        gpuarray = sys.modules.get("pycuda.gpuarray")
+        return gpuarray is not None and isinstance(x, gpuarray.GPUArray)
+
+    def offer(self, x: Any) -> Offer:
+        try:
+            view, _, context = _interface.read(x.__cuda_array_interface__)
+        except _interface.Malformed as error:
+            raise self.cannot(str(error), "make an array of another dtype or layout") from error
+        return Offer(self.name, view, x, context=context, thread=threading.get_ident())
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        import numpy
+        from pycuda.gpuarray import GPUArray
+
+        before(stream)
+        shown = _interface.Shown(view, loan)
+        return GPUArray(
+            view.shape, numpy.dtype(view.dtype), gpudata=view.address, base=shown, strides=view.byte_strides
+        )
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        from pycuda import gpuarray
+
+        made = gpuarray.empty(array.shape, array.dtype)
+        if array.size:
+            copies.device(int(made.ptr), int(array.ptr), array.nbytes)
+        return made
+
+    def compact(self, x: Any) -> Any:
+        return self.copy(x, None)
+
+    def upload(self, host: Any, device: int) -> Any:
+        from pycuda import gpuarray
+
+        return gpuarray.to_gpu(host)

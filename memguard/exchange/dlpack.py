@@ -1,0 +1,158 @@
+"""DLPack capsules, read and made with ctypes: the form in which PyTorch, TensorFlow, JAX and CuPy take memory.
+
+Unversioned ones (`dltensor`), which all four take; TensorFlow and JAX take no other (measured). The deleter of one
+may run on any thread, and takes the GIL there as CuPy's does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memguard.exchange.loans import Loan
+from memguard.exchange.view import DTYPES, View, dtype_of_code, row_major
+
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_new = ctypes.pythonapi.PyCapsule_New
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_valid = ctypes.pythonapi.PyCapsule_IsValid
+_valid.restype, _valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+_lent: dict[int, Loan] = {}
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _delete(address: int, lent: dict[int, Loan] = _lent, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    """Its names are its own: views outlive this module at the interpreter's end."""
+    loan = lent.pop(address, None)
+    if loan is not None and not ending():
+        loan.end()
+
+
+_deleter = _Deleter(_delete)
+# For the same reason it is never freed.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
+
+
+_DELETER = ctypes.cast(_deleter, ctypes.c_void_p).value
+_SIZE = ctypes.sizeof(_Managed)
+
+
+class Unreadable(ValueError):
+    """A capsule that holds something other than an array as `View` can say it."""
+
+
+def read(capsule: Any) -> View:
+    """What a capsule that nobody has consumed yet holds. It keeps the memory; `device` is the capsule's own number.
+
+    Raises Unreadable: a dtype that arrays here have not, packed lanes, another kind of device.
+    """
+    readonly = False
+    if _valid(capsule, b"dltensor"):
+        tensor = _Managed.from_address(_pointer(capsule, b"dltensor")).tensor
+    elif _valid(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major != 1:
+            raise Unreadable(f"its capsule is of DLPack {versioned.major}")
+        tensor, readonly = versioned.tensor, bool(versioned.flags & _READ_ONLY)
+    else:
+        raise Unreadable("its DLPack capsule was used before")
+    kind, number = tensor.device.kind, tensor.device.id
+    if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
+        raise Unreadable(f"it lies on a device of DLPack's kind {kind}, neither the host nor a CUDA GPU")
+    dtype = dtype_of_code(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
+    if dtype is None:
+        raise Unreadable(
+            f"its dtype (DLPack code {tensor.dtype.code}, {tensor.dtype.bits} bits, {tensor.dtype.lanes} lanes) "
+            "is not one that can be handed over"
+        )
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else row_major(shape)
+    device = number if kind in (CUDA, CUDA_MANAGED) else None
+    return View((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, device, readonly)
+
+
+def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
+    """An unversioned capsule over the loan's memory; its consumer's last view ends the loan.
+
+    `device` is the number that the consumer knows the GPU by; None for the host.
+    """
+    ndim = len(view.shape)
+    code, bits, _ = DTYPES[view.dtype]
+    block = (ctypes.c_char * (_SIZE + 16 * ndim))()  # the struct, and behind it what it points to
+    address = ctypes.addressof(block)
+    strides = 0 if view.compact else address + _SIZE + 8 * ndim  # TensorFlow takes none where they say nothing
+    struct.pack_into(
+        f"@QiiiBBHQQQQQ{2 * ndim}q", block, 0,
+        view.address, CPU if device is None else CUDA, device or 0, ndim, code, bits, 1,
+        address + _SIZE, strides, 0, 0, _DELETER, *view.shape, *view.strides,
+    )  # fmt: skip
+    loan.keep = block
+    _lent[address] = loan
+    return _new(address, b"dltensor", None)
+
+
+def forget(loan: Loan) -> None:
+    """End a loan whose capsule nobody took."""
+    if loan.keep is not None:
+        _lent.pop(ctypes.addressof(loan.keep), None)
+    loan.end()
+
+
+class Exporter:
+    """What `from_dlpack` functions take. `before` makes a stream wait until the memory is ready."""
+
+    def __init__(self, view: View, loan: Loan, device: int | None, before: Any) -> None:
+        self._view, self._loan, self._device, self._before = view, loan, device, before
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CPU, 0) if self._device is None else (CUDA, self._device)
+
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
+        """`stream` as the protocol has it: -1 for no waiting, None for the legacy default stream."""
+        if stream != -1:
+            self._before(1 if stream is None else stream)
+        return capsule(self._view, self._loan, device=self._device)

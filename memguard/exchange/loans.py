@@ -1,0 +1,184 @@
+"""What is lent: memory of one framework that another has views of, from hand-over until the last view is gone.
+
+A loan keeps the lender's array alive. Its end comes from a destructor, on any thread, inside any allocation: so
+nothing here takes a lock there, and nothing waits. Where the borrower's last work still runs then, the lender's
+stream is made to wait for it; a lender without a stream gets its memory back a moment later, from a thread of its
+own, and PyCUDA, whose memory must be freed where it was taken, on the thread that handed it over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from memguard.devices import streams
+from memguard.devices.streams import LEGACY, Mark
+from memguard.errors import DeviceError
+from memguard.exchange.view import View
+
+_log = logging.getLogger("memguard")
+_PATIENCE = 0.001
+"""Seconds between two looks at work that has to end before memory goes back."""
+
+
+class Offer(NamedTuple):
+    """An array as its framework lends it: what it is, and what keeps the memory alive.
+
+    stream   the lender's: memory that goes back is used next on it; None where it has none to tell
+    context  that the memory belongs to, where it is not the GPU's primary one
+    thread   the only one that may let go of `owner`; None for any
+    """
+
+    lender: str
+    view: View
+    owner: Any
+    stream: int | None = None
+    context: int | None = None
+    thread: int | None = None
+
+
+class Loan:
+    """One hand-over. `stream` is the borrower's, None where its work may be on any.
+
+    `settles`: the borrower lets go only once its work is done (JAX; measured), so that nobody has to wait.
+    """
+
+    __slots__ = ("borrower", "keep", "offer", "settles", "stream")
+
+    def __init__(self, offer: Offer, borrower: str, stream: int | None = None, settles: bool = False) -> None:
+        self.offer, self.borrower, self.stream, self.settles = offer, borrower, stream, settles
+        self.keep: Any = None
+        """What the capsule points into."""
+
+    def end(self) -> None:
+        """The last view is gone. Any thread, any moment; a second call does nothing."""
+        if _open.pop(id(self), None) is None:
+            return
+        offer, self.keep = self.offer, None
+        mark = None
+        if offer.view.device is not None and not self.settles:
+            mark = _under_way(offer, self.stream)
+        if mark is None and offer.thread in (None, threading.get_ident()):
+            return  # the owner goes with this frame
+        _parked.append((offer, mark))
+        _sweeper.wake()
+
+
+kept: Counter[int] = Counter()
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row has them."""
+_open: dict[int, Loan] = {}
+_parked: list[tuple[Offer, Mark | None]] = []
+
+
+def begin(offer: Offer, borrower: str, stream: int | None, settles: bool = False) -> Loan:
+    """A loan that lasts until its `end`."""
+    loan = Loan(offer, borrower, stream, settles)
+    _open[id(loan)] = loan
+    if _parked:
+        sweep()
+    return loan
+
+
+def sweep() -> None:
+    """Let go of what is over: of this thread's, and of every thread's where that does not matter."""
+    here = threading.get_ident()
+    for _ in range(len(_parked)):
+        try:
+            offer, mark = _parked.pop(0)
+        except IndexError:  # another thread was faster
+            return
+        if (mark is None or _passed(mark)) and offer.thread in (None, here):
+            continue
+        _parked.append((offer, mark))
+
+
+def lent() -> dict[int, dict[str, dict[str, int]]]:
+    """Bytes lent now by GPU (CUDA's ordinal), lender and borrower. What is lent twice counts once for each borrower."""
+    found: dict[int, dict[str, dict[str, list[tuple[int, int]]]]] = {}
+    for loan in list(_open.values()):
+        view = loan.offer.view
+        if view.device is not None and view.size:
+            lender = found.setdefault(view.device, {}).setdefault(loan.offer.lender, {})
+            lender.setdefault(loan.borrower, []).append(view.extent)
+    return {
+        device: {lender: {to: covered(parts) for to, parts in borrowers.items()} for lender, borrowers in rows.items()}
+        for device, rows in found.items()
+    }
+
+
+def lent_by(lender: str, device: int) -> int:
+    """Bytes of the lender's memory that others have views of, each byte once."""
+    loans = [loan.offer for loan in list(_open.values()) if loan.offer.lender == lender]
+    return covered(offer.view.extent for offer in loans if offer.view.device == device and offer.view.size)
+
+
+def covered(parts: Iterable[tuple[int, int]]) -> int:
+    """Bytes that lie in at least one of the ranges."""
+    total, reached = 0, 0
+    for first, behind in sorted(parts):
+        total += max(behind - max(first, reached), 0)
+        reached = max(reached, behind)
+    return total
+
+
+def _under_way(offer: Offer, stream: int | None) -> Mark | None:
+    """What the borrower still does, where the lender has no stream that could be made to wait for it."""
+    device = offer.view.device
+    if device is None or not offer.view.size:
+        return None
+    try:
+        if stream is not None and streams.capturing(device, stream):
+            return None  # the graph's user keeps what it was captured with
+        if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
+            return None  # what is next done with the memory comes after it anyway
+        mark = Mark(device, stream)
+        if _passed(mark):
+            return None
+        if offer.stream is None:
+            return mark
+        mark.before(offer.stream)
+        mark.close()
+    except DeviceError as error:
+        _log.debug("exchange: %s", error)
+    return None
+
+
+def _passed(mark: Mark) -> bool:
+    """Closed once it is. An error counts as the end: the context is gone, and its memory with it."""
+    try:
+        if not mark.passed():
+            return False
+    except DeviceError as error:
+        _log.debug("exchange: %s", error)
+    mark.close()
+    return True
+
+
+class _Sweeper:
+    """A daemon thread while something is parked that any thread may let go of."""
+
+    def __init__(self) -> None:
+        self._running = False
+
+    def wake(self) -> None:
+        if self._running or not any(offer.thread is None for offer, _ in list(_parked)):
+            return
+        self._running = True
+        try:
+            threading.Thread(target=self._run, name="memguard-exchange", daemon=True).start()
+        except RuntimeError:  # the interpreter is ending
+            self._running = False
+
+    def _run(self) -> None:
+        while any(offer.thread is None for offer, _ in list(_parked)):
+            time.sleep(_PATIENCE)
+            sweep()
+        self._running = False
+        self.wake()  # what came meanwhile
+
+
+_sweeper = _Sweeper()

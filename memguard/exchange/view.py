@@ -1,0 +1,125 @@
+"""A piece of memory as an array, whoever made it: address, shape, strides, dtype, device. Pure.
+
+Strides count elements, as DLPack's do. Dtypes go by NumPy's and ml_dtypes' names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DTYPES: dict[str, tuple[int, int, str | None]] = {
+    "bool": (6, 8, "|b1"),
+    "int8": (0, 8, "|i1"),
+    "int16": (0, 16, "<i2"),
+    "int32": (0, 32, "<i4"),
+    "int64": (0, 64, "<i8"),
+    "uint8": (1, 8, "|u1"),
+    "uint16": (1, 16, "<u2"),
+    "uint32": (1, 32, "<u4"),
+    "uint64": (1, 64, "<u8"),
+    "float16": (2, 16, "<f2"),
+    "float32": (2, 32, "<f4"),
+    "float64": (2, 64, "<f8"),
+    "bfloat16": (4, 16, None),
+    "complex64": (5, 64, "<c8"),
+    "complex128": (5, 128, "<c16"),
+    "float8_e4m3fn": (10, 8, None),
+    "float8_e4m3fnuz": (11, 8, None),
+    "float8_e5m2": (12, 8, None),
+    "float8_e5m2fnuz": (13, 8, None),
+    "float8_e8m0fnu": (14, 8, None),
+}
+"""Each dtype's code and bits in DLPack (`DLDataTypeCode`), and its `typestr` where NumPy has one."""
+_BY_CODE = {(code, bits): name for name, (code, bits, _) in DTYPES.items()}
+_BY_TYPESTR = {typestr: name for name, (_, _, typestr) in DTYPES.items() if typestr is not None}
+
+
+def dtype_of_code(code: int, bits: int, lanes: int = 1) -> str | None:
+    """The dtype by DLPack's numbers; None where it is not one that arrays here have."""
+    return _BY_CODE.get((code, bits)) if lanes == 1 else None
+
+
+def dtype_of_typestr(typestr: str) -> str | None:
+    """The dtype by the array interface's `typestr`; None for structures, text, and another byte order."""
+    if typestr[1:] in ("b1", "i1", "u1"):  # byte order means nothing there
+        typestr = "|" + typestr[1:]
+    return _BY_TYPESTR.get(typestr)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an array of this shape that has no gaps, last dimension fastest."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+class View(NamedTuple):
+    """Memory as an array. `device` is CUDA's ordinal; None for host memory. Address and sizes in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    readonly: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype][1] // 8
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements: what a copy takes."""
+        return self.size * self.itemsize
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte, and the first behind the last one, of what its elements lie in."""
+        if not self.size:
+            return self.address, self.address
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        low, high = sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps)
+        return self.address + low * self.itemsize, self.address + (high + 1) * self.itemsize
+
+    @property
+    def compact(self) -> bool:
+        """Row-major, without gaps."""
+        usual = row_major(self.shape)
+        if self.strides == usual or not self.size:
+            return True
+        return _matters(self.shape, self.strides) == _matters(self.shape, usual)
+
+    @property
+    def dense(self) -> bool:
+        """Without gaps in some order of its dimensions: a transposed compact array is dense."""
+        if not self.size:
+            return True
+        step = 1
+        for stride, extent in sorted(_matters(self.shape, self.strides)):
+            if stride != step:
+                return False
+            step *= extent
+        return True
+
+    @property
+    def backwards(self) -> bool:
+        """Whether a dimension runs towards lower addresses."""
+        return min(self.strides, default=0) < 0 and any(stride < 0 for stride, _ in _matters(self.shape, self.strides))
+
+    @property
+    def byte_strides(self) -> tuple[int, ...]:
+        return tuple(stride * self.itemsize for stride in self.strides)
+
+
+def _matters(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Stride and extent of the dimensions of more than one element: the others' strides mean nothing."""
+    return [(stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent != 1]
