@@ -8,10 +8,12 @@ from pathlib import Path
 from typing_extensions import assert_type
 
 import memguard
+from memguard import exchange
 from memguard.accounts import Ledger
 from memguard.checkup import Checkup, Finding
 from memguard.conductor import Guard
 from memguard.errors import Problem
+from memguard.exchange import Route
 from memguard.model import Device, Plan, WorkloadReport
 
 
@@ -51,6 +53,24 @@ def examining() -> None:
     memguard.doctor({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
     memguard.doctor(3)  # type: ignore[arg-type]
     memguard.doctor("budget.yaml", ["torch"])  # type: ignore[call-arg]
+
+
+def exchanging(x: object) -> None:
+    memguard.exchange.to(x, "tensorflow")
+    exchange.to(x, "cupy", copy=True, stream=7, device=1)
+    exchange.to(x, "torch", copy=None, device=None)
+    assert_type(exchange.last_route(), Route | None)
+    exchange.to(x)  # type: ignore[call-arg]
+    exchange.to(x, "torch", True)  # type: ignore[call-arg]
+    exchange.to(x, "torch", copy="yes")  # type: ignore[arg-type]
+    exchange.to(x, "torch", device="cuda:0")  # type: ignore[arg-type]
+    try:
+        exchange.to(x, "jax")
+    except exchange.CannotShare as error:
+        assert_type(error.target, str | None)
+        assert_type((error.source, error.reason, error.remedy), tuple[str, str, str])
+    except memguard.CannotShare:  # the same
+        pass
 
 
 def recording() -> None:

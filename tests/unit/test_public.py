@@ -10,14 +10,17 @@ import logging
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import memguard
 from memguard import errors
-from memguard.errors import BudgetExceeded, CapNotApplied, ConfigError, MemguardError, PlanError, Problem
+from memguard.errors import BudgetExceeded, CannotShare, CapNotApplied, ConfigError, MemguardError, PlanError, Problem
 
+MODULES = {"exchange"}
+"""The public names that are modules with public names of their own."""
 HEAVY = ("torch", "tensorflow", "pycuda", "numpy", "pynvml", "cuda", "rich", "click", "pydantic", "yaml")
 
 
@@ -73,17 +76,44 @@ def test_errors_are_bound_without_what_they_do_not_need() -> None:
     assert not {name.partition(".")[0] for name in found} & set(HEAVY)
 
 
+def home(value: object) -> str:
+    """The module that a public name is of; a module's own name."""
+    return value.__name__ if isinstance(value, types.ModuleType) else str(value.__module__)
+
+
 def test_the_public_names() -> None:
     assert memguard.__all__ == sorted(memguard.__all__)
     for name in memguard.__all__:
         value = getattr(memguard, name)
-        assert callable(value) and value is getattr(memguard, name)
+        assert value is getattr(memguard, name)
         assert (value.__doc__ or "").strip(), f"{name} says nothing about itself"
-        assert value.__module__.startswith("memguard.")
+        assert isinstance(value, types.ModuleType) == (name in MODULES)
+        assert name in MODULES or callable(value)
+        assert home(value).startswith("memguard.")
     assert dir(memguard) == sorted([*memguard.__all__, "__version__"])
     namespace: dict[str, object] = {}
     exec("from memguard import *", namespace)
     assert set(memguard.__all__) == set(namespace) - {"__builtins__"}
+
+
+def test_the_public_names_of_the_exchange() -> None:
+    exchange = memguard.exchange
+    assert exchange.__all__ == sorted(exchange.__all__)
+    assert {"CannotShare", "Route", "last_route", "to"} <= set(exchange.__all__)
+    for name in exchange.__all__:
+        value = getattr(exchange, name)
+        assert callable(value) and value.__module__.startswith("memguard.")
+        assert (value.__doc__ or "").strip(), f"{name} says nothing about itself"
+    assert exchange.CannotShare is memguard.CannotShare
+
+
+def test_the_exchange_is_loaded_when_first_used_and_loads_no_framework() -> None:
+    found = loaded_by("import memguard; memguard.CannotShare")
+    assert not {name for name in found if name.startswith("memguard.exchange")}
+    found = loaded_by("import memguard; memguard.exchange.to")
+    assert "memguard.exchange.handover" in found
+    assert not {name for name in found if name.startswith("memguard.exchange.arrays.") and name.endswith("torch")}
+    assert not {name.partition(".")[0] for name in found} & {*HEAVY, "cupy", "jax", "numba"}
 
 
 def test_type_checkers_see_the_names_that_exist() -> None:
@@ -97,8 +127,9 @@ def test_type_checkers_see_the_names_that_exist() -> None:
             declared[name.name] = node.module
     assert sorted(declared) == memguard.__all__
     for name, module in declared.items():
-        home = getattr(memguard, name).__module__
-        assert home == module or home.startswith(f"{module}._"), "or in a private module of that package"
+        found = home(getattr(memguard, name))
+        expected = f"{module}.{name}" if name in MODULES else module
+        assert found == expected or found.startswith(f"{module}._"), "or in a private module of that package"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -138,6 +169,10 @@ def test_arguments_of_the_public_functions() -> None:
         "unload_ipython_extension": ["shell"],
         "workload": ["name", "framework", "needs"],
     }
+    to = inspect.signature(memguard.exchange.to).parameters
+    assert list(to) == ["x", "framework", "copy", "stream", "device"]
+    assert {name for name, one in to.items() if one.kind is one.KEYWORD_ONLY} == {"copy", "stream", "device"}
+    assert not inspect.signature(memguard.exchange.last_route).parameters
 
 
 PUBLIC_ERRORS = [
@@ -169,6 +204,8 @@ def test_exit_codes_are_those_of_the_docstring() -> None:
         MemguardError("text"),
         ConfigError([Problem("wrong", "mend it", 3, 4, "device")], "budget.yaml"),
         PlanError([Problem("wrong", "mend it")], "plan"),
+        CannotShare("torch", "tensorflow", "a reason", "a remedy"),
+        CannotShare("torch", None, "a reason", "a remedy"),
         CapNotApplied("torch", "a reason", "a remedy"),
         BudgetExceeded("torch", 5, 4, "a message"),
     ],
@@ -188,3 +225,5 @@ def test_a_problem_is_rendered_with_its_place_and_its_fix() -> None:
     assert Problem("wrong").render("plan") == "plan: wrong"
     assert str(PlanError([whole, Problem("two")], "p")) == "p:3:4: device.limit: wrong\n    fix: mend it\np: two"
     assert str(CapNotApplied("torch", "why", "how")) == "torch: cap not applied: why\n    fix: how"
+    assert str(CannotShare("a", "b", "why", "how")) == "a to b: cannot share this array: why\n    fix: how"
+    assert str(CannotShare("a", None, "why", "how")) == "a: cannot share this array: why\n    fix: how"
