@@ -21,7 +21,7 @@ _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_
 LEGACY = 1
 """CU_STREAM_LEGACY, as DLPack and the CUDA array interface name the default stream."""
 _idle: dict[int, list[int]] = {}
-"""Events of each context that nobody waits for any more: making one costs as much as recording it."""
+"""Events of each primary context that nobody waits for any more: making one costs as much as recording it."""
 
 
 class Mark:
@@ -76,8 +76,10 @@ class Mark:
 
     def close(self) -> None:
         event, self._event = self._event, 0
-        if event:
+        if event and self._of == contexts.primary(self._ordinal):
             _idle.setdefault(self._of, []).append(event)
+        elif event:  # another context may end, and its events with it
+            self._cuda.cuEventDestroy_v2(ctypes.c_void_p(event))
 
     def __enter__(self) -> Mark:
         return self

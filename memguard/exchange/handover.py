@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from typing import Any, NamedTuple
 
-from memguard.devices import contexts, copies
+from memguard.devices import copies, streams
 from memguard.errors import CannotShare
 from memguard.exchange import dlpack, loans, rules
 from memguard.exchange.arrays import registry
 from memguard.exchange.arrays.base import Arrays
 from memguard.exchange.loans import Offer
+from memguard.exchange.rules import Layout
 from memguard.units import format_size
 
 _log = logging.getLogger("memguard")
-_HERE = ("pycuda", "numba")
-"""Their arrays are of the context that is current on the thread."""
+_CARRIERS = ("torch", "cupy")
+"""They take any strides, and copy into one piece what others cannot."""
 _last = threading.local()
 
 
@@ -51,7 +53,7 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
         return x
     offer = giver.offer(x)
     view = offer.view
-    where = _place(offer, taker, device)
+    where = taker.place(view, device)
     if giver is taker and view.device == where and not copy:
         return x
     hindrance = giver.reservation(x) or rules.obstacle(view, taker.taker, where)
@@ -97,11 +99,40 @@ def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | Non
         return taker.upload(host, where), f"copied from the host to cuda:{where}"
     writable = offer._replace(view=view._replace(readonly=False))
     if giver is taker:
+        if giver.waits == "host":
+            giver.ready(offer, None)
         return giver.copy(x, where), _way(view.device, where)
     if rules.obstacle(writable.view, taker.taker, view.device) is not None or not (view.compact or taker.taker.strided):
-        writable = giver.offer(giver.compact(x))
-    shown = _shared(giver, taker, writable, None if view.device != where else then)
-    return taker.copy(shown, where), _way(view.device, where)
+        giver, x = _compacted(x, giver, writable)
+        writable = giver.offer(x)
+    if view.device is None or where is None:
+        return taker.copy(_shared(giver, taker, writable, None), where), _way(view.device, where)
+    shown = _shared(giver, taker, writable, None)  # on the target's own stream: its copy runs there
+    made = taker.copy(shown, where)
+    if where != view.device:  # on streams of both GPUs, which the loan knows nothing of
+        streams.follow(where, None, None)
+    elif then is not None:
+        streams.follow(where, taker.stream(where), then)
+    return made, _way(view.device, where)
+
+
+def _compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
+    """The array without gaps: by its own framework, or by one of those that are imported and can."""
+    view = offer.view
+    if giver.gathers is Layout.FORWARD or (giver.gathers is Layout.COMPACT and view.compact):
+        if giver.waits == "host":
+            giver.ready(offer, None)
+        return giver, giver.compact(x)
+    for carrier in (registry.by_name(name) for name in _CARRIERS if name in sys.modules):
+        if rules.obstacle(view, carrier.taker, view.device) is None:
+            return carrier, carrier.compact(_shared(giver, carrier, offer, None))
+    raise CannotShare(
+        offer.lender,
+        None,
+        f"its strides are {view.strides}, its address {view.address:#x}, and no framework is imported that could copy "
+        "it into one piece",
+        "make it contiguous first, or import torch or cupy",
+    )
 
 
 def _downloaded(x: Any, giver: Arrays, offer: Offer) -> Any:
@@ -109,7 +140,7 @@ def _downloaded(x: Any, giver: Arrays, offer: Offer) -> Any:
 
     view = offer.view
     if not view.compact:
-        x = giver.compact(x)
+        giver, x = _compacted(x, giver, offer._replace(view=view._replace(readonly=False)))
         offer = giver.offer(x)
         giver.ready(offer, None)
     made: Any = numpy.empty(view.shape, numpy.dtype(view.dtype))
@@ -124,26 +155,12 @@ def _way(source: int | None, where: int | None) -> str:
     return f"copied from cuda:{source} to cuda:{where}"
 
 
-def _place(offer: Offer, taker: Arrays, device: int | None) -> int | None:
-    """Where the result should lie: a GPU's ordinal, None for the host."""
-    if not taker.taker.on_gpu:
-        return None
-    if device is not None:
-        return device
-    if taker.name in _HERE or (offer.view.device is None and not taker.taker.on_host):
-        here = contexts.current()
-        return here if here is not None else offer.view.device or 0
-    return offer.view.device
-
-
 def _handle(stream: Any, taker: Arrays) -> int | None:
     """The handle of a stream, whoever made it."""
     if stream is None:
         return None
-    if taker.waits == "host" and taker.name not in _HERE:
-        raise ValueError(
-            f"{taker.name} chooses its streams itself: stream= cannot be given\n    fix: leave it out; the host waits"
-        )
+    if not taker.told:
+        raise ValueError(f"{taker.name} chooses its streams itself: stream= cannot be given\n    fix: leave it out")
     if isinstance(stream, int):
         return stream
     if hasattr(stream, "__cuda_stream__"):

@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from memguard.devices import streams
+from memguard.devices import contexts, streams
 from memguard.errors import CannotShare
 from memguard.exchange.loans import Loan, Offer
-from memguard.exchange.rules import Obstacle, Taker
+from memguard.exchange.rules import Layout, Obstacle, Taker
 from memguard.exchange.view import View
 
 Before = Callable[["int | None"], None]
@@ -35,6 +35,11 @@ class Arrays(ABC):
     """What `take` calls, for the documentation."""
     waits: ClassVar[str]
     """Who waits for the lender's work where an array of this framework is made: stream or host."""
+    told: ClassVar[bool] = True
+    """Whether a user can say which stream will use the array: not where the framework chooses its streams itself."""
+
+    gathers: ClassVar[Layout | None] = Layout.FORWARD
+    """Which arrays `compact` can copy: all, only those without gaps (to align them), or none."""
 
     @property
     def name(self) -> str:
@@ -61,6 +66,12 @@ class Arrays(ABC):
         """The stream that the framework's next work on the GPU goes to; None where it has none to tell."""
         return None
 
+    def place(self, view: View, device: int | None) -> int | None:
+        """Where an array made of this memory would lie: on `device` where one was asked for. None for the host."""
+        if device is None and view.device is None and not self.taker.on_host:
+            return contexts.current() or 0
+        return view.device if device is None else device
+
     @abstractmethod
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         """An array over the loan's memory. Calls `before` with the stream that will use it, once."""
@@ -71,7 +82,7 @@ class Arrays(ABC):
 
     @abstractmethod
     def compact(self, x: Any) -> Any:
-        """The same values, row-major and without gaps, in new memory that an allocator has aligned."""
+        """The same values, row-major and without gaps, in new memory that an allocator has aligned. See `gathers`."""
 
     def upload(self, host: Any, device: int) -> Any:
         """A copy on the GPU of a NumPy array."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
+from memguard.devices import streams
 from memguard.errors import CannotShare
 from memguard.exchange import dlpack
 from memguard.exchange.arrays.base import Arrays, Before
@@ -29,6 +30,7 @@ class JAX(Arrays):
     module: ClassVar[str] = "jax"
     call: ClassVar[str] = "jax.dlpack.from_dlpack"
     waits: ClassVar[str] = "stream"
+    told: ClassVar[bool] = False
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["jax"].Array)
@@ -54,11 +56,13 @@ class JAX(Arrays):
             raise self.cannot(f"it lies on {device}", "jax.device_put it on a GPU")
         ordinal = None if device.platform == "cpu" else device.local_hardware_id
         shape = tuple(x.shape)
-        return Offer(self.name, View(x.unsafe_buffer_pointer(), shape, row_major(shape), dtype, ordinal), [x])
+        strides = row_major(shape)
+        if len(shape) > 1:  # one that was imported transposed still lies so, which the capsule alone tells
+            strides = dlpack.read(_capsule(x, streams.LEGACY if ordinal is not None else None)).strides
+        return Offer(self.name, View(x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal), [x])
 
     def ready(self, offer: Offer, then: int | None) -> None:
-        x = offer.owner[0]
-        offer.owner.append(x.__dlpack__(stream=then) if offer.view.device is not None else x.__dlpack__())
+        offer.owner.append(_capsule(offer.owner[0], then))
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import jax
@@ -96,3 +100,8 @@ class JAX(Arrays):
 
         place = next(d for d in jax.local_devices() if d.local_hardware_id == device)
         return jax.device_put(host.copy(), place)
+
+
+def _capsule(x: Any, stream: int | None) -> Any:
+    """JAX's capsule, of which `stream` waits for the array; None: the host does."""
+    return x.__dlpack__() if stream is None else x.__dlpack__(stream=stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
-from memguard.devices import copies
+from memguard.devices import contexts, copies, streams
 from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
@@ -22,6 +22,7 @@ class Numba(Arrays):
     module: ClassVar[str] = "numba"
     call: ClassVar[str] = "numba.cuda.as_cuda_array"
     waits: ClassVar[str] = "host"
+    gathers: ClassVar[Layout | None] = Layout.COMPACT
 
     def owns(self, x: Any) -> bool:
         cuda = sys.modules.get("numba.cuda")
@@ -40,21 +41,28 @@ class Numba(Arrays):
         before(stream)
         return cuda.as_cuda_array(_interface.Shown(view, loan), sync=False)
 
+    def place(self, view: View, device: int | None) -> int | None:
+        here = contexts.current()
+        return super().place(view, device) if device is not None or here is None else here
+
     def copy(self, array: Any, device: int | None) -> Any:
         from numba import cuda
 
-        made = cuda.device_array(array.shape, array.dtype)
+        with cuda.gpus[device]:
+            made = cuda.device_array(array.shape, array.dtype)
         if array.size:
             copies.device(_address(made), _address(array), array.size * array.dtype.itemsize)
         return made
 
     def compact(self, x: Any) -> Any:
-        return self.copy(x, None)
+        found = streams.place(_address(x))
+        return self.copy(x, found[0] if found else 0)
 
     def upload(self, host: Any, device: int) -> Any:
         from numba import cuda
 
-        return cuda.to_device(host)
+        with cuda.gpus[device]:
+            return cuda.to_device(host)
 
 
 def _address(array: Any) -> int:

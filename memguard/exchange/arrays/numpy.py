@@ -21,6 +21,7 @@ class NumPy(Arrays):
     module: ClassVar[str] = "numpy"
     call: ClassVar[str] = "numpy.from_dlpack"
     waits: ClassVar[str] = "host"
+    told: ClassVar[bool] = False
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["numpy"].ndarray)
@@ -34,6 +35,9 @@ class NumPy(Arrays):
         strides = tuple(stride // itemsize for stride in x.strides)
         view = View(x.ctypes.data, tuple(x.shape), strides, dtype, None, not x.flags.writeable)
         return Offer(self.name, view, x)
+
+    def place(self, view: View, device: int | None) -> int | None:
+        return None
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import numpy

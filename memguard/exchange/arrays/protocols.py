@@ -9,7 +9,7 @@ from memguard.exchange import dlpack
 from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
-from memguard.exchange.rules import Taker
+from memguard.exchange.rules import Layout, Taker
 from memguard.exchange.view import View
 
 
@@ -17,6 +17,7 @@ class _Lender(Arrays):
     module: ClassVar[str] = ""
     call: ClassVar[str] = ""
     waits: ClassVar[str] = ""
+    gathers: ClassVar[Layout | None] = None
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         raise NotImplementedError(self.name)
@@ -25,7 +26,7 @@ class _Lender(Arrays):
         raise NotImplementedError(self.name)
 
     def compact(self, x: Any) -> Any:
-        raise self.cannot("it is not laid out as is needed, and its library is not known", "make it contiguous first")
+        raise NotImplementedError(self.name)
 
 
 class ArrayInterface(_Lender):

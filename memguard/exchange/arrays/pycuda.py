@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any, ClassVar
 
-from memguard.devices import copies
+from memguard.devices import contexts, copies
 from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
@@ -26,6 +26,7 @@ class PyCUDA(Arrays):
     module: ClassVar[str] = "pycuda"
     call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
     waits: ClassVar[str] = "host"
+    gathers: ClassVar[Layout | None] = Layout.COMPACT
 
     def owns(self, x: Any) -> bool:
         gpuarray = sys.modules.get("pycuda.gpuarray")
@@ -37,6 +38,16 @@ class PyCUDA(Arrays):
         except _interface.Malformed as error:
             raise self.cannot(str(error), "make an array of another dtype or layout") from error
         return Offer(self.name, view, x, context=context, thread=threading.get_ident())
+
+    def place(self, view: View, device: int | None) -> int | None:
+        """On the GPU whose context is current on this thread: PyCUDA allocates nowhere else."""
+        here = contexts.current()
+        if device is not None and device != here:
+            raise self.cannot(
+                f"its arrays lie where its context is, on {'no GPU' if here is None else f'cuda:{here}'} here",
+                f"with memguard.exchange.pycuda_context({device}): ...",
+            )
+        return super().place(view, device) if here is None else here
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import numpy

@@ -36,7 +36,8 @@ def by_name(name: str) -> Arrays:
 
 def of(x: Any) -> Arrays:
     """Whose array `x` is. Raises CannotShare where it is nobody's."""
-    for name in _named_by(type(x)):
+    kind: Any = type(x)
+    for name in _named_by(kind):
         found = by_name(name)
         if found.module in sys.modules and found.owns(x):
             return found
@@ -53,7 +54,7 @@ def of(x: Any) -> Arrays:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _named_by(cls: Any) -> tuple[str, ...]:
     """The frameworks that the class or one it is derived from comes from: no other one is asked, or imported."""
     roots = (base.__module__.partition(".")[0] for base in cls.__mro__)

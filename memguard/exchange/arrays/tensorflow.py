@@ -29,10 +29,11 @@ class TensorFlow(Arrays):
     module: ClassVar[str] = "tensorflow"
     call: ClassVar[str] = "tf.experimental.dlpack.from_dlpack"
     waits: ClassVar[str] = "host"
+    told: ClassVar[bool] = False
 
     def owns(self, x: Any) -> bool:
         tf = sys.modules["tensorflow"]
-        return isinstance(x, (tf.Tensor, tf.Variable, tf.SparseTensor, tf.RaggedTensor)) or hasattr(x, "op")
+        return isinstance(x, (tf.Tensor, tf.Variable, tf.SparseTensor, tf.RaggedTensor))
 
     def offer(self, x: Any) -> Offer:
         import tensorflow as tf
