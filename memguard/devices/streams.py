@@ -24,6 +24,10 @@ _idle: dict[int, list[int]] = {}
 """Events of each primary context that nobody waits for any more: making one costs as much as recording it."""
 
 
+class Captured(DeviceError):
+    """A CUDA graph is being captured, which what was asked for would end."""
+
+
 class Mark:
     """Everything that `stream` was given so far, on the GPU `ordinal`; without a stream everything of the context.
 
@@ -96,6 +100,9 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
     `first` None: the whole context. `then` None: the host.
     """
     if first is None or then is None or (first or LEGACY) != (then or LEGACY):  # 0 and 1 are the same stream
+        captured = [stream is not None and capturing(ordinal, stream) for stream in (first, then)]
+        if captured[0] != captured[1]:
+            raise Captured("a CUDA graph is being captured, and may not wait for what is outside it, nor be waited for")
         with Mark(ordinal, first, context) as mark:
             if then is None:
                 mark.wait()
@@ -147,9 +154,6 @@ def _event(cuda: Any, context: int) -> int:
 
 def _check(call: str, code: int) -> None:
     if code == _CAPTURED:
-        raise DeviceError(
-            f"CUDA: {call}: a CUDA graph is being captured, and waiting would end that\n"
-            "    fix: hand arrays over before the capture, or name the stream (stream=)"
-        )
+        raise Captured(f"{call} ended the capture of a CUDA graph, which another thread had under way")
     if code:
         raise DeviceError(f"CUDA: {call}: error {code}\n    fix: run `nvidia-smi` and check the driver")

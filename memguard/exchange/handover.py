@@ -83,6 +83,9 @@ def _shared(giver: Arrays, taker: Arrays, offer: Offer, then: int | None) -> Any
     loan = loans.begin(offer, taker.name, uses, taker.taker.settles)
     try:
         return taker.take(offer.view, loan, lambda stream: giver.ready(offer, stream), uses)
+    except streams.Captured as error:
+        dlpack.forget(loan)
+        raise CannotShare(offer.lender, taker.name, str(error), "hand arrays over before the capture begins") from error
     except BaseException:
         dlpack.forget(loan)
         raise

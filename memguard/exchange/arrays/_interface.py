@@ -1,4 +1,4 @@
-"""The CUDA array interface, in which PyCUDA's and Numba's arrays are shown to others and others' to them."""
+"""The array interfaces, CUDA's and NumPy's, in which PyCUDA's, Numba's and NumPy's arrays are shown and read."""
 
 from __future__ import annotations
 
@@ -44,14 +44,17 @@ class Shown:
     """Memory of a loan, as the interface shows it. The loan ends with this object, which its arrays keep."""
 
     def __init__(self, view: View, loan: Loan) -> None:
-        self.__cuda_array_interface__ = {
+        interface = {
             "shape": view.shape,
             "typestr": DTYPES[view.dtype][2],
             "data": (view.address, view.readonly),
             "strides": None if view.compact else view.byte_strides,
             "version": 3,
-            "stream": None,  # whoever asks has waited already
         }
+        if view.device is None:
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = {**interface, "stream": None}  # whoever asks has waited already
         self._loan = loan
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -1,11 +1,11 @@
-"""NumPy's arrays: host memory, never a GPU's."""
+"""NumPy's arrays: host memory, never a GPU's. Read-only memory becomes a read-only array."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, ClassVar
 
-from memguard.exchange import dlpack
+from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
@@ -17,9 +17,9 @@ _DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr 
 class NumPy(Arrays):
     """`numpy.ndarray`."""
 
-    taker: ClassVar[Taker] = Taker("numpy", "NumPy", _DTYPES, Layout.FORWARD, on_gpu=False, on_host=True)
+    taker: ClassVar[Taker] = Taker("numpy", "NumPy", _DTYPES, Layout.FORWARD, writes=False, on_gpu=False, on_host=True)
     module: ClassVar[str] = "numpy"
-    call: ClassVar[str] = "numpy.from_dlpack"
+    call: ClassVar[str] = "numpy.asarray"
     waits: ClassVar[str] = "host"
     told: ClassVar[bool] = False
 
@@ -42,7 +42,8 @@ class NumPy(Arrays):
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import numpy
 
-        return numpy.from_dlpack(dlpack.Exporter(view, loan, None, before))
+        before(None)
+        return numpy.asarray(_interface.Shown(view, loan))
 
     def copy(self, array: Any, device: int | None) -> Any:
         return array.copy(order="C")
