@@ -1,0 +1,361 @@
+"""Capsules read and made, against DLPack's layout byte by byte. NumPy's and PyTorch's own are in tests/native."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from capsules import Taken, name, produced
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memguard.exchange import dlpack, loans
+from memguard.exchange.arrays._interface import Shown
+from memguard.exchange.loans import Loan, Offer
+from memguard.exchange.view import DTYPES, View, row_major
+
+ROOT = Path(__file__).parents[2]
+HOST = View(4096, (2, 3), (3, 1), "float32", None)
+
+
+class Owner:
+    """Somebody's array."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_lent() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not dlpack._lent and not loans._open and not loans._parked
+
+
+def lend(view: View = HOST, borrower: str = "numpy") -> tuple[Loan, weakref.ref[Owner]]:
+    owner = Owner()
+    return loans.begin(Offer("torch", view, owner), borrower, None), weakref.ref(owner)
+
+
+# read
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=5),
+    st.sampled_from(list(DTYPES)),
+    st.sampled_from([(1, 0), (2, 0), (2, 1), (3, 0), (13, 1)]),
+    st.integers(0, 300),
+    st.sampled_from([None, (1, 0), (1, 1), (1, 9)]),
+    st.booleans(),
+)
+def test_reading_a_capsule(
+    shape: list[int],
+    dtype: str,
+    device: tuple[int, int],
+    offset: int,
+    version: tuple[int, int] | None,
+    readonly: bool,
+) -> None:
+    code, bits, _ = DTYPES[dtype]
+    strides = tuple(range(len(shape), 0, -1))
+    capsule = produced(
+        1 << 40, tuple(shape), strides, device=device, dtype=(code, bits, 1), offset=offset, version=version,
+        flags=int(readonly),
+    )  # fmt: skip
+    where = device[1] if device[0] in (2, 13) else None
+    expected = View((1 << 40) + offset, tuple(shape), strides, dtype, where, readonly and version is not None)
+    assert dlpack.read(capsule) == expected
+    assert name(capsule) == (b"dltensor" if version is None else b"dltensor_versioned"), "it is still anyone's to take"
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4), (4, 1, 5)])
+def test_no_strides_are_row_major(shape: tuple[int, ...]) -> None:
+    assert dlpack.read(produced(64, shape, None)).strides == row_major(shape)
+
+
+def test_no_address_is_that_of_nothing() -> None:
+    view = dlpack.read(produced(0, (0, 3), None))
+    assert (view.address, view.size) == (0, 0)
+
+
+def test_other_flags_are_no_read_only() -> None:
+    assert not dlpack.read(produced(64, (2,), None, version=(1, 1), flags=0b110)).readonly
+    assert dlpack.read(produced(64, (2,), None, version=(1, 1), flags=0b111)).readonly
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": (2, 0)}, "DLPack 2"),
+        ({"version": (0, 8)}, "DLPack 0"),
+        ({"device": (10, 0)}, "kind 10, neither the host nor a CUDA GPU"),
+        ({"device": (8, 0)}, "kind 8"),
+        ({"dtype": (2, 128, 1)}, "code 2, 128 bits, 1 lanes"),
+        ({"dtype": (2, 32, 4)}, "4 lanes"),
+        ({"dtype": (3, 64, 1)}, "code 3"),
+        ({"dtype": (1, 4, 1)}, "4 bits"),
+    ],
+)
+def test_what_is_no_array_here_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(dlpack.Unreadable, match=reason):
+        dlpack.read(produced(64, (2,), None, **changes))
+
+
+def test_a_capsule_is_read_before_it_is_taken_and_not_after() -> None:
+    gone = []
+    capsule = produced(64, (2,), None, deleted=lambda: gone.append(1))
+    assert dlpack.read(capsule) == dlpack.read(capsule)
+    Taken(capsule)
+    with pytest.raises(dlpack.Unreadable, match="used before"):
+        dlpack.read(capsule)
+    assert not gone, "reading takes nothing, so it ends nothing"
+
+
+@pytest.mark.parametrize("thing", [None, 7, "dltensor", object()])
+def test_what_is_no_capsule_is_refused(thing: object) -> None:
+    with pytest.raises(dlpack.Unreadable):
+        dlpack.read(thing)
+
+
+# made
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=5).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.lists(st.integers(0, 99), min_size=len(shape), max_size=len(shape)))
+    ),
+    st.sampled_from(list(DTYPES)),
+    st.sampled_from([None, 0, 3]),
+    st.integers(0, 1 << 48),
+)
+def test_making_a_capsule(layout: tuple[list[int], list[int]], dtype: str, device: int | None, address: int) -> None:
+    view = View(address, tuple(layout[0]), tuple(layout[1]), dtype, device)
+    loan, _ = lend(view)
+    capsule = dlpack.capsule(view, loan, device=device)
+    assert name(capsule) == b"dltensor"
+    assert dlpack.read(capsule)._replace(strides=()) == view._replace(strides=())
+    taken = Taken(capsule)
+    code, bits, _ = DTYPES[dtype]
+    assert (taken.address, taken.shape, taken.code, taken.bits, taken.lanes) == (address, view.shape, code, bits, 1)
+    assert (taken.kind, taken.device) == ((1, 0) if device is None else (2, device))
+    assert taken.strides == (None if view.compact else view.strides)
+    taken.done()
+    assert id(loan) not in loans._open
+
+
+def test_the_deleter_ends_the_loan_once_and_on_any_thread() -> None:
+    loan, owner = lend()
+    taken = Taken(dlpack.capsule(HOST, loan, device=None))
+    del loan
+    gc.collect()
+    assert owner() is not None, "lent as long as it is taken"
+    thread = threading.Thread(target=taken.done)
+    thread.start()
+    thread.join()
+    assert owner() is None and not dlpack._lent
+    taken.done()
+    taken.done()  # a mistake of the consumer's, and no matter
+
+
+def test_an_address_that_is_used_again_is_another_loan() -> None:
+    """A late second call of a deleter must not end whoever came after; what C gives back it gives out again."""
+    first, _ = lend()
+    taken = Taken(dlpack.capsule(HOST, first, device=None))
+    taken.done()
+    assert taken.managed not in dlpack._lent
+    held, owners = [], []
+    for _ in range(20):
+        loan, owner = lend()
+        held.append(Taken(dlpack.capsule(HOST, loan, device=None)))
+        owners.append(owner)
+    del loan
+    assert len({one.managed for one in held}) == 20 == len(dlpack._lent)
+    for number, one in enumerate(held, 1):
+        one.done()
+        assert [owner() is None for owner in owners] == [True] * number + [False] * (20 - number)
+
+
+def test_a_capsule_that_nobody_took_is_forgotten() -> None:
+    loan, owner = lend()
+    capsule = dlpack.capsule(HOST, loan, device=None)
+    dlpack.forget(loan)
+    del loan, capsule
+    assert owner() is None
+    untouched, owner = lend()
+    dlpack.forget(untouched)  # no capsule was made of it yet
+    dlpack.forget(untouched)
+    del untouched
+    assert owner() is None
+
+
+def test_what_it_points_to_lives_as_long_as_the_loan() -> None:
+    view = View(128, (7, 5, 3), (1, 7, 35), "int16", 0)
+    loan, _ = lend(view)
+    taken = Taken(dlpack.capsule(view, loan, device=0))
+    trash = [bytes(range(256)) * 4 for _ in range(2000)]
+    del trash
+    gc.collect()
+    again = dlpack._Managed.from_address(taken.managed).tensor
+    assert [again.shape[i] for i in range(3)] == [7, 5, 3] and [again.strides[i] for i in range(3)] == [1, 7, 35]
+    loan.offer = loan.offer._replace(view=HOST)  # no GPU is asked here
+    taken.done()
+
+
+# what from_dlpack functions take
+
+
+@pytest.mark.parametrize(
+    ("asked", "waits"),
+    [({}, [1]), ({"stream": None}, [1]), ({"stream": 7}, [7]), ({"stream": -1}, []), ({"stream": 2}, [2])],
+)
+def test_an_exporter_makes_the_stream_wait_that_it_is_told(asked: dict[str, Any], waits: list[int]) -> None:
+    loan, _ = lend()
+    told: list[int] = []
+    exporter = dlpack.Exporter(HOST, loan, None, told.append)
+    capsule = exporter.__dlpack__(**asked, max_version=(1, 1), copy=None, dl_device=None)
+    assert told == waits and name(capsule) == b"dltensor"
+    Taken(capsule).done()
+
+
+def test_an_exporter_says_where_it_lies() -> None:
+    loan, _ = lend()
+    assert dlpack.Exporter(HOST, loan, None, print).__dlpack_device__() == (1, 0)
+    assert dlpack.Exporter(HOST, loan, 3, print).__dlpack_device__() == (2, 3)
+    dlpack.forget(loan)
+
+
+def test_if_waiting_fails_there_is_no_capsule() -> None:
+    loan, owner = lend()
+
+    def refuses(_: object) -> None:
+        raise RuntimeError("the GPU is lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        dlpack.Exporter(HOST, loan, None, refuses).__dlpack__()
+    assert not dlpack._lent
+    dlpack.forget(loan)
+    del loan
+    assert owner() is None
+
+
+# the array interfaces
+
+
+def test_a_shown_array_ends_its_loan() -> None:
+    view = View(4096, (2, 3), (1, 2), "float32", 0, True)
+    loan, owner = lend(view)
+    shown: Any = Shown(view, loan)
+    assert not hasattr(shown, "__array_interface__"), "NumPy would read the GPU's memory"
+    assert shown.__cuda_array_interface__ == {
+        "shape": (2, 3), "typestr": "<f4", "data": (4096, True), "strides": (4, 8), "version": 3, "stream": None,
+    }  # fmt: skip
+    del loan
+    assert owner() is not None
+    del shown
+    assert owner() is None
+
+
+def test_memory_of_the_host_is_shown_to_numpy_only() -> None:
+    loan, owner = lend()
+    shown: Any = Shown(HOST, loan)
+    assert not hasattr(shown, "__cuda_array_interface__")
+    assert shown.__array_interface__ == {
+        "shape": (2, 3), "typestr": "<f4", "data": (4096, False), "strides": None, "version": 3,
+    }  # fmt: skip
+    del loan, shown
+    assert owner() is None
+
+
+# at the interpreter's end
+
+LEFT = """
+import sys
+from capsules import Taken
+from memguard.exchange import dlpack, loans
+from memguard.exchange.arrays._interface import Shown
+from memguard.exchange.loans import Offer
+from memguard.exchange.view import View
+
+view = View(4096, (2, 3), (3, 1), "float32", None)
+
+class View_:  # as a library's array, which calls the deleter when it is collected
+    def __init__(self, taken):
+        self.taken, self.call = taken, taken.done
+    def __del__(self):
+        self.call()
+
+def lend():
+    return loans.begin(Offer("torch", view, object()), "numpy", None)
+
+def taken():
+    loan = lend()
+    return View_(Taken(dlpack.capsule(view, loan, device=None)))
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "kept = taken()",
+        "import builtins; builtins.kept = taken()",
+        "sys.kept = taken()",
+        "sys.modules['zz'] = taken()",
+        "kept = taken(); kept.self = kept",
+        "kept = Shown(view, lend())",
+        "sys.kept = Shown(view, lend())",
+        "kept = dlpack.capsule(view, lend(), device=None)",
+        "import threading, time; keep = taken(); t = threading.Thread(target=time.sleep, args=(30,), daemon=True)\n"
+        "t.start()",
+        "import atexit; kept = taken(); atexit.register(lambda: kept.taken.done())",
+        "sys.kept = [taken() for _ in range(100)]\nfor name in list(sys.modules):\n"
+        "    if name.startswith('memguard'): del sys.modules[name]",
+    ],
+)
+def test_views_that_live_at_the_interpreters_end(code: str) -> None:
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", f"{textwrap.dedent(LEFT)}\n{code}\nprint('end')"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_the_deleter_does_nothing_once_the_interpreter_ends() -> None:
+    loan, owner = lend()
+    taken = Taken(dlpack.capsule(HOST, loan, device=None))
+    ends: Callable[[], bool] = lambda: True  # noqa: E731
+    dlpack._delete(taken.managed, ending=ends)
+    assert not dlpack._lent and id(loan) in loans._open
+    shown: Any = Shown(HOST, loan)
+    shown.__del__(ending=ends)
+    assert id(loan) in loans._open and owner() is not None
+    loan.end()
+
+
+def test_many_threads_take_and_let_go() -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(300):
+                loan, owner = lend()
+                taken = Taken(dlpack.capsule(HOST, loan, device=None))
+                del loan
+                assert owner() is not None
+                taken.done()
+                assert owner() is None
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
