@@ -74,6 +74,14 @@ def current() -> int | None:
     return ordinal.value if driver is not None and driver.cuCtxGetDevice(ctypes.byref(ordinal)) == 0 else None
 
 
+def current_handle() -> int | None:
+    """The handle of the context that is current on this thread, whichever it is; None where none is."""
+    driver, context = loaded(), ctypes.c_void_p()
+    if driver is None or driver.cuCtxGetCurrent(ctypes.byref(context)):
+        return None
+    return context.value
+
+
 def visible() -> tuple[CudaDevice, ...] | None:
     """The GPUs that CUDA shows this process, by ordinal; None where nothing has initialised it.
 

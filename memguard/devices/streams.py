@@ -18,6 +18,8 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _CAPTURED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_NAMED = 2
+"""Handles up to this name a default stream of the current context."""
 LEGACY = 1
 """CU_STREAM_LEGACY, as DLPack and the CUDA array interface name the default stream."""
 _idle: dict[int, list[int]] = {}
@@ -112,12 +114,15 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
 
 def capturing(ordinal: int, stream: int) -> bool:
     """Whether the stream is recording a CUDA graph. Asking does not disturb it."""
+    cuda, status = loaded(), ctypes.c_int()
+    if stream > _NAMED:
+        code = cuda.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+        return bool(code == 0 and status.value)
     primary = contexts.primary(ordinal)
     if primary is None:
         return False
-    status = ctypes.c_int()
     with contexts.entered(primary):
-        code = loaded().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+        code = cuda.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
     return bool(code == 0 and status.value)
 
 

@@ -1,15 +1,12 @@
 """DLPack capsules, read and made with ctypes: the form in which PyTorch, TensorFlow, JAX and CuPy take memory.
 
 Unversioned ones (`dltensor`), which all four take; TensorFlow and JAX take no other (measured). The deleter of one
-may run on any thread, and takes the GIL there as CuPy's does.
+may run on any thread, and takes the GIL there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from memguard.exchange.loans import Loan
@@ -54,31 +51,13 @@ class _Versioned(ctypes.Structure):
     )
 
 
-_new = ctypes.pythonapi.PyCapsule_New
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _valid = ctypes.pythonapi.PyCapsule_IsValid
 _valid.restype, _valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
-_lent: dict[int, Loan] = {}
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def _delete(address: int, lent: dict[int, Loan] = _lent, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """Its names are its own: views outlive this module at the interpreter's end."""
-    loan = lent.pop(address, None)
-    if loan is not None and not ending():
-        loan.end()
-
-
-_deleter = _Deleter(_delete)
-# For the same reason it is never freed.
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
-
-
-_DELETER = ctypes.cast(_deleter, ctypes.c_void_p).value
-_SIZE = ctypes.sizeof(_Managed)
+_WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+"""NumPy's dtypes by size: what the elements mean is written into the capsule afterwards."""
 
 
 class Unreadable(ValueError):
@@ -118,28 +97,35 @@ def read(capsule: Any) -> View:
 def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
     """An unversioned capsule over the loan's memory; its consumer's last view ends the loan.
 
-    `device` is the number that the consumer knows the GPU by; None for the host.
+    `device` is the number that the consumer knows the GPU by; None for the host. NumPy makes it, of an array that
+    nobody reads, and what NumPy cannot say is written over: a view may be freed while an exception is on its way, or
+    after the interpreter's end. A deleter in Python would lose the one and crash at the other; NumPy's does neither.
     """
-    ndim = len(view.shape)
-    code, bits, _ = DTYPES[view.dtype]
-    block = (ctypes.c_char * (_SIZE + 16 * ndim))()  # the struct, and behind it what it points to
-    address = ctypes.addressof(block)
-    strides = 0 if view.compact else address + _SIZE + 8 * ndim  # TensorFlow takes none where they say nothing
-    struct.pack_into(
-        f"@QiiiBBHQQQQQ{2 * ndim}q", block, 0,
-        view.address, CPU if device is None else CUDA, device or 0, ndim, code, bits, 1,
-        address + _SIZE, strides, 0, 0, _DELETER, *view.shape, *view.strides,
-    )  # fmt: skip
-    loan.keep = block
-    _lent[address] = loan
-    return _new(address, b"dltensor", None)
+    import numpy
+
+    made = numpy.asarray(_Block(view, loan)).__dlpack__()
+    tensor = _Managed.from_address(_pointer(made, b"dltensor")).tensor
+    tensor.data = view.address
+    tensor.dtype.code = DTYPES[view.dtype][0]
+    if device is not None:
+        tensor.device.kind, tensor.device.id = CUDA, device
+    return made
 
 
-def forget(loan: Loan) -> None:
-    """End a loan whose capsule nobody took."""
-    if loan.keep is not None:
-        _lent.pop(ctypes.addressof(loan.keep), None)
-    loan.end()
+class _Block:
+    """A loan's memory as NumPy takes it. It belongs to the array, and the array to the capsule."""
+
+    __slots__ = ("__array_interface__", "_loan")
+
+    def __init__(self, view: View, loan: Loan) -> None:
+        self._loan = loan
+        self.__array_interface__ = {
+            "shape": view.shape,
+            "typestr": _WORDS[view.itemsize],
+            "data": (view.address, False),
+            "strides": None if view.compact else view.byte_strides,
+            "version": 3,
+        }
 
 
 class Exporter:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from memguard.devices import copies, streams
 from memguard.errors import CannotShare
-from memguard.exchange import dlpack, loans, rules
+from memguard.exchange import loans, rules
 from memguard.exchange.arrays import registry
 from memguard.exchange.arrays.base import Arrays
 from memguard.exchange.loans import Offer
@@ -84,10 +84,10 @@ def _shared(giver: Arrays, taker: Arrays, offer: Offer, then: int | None) -> Any
     try:
         return taker.take(offer.view, loan, lambda stream: giver.ready(offer, stream), uses)
     except streams.Captured as error:
-        dlpack.forget(loan)
+        loan.cancel()
         raise CannotShare(offer.lender, taker.name, str(error), "hand arrays over before the capture begins") from error
     except BaseException:
-        dlpack.forget(loan)
+        loan.cancel()
         raise
 
 

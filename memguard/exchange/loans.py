@@ -9,10 +9,11 @@ own, and PyCUDA, whose memory must be freed where it was taken, on the thread th
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from memguard.devices import streams
@@ -47,18 +48,24 @@ class Loan:
     `settles`: the borrower lets go only once its work is done (JAX; measured), so that nobody has to wait.
     """
 
-    __slots__ = ("borrower", "keep", "offer", "settles", "stream")
+    __slots__ = ("borrower", "offer", "settles", "stream")
 
     def __init__(self, offer: Offer, borrower: str, stream: int | None = None, settles: bool = False) -> None:
         self.offer, self.borrower, self.stream, self.settles = offer, borrower, stream, settles
-        self.keep: Any = None
-        """What the capsule points into."""
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # then this module's names may be gone
+            self.end()
+
+    def cancel(self) -> None:
+        """Nobody has seen the memory: there is nothing to wait for."""
+        _open.pop(id(self), None)
 
     def end(self) -> None:
         """The last view is gone. Any thread, any moment; a second call does nothing."""
         if _open.pop(id(self), None) is None:
             return
-        offer, self.keep = self.offer, None
+        offer = self.offer
         mark = None
         if offer.view.device is not None and not self.settles:
             mark = _under_way(offer, self.stream)
@@ -68,16 +75,23 @@ class Loan:
         _sweeper.wake()
 
 
+class _Entry(NamedTuple):
+    lender: str
+    borrower: str
+    view: View
+
+
 kept: Counter[int] = Counter()
 """Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row has them."""
-_open: dict[int, Loan] = {}
+_open: dict[int, _Entry] = {}
+"""What is lent, without what keeps it alive."""
 _parked: list[tuple[Offer, Mark | None]] = []
 
 
 def begin(offer: Offer, borrower: str, stream: int | None, settles: bool = False) -> Loan:
-    """A loan that lasts until its `end`."""
+    """A loan that lasts until its `end`, or until nothing refers to it any more."""
     loan = Loan(offer, borrower, stream, settles)
-    _open[id(loan)] = loan
+    _open[id(loan)] = _Entry(offer.lender, borrower, offer.view)
     if _parked:
         sweep()
     return loan
@@ -99,11 +113,11 @@ def sweep() -> None:
 def lent() -> dict[int, dict[str, dict[str, int]]]:
     """Bytes lent now by GPU (CUDA's ordinal), lender and borrower. What is lent twice counts once for each borrower."""
     found: dict[int, dict[str, dict[str, list[tuple[int, int]]]]] = {}
-    for loan in list(_open.values()):
-        view = loan.offer.view
+    for entry in list(_open.values()):
+        view = entry.view
         if view.device is not None and view.size:
-            lender = found.setdefault(view.device, {}).setdefault(loan.offer.lender, {})
-            lender.setdefault(loan.borrower, []).append(view.extent)
+            lender = found.setdefault(view.device, {}).setdefault(entry.lender, {})
+            lender.setdefault(entry.borrower, []).append(view.extent)
     return {
         device: {lender: {to: covered(parts) for to, parts in borrowers.items()} for lender, borrowers in rows.items()}
         for device, rows in found.items()
@@ -112,8 +126,8 @@ def lent() -> dict[int, dict[str, dict[str, int]]]:
 
 def lent_by(lender: str, device: int) -> int:
     """Bytes of the lender's memory that others have views of, each byte once."""
-    loans = [loan.offer for loan in list(_open.values()) if loan.offer.lender == lender]
-    return covered(offer.view.extent for offer in loans if offer.view.device == device and offer.view.size)
+    views = [entry.view for entry in list(_open.values()) if entry.lender == lender]
+    return covered(view.extent for view in views if view.device == device and view.size)
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
@@ -131,8 +145,8 @@ def _under_way(offer: Offer, stream: int | None) -> Mark | None:
     if device is None or not offer.view.size:
         return None
     try:
-        if stream is not None and streams.capturing(device, stream):
-            return None  # the graph's user keeps what it was captured with
+        if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
+            return None  # neither may wait for the other; who replays the graph keeps what it was captured with
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # what is next done with the memory comes after it anyway
         mark = Mark(device, stream)

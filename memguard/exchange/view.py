@@ -5,9 +5,10 @@ Strides count elements, as DLPack's do. Dtypes go by NumPy's and ml_dtypes' name
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DTYPES: dict[str, tuple[int, int, str | None]] = {
     "bool": (6, 8, "|b1"),
@@ -46,6 +47,12 @@ def dtype_of_typestr(typestr: str) -> str | None:
     if typestr[1:] in ("b1", "i1", "u1"):  # byte order means nothing there
         typestr = "|" + typestr[1:]
     return _BY_TYPESTR.get(typestr)
+
+
+@functools.lru_cache(maxsize=1024)
+def dtype_name(dtype: Any) -> str:
+    """The name of a NumPy dtype; of another byte order, what no dtype here is called."""
+    return str(dtype)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

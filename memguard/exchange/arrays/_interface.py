@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from memguard.devices import contexts, streams
@@ -56,7 +55,3 @@ class Shown:
         else:
             self.__cuda_array_interface__ = {**interface, "stream": None}  # whoever asks has waited already
         self._loan = loan
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self._loan.end()

@@ -15,7 +15,7 @@ from memguard.exchange import dlpack
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View, row_major
+from memguard.exchange.view import DTYPES, View, dtype_name, row_major
 
 _DTYPES = frozenset(DTYPES)
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -48,7 +48,7 @@ class JAX(Arrays):
             raise self.cannot(
                 f"it is sharded over {len(x.sharding.device_set)} devices", "one of x.addressable_shards[i].data"
             )
-        dtype = str(x.dtype)
+        dtype = dtype_name(x.dtype)
         if dtype not in DTYPES:
             raise self.cannot(f"its dtype {dtype} is not one that can be handed over", "cast it with x.astype")
         (device,) = x.devices()

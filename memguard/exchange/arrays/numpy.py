@@ -9,7 +9,7 @@ from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View
+from memguard.exchange.view import DTYPES, View, dtype_name
 
 _DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
 
@@ -27,7 +27,7 @@ class NumPy(Arrays):
         return isinstance(x, sys.modules["numpy"].ndarray)
 
     def offer(self, x: Any) -> Offer:
-        dtype, itemsize = str(x.dtype), x.dtype.itemsize
+        dtype, itemsize = dtype_name(x.dtype), x.dtype.itemsize
         if dtype not in DTYPES or not x.dtype.isnative:
             raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it with x.astype")
         if any(stride % itemsize for stride in x.strides):

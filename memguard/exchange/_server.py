@@ -1,0 +1,408 @@
+"""The exports of this process and what it has attached: one daemon thread while there are any, and one socket.
+
+An open connection is a reference. The kernel closes it with its process, however that ends, so nothing is counted
+that is gone. The thread never waits for a peer: each has a few seconds to say what it wants, and gets one answer.
+
+A forked child has none of it: its copies are closed, and neither served nor undone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from memguard.exchange import _wire, loans
+from memguard.exchange._wire import Description
+
+_log = logging.getLogger("memguard")
+PATIENCE = 5.0
+"""Seconds that a peer has to say what it wants."""
+LINGER = 0.2
+"""Seconds that the thread stays when there is nothing left: exports often follow each other."""
+STRANGERS = 32
+"""Peers that have not said yet what they want; more are turned away."""
+_LONGEST = 107
+"""Bytes of a Unix socket's path at most (`sun_path`)."""
+
+
+class Export:
+    """One array that others may attach. `fd` is its memory's, `release` lets go of it, once.
+
+    `outlasts`: who has attached it keeps the memory when this process lets go. Else that waits for the last of them.
+    """
+
+    def __init__(self, description: Description, fd: int | None, outlasts: bool, release: Callable[[], None]) -> None:
+        self.description, self.fd, self.outlasts, self.release = description, fd, outlasts, release
+        self.token = secrets.token_hex(16)
+        self.closed = False
+        self.peers: set[_Peer] = set()
+
+
+class _Peer:
+    """A connection of another process."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.connection, self.pid = connection, pid
+        self.data = b""
+        self.deadline = time.monotonic() + PATIENCE
+        self.export: Export | None = None
+
+
+class Hub:
+    """`_lock` guards the exports and the thread's life; no destructor takes it. The rest is the thread's alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._exports: dict[str, Export] = {}
+        self._listener: socket.socket | None = None
+        self.path = ""
+        self._thread: threading.Thread | None = None
+        self._bells: tuple[socket.socket, socket.socket] | None = None
+        self._calls: deque[Callable[[], None]] = deque()
+        self._selector: selectors.BaseSelector = selectors.PollSelector()  # a child's has no part in it, as epoll's has
+        self._strangers: set[_Peer] = set()
+        self._attached: set[socket.socket] = set()
+
+    # For any thread.
+
+    def add(self, export: Export) -> str:
+        """Serve it from now on. Where: the path of the socket. Raises OSError."""
+        with self._lock:
+            if self._listener is None:
+                self._listen()
+            try:
+                self._start()
+            except BaseException:
+                if not self._exports:
+                    self._hang_up()
+                raise
+            self._exports[export.token] = export
+            return self.path
+
+    def find(self, token: str) -> Export | None:
+        """An export of this process that is open, or that others still hold."""
+        with self._lock:
+            return self._exports.get(token)
+
+    def close(self, export: Export) -> None:
+        """Nobody can attach it any more. A second call does nothing."""
+        with self._lock:
+            if export.closed:
+                return
+            export.closed = True
+            over = export.outlasts or not export.peers
+            if over:
+                del self._exports[export.token]
+            if not any(not other.closed for other in self._exports.values()):
+                self._hang_up()
+        if over:
+            export.release()
+        self.later(functools.partial(self._dismiss, export))
+
+    def attached(self, export: Export) -> int:
+        """The processes that hold it now."""
+        with self._lock:
+            return len({peer.pid or id(peer) for peer in export.peers})
+
+    def watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
+        """Call `ended` on the thread when the other end is gone. Raises OSError."""
+        with self._lock:
+            self._attached.add(connection)
+            try:
+                self._start()
+            except BaseException:
+                self._attached.discard(connection)
+                raise
+        self.later(functools.partial(self._watch, connection, ended))
+
+    def leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
+        """Undo on the thread, then close a connection that is watched. From a destructor too: it takes no lock."""
+        self.later(functools.partial(self._leave, connection, undo))
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Call it on the thread, where that is running."""
+        self._calls.append(call)
+        bells = self._bells
+        if bells is not None:
+            with contextlib.suppress(OSError):  # full: it is awake already
+                bells[1].send(b"\0")
+
+    def abandon(self) -> None:
+        """Close this process's copies of everything, as a forked child; what they stand for is the parent's."""
+        found: list[Any] = [self._listener, *(self._bells or ()), *self._attached]
+        found += [peer.connection for peer in self._strangers]
+        for export in self._exports.values():
+            found += [peer.connection for peer in export.peers]
+            if export.fd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(export.fd)
+        for connection in found:
+            if connection is not None:
+                connection.close()
+
+    def farewell(self) -> None:
+        """The process ends: nothing of it stays on the disk."""
+        with self._lock:
+            self._hang_up()
+
+    # With the lock held.
+
+    def _listen(self) -> None:
+        folder, path = _folder()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            listener.listen(64)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.rmdir(folder)
+            raise
+        self._listener, self.path = listener, path
+        self.later(functools.partial(self._register, listener, functools.partial(self._accept, listener)))
+
+    def _hang_up(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+            os.rmdir(os.path.dirname(self.path))
+        if self._thread is None:
+            listener.close()
+        else:
+            self.later(functools.partial(self._unregister, listener))
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        _prepare()
+        selector, bells = selectors.PollSelector(), socket.socketpair()
+        for bell in bells:
+            bell.setblocking(False)
+        selector.register(bells[0], selectors.EVENT_READ, functools.partial(self._drain, bells[0]))
+        thread = threading.Thread(target=self._run, name="memguard-sharing", daemon=True)
+        self._selector, self._bells, self._thread = selector, bells, thread
+        try:
+            thread.start()
+        except BaseException:
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        bells, self._bells, self._thread = self._bells, None, None
+        for bell in bells or ():
+            bell.close()
+        self._selector.close()
+
+    # On the thread.
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._until()):
+                _safely(key.data)
+            while self._calls:
+                _safely(self._calls.popleft())
+            now = time.monotonic()
+            for peer in [peer for peer in self._strangers if peer.deadline <= now]:
+                self._drop(peer, "it said nothing in time")
+            if self._idle():
+                with self._lock:
+                    if self._idle():
+                        self._stop()
+                        return
+
+    def _idle(self) -> bool:
+        """Nothing to do, for a while already: what rang the bell last is long done."""
+        if self._exports or self._attached or self._strangers or self._listener is not None or self._calls:
+            self._idle_since = None
+            return False
+        if self._idle_since is None:
+            self._idle_since = time.monotonic()
+        return time.monotonic() - self._idle_since >= LINGER
+
+    _idle_since: float | None = None
+
+    def _until(self) -> float | None:
+        """Seconds until something has to be looked at though nobody rang."""
+        if self._calls:
+            return 0
+        times = [peer.deadline for peer in self._strangers]
+        if self._idle_since is not None:
+            times.append(self._idle_since + LINGER)
+        return max(min(times) - time.monotonic(), 0.001) if times else None
+
+    def _register(self, connection: socket.socket, call: Callable[[], None]) -> None:
+        if connection.fileno() >= 0:
+            self._selector.register(connection, selectors.EVENT_READ, call)
+
+    def _unregister(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _drain(self, bell: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while bell.recv(4096):
+                pass
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no file descriptor left: the peer stays in the queue
+            _log.debug("exchange: accept: %s", error)
+            time.sleep(0.02)
+            return
+        try:
+            connection.setblocking(False)
+            who = _wire.peer(connection)
+            if not _wire.same_user(who):
+                raise OSError(f"process {who.pid} is of user {who.uid}")
+            if len(self._strangers) >= STRANGERS:
+                raise OSError("too many at once")
+        except OSError as error:
+            _log.debug("exchange: a peer was turned away: %s", error)
+            connection.close()
+            return
+        peer = _Peer(connection, who.pid)
+        self._strangers.add(peer)
+        self._register(connection, functools.partial(self._hear, peer))
+
+    def _hear(self, peer: _Peer) -> None:
+        try:
+            part = peer.connection.recv(4096)
+            if not part:
+                raise EOFError("it left")
+            if peer.export is not None:
+                raise _wire.Garbage("it has its answer")
+            peer.data += part
+            message = _wire.unpacked(peer.data)
+            if message is not None:
+                self._answer(peer, _wire.asked(message))
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, _wire.Garbage) as error:
+            self._drop(peer, str(error))
+
+    def _answer(self, peer: _Peer, token: str) -> None:
+        with self._lock:  # while it goes out nobody closes the file descriptor
+            found = [export for export in self._exports.values() if hmac.compare_digest(export.token, token)]
+            if not found or found[0].closed:
+                raise _wire.Garbage("its token is not known")
+            found[0].peers.add(peer)
+            peer.export = found[0]
+            self._strangers.discard(peer)
+            _wire.send(peer.connection, found[0].description.message(), found[0].fd)
+
+    def _drop(self, peer: _Peer, reason: str) -> None:
+        _log.debug("exchange: process %d: %s", peer.pid, reason)
+        self._strangers.discard(peer)
+        self._unregister(peer.connection)
+        export, over = peer.export, False
+        if export is not None:
+            with self._lock:
+                export.peers.discard(peer)
+                over = export.closed and not export.peers and self._exports.pop(export.token, None) is not None
+        if over and export is not None:
+            export.release()
+
+    def _dismiss(self, export: Export) -> None:
+        """Who attached it is on its own from now on."""
+        if export.outlasts:
+            for peer in list(export.peers):
+                self._drop(peer, "its export was closed")
+
+    def _watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
+        def look() -> None:
+            with contextlib.suppress(BlockingIOError):
+                if connection.recv(4096):
+                    return
+            self._selector.unregister(connection)  # it stays open until `leave`
+            ended()
+
+        if connection in self._attached:
+            connection.setblocking(False)
+            self._register(connection, look)
+
+    def _leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        finally:
+            self._unregister(connection)
+            with self._lock:
+                self._attached.discard(connection)
+
+
+def _safely(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:
+        _log.debug("exchange: %s", error, exc_info=True)
+
+
+def _folder() -> tuple[str, str]:
+    """A new directory that only this user can enter, and the path of a socket in it. Raises OSError."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    for parent in (runtime, tempfile.gettempdir(), "/tmp"):
+        if not os.path.isabs(parent) or len(os.fsencode(parent)) > _LONGEST - 32:
+            continue
+        with contextlib.suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="memguard-", dir=parent)
+            return folder, os.path.join(folder, "s")
+    raise OSError("no directory for a socket: neither XDG_RUNTIME_DIR nor the one for temporary files can be written")
+
+
+_accounts = threading.Lock()
+"""Never taken in a destructor."""
+
+
+def charge(ordinal: int, nbytes: int) -> None:
+    """This process holds so many bytes more (or less) of a GPU for others, or that another left to it."""
+    with _accounts:
+        loans.kept[ordinal] += nbytes
+        if not loans.kept[ordinal]:
+            del loans.kept[ordinal]
+
+
+_hub = Hub()
+_inherited: list[Hub] = []
+"""A parent's, whose objects must not be undone here."""
+
+
+def hub() -> Hub:
+    return _hub
+
+
+@functools.cache
+def _prepare() -> None:
+    atexit.register(_end)
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _end() -> None:
+    _hub.farewell()
+
+
+def _forked() -> None:
+    global _hub, _accounts
+    _inherited.append(_hub)
+    _hub.abandon()
+    _hub, _accounts = Hub(), threading.Lock()
+    loans.kept.clear()
