@@ -154,7 +154,8 @@ def _under_way(offer: Offer, stream: int | None) -> Mark | None:
             return None
         if offer.stream is None:
             return mark
-        mark.before(offer.stream)
+        for known in {offer.stream or LEGACY, LEGACY}:  # a caching allocator uses it next where it was allocated:
+            mark.before(known)  # mostly the default stream, whichever was current at the hand-over
         mark.close()
     except DeviceError as error:
         _log.debug("exchange: %s", error)
