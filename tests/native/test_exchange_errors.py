@@ -1,0 +1,54 @@
+"""Views that are freed while an error of the user's is on its way: the error arrives, and the memory goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Run = Callable[..., dict[str, Any]]
+
+
+def test_an_error_in_an_expression_with_a_view_in_it_is_the_users_own(with_torch: Run) -> None:
+    found = with_torch(
+        """
+        import gc, numpy, weakref
+        from memguard import exchange
+        from memguard.exchange import loans
+        class Lender(numpy.ndarray): pass
+        lender = numpy.arange(4.0).view(Lender)
+        alive = weakref.ref(lender)
+        try:
+            exchange.to(lender, "torch") + exchange.to(numpy.arange(3.0), "torch")
+        except BaseException as error:
+            result["error"], result["text"] = type(error).__name__, str(error)
+        result["lent"] = len(loans._open)
+        del lender
+        gc.collect()
+        result["alive"] = alive() is not None
+        """
+    )
+    assert found["error"] == "RuntimeError" and "size of tensor" in found["text"]
+    assert found["lent"] == 0 and not found["alive"]
+
+
+def test_views_that_outlive_the_interpreter_end_in_silence(alone: Run) -> None:
+    found = alone(
+        """
+        import subprocess, sys
+        program = '''
+import numpy, torch
+from memguard import exchange
+lender = numpy.arange(4.0)
+views = [exchange.to(lender, "torch"), exchange.to(torch.arange(4.0), "numpy")]
+loop = [views]
+loop.append(loop)
+class Late:
+    view = exchange.to(lender, "torch")
+    def __del__(self): self.view + 1
+late = Late()
+'''
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+        result["rc"], result["stderr"] = done.returncode, done.stderr
+        """
+    )
+    assert found == {"rc": 0, "stderr": ""}
