@@ -31,11 +31,7 @@ def test_an_error_in_an_expression_with_a_view_in_it_is_the_users_own(with_torch
     assert found["lent"] == 0 and not found["alive"]
 
 
-def test_views_that_outlive_the_interpreter_end_in_silence(alone: Run) -> None:
-    found = alone(
-        """
-        import subprocess, sys
-        program = '''
+ENDING = """
 import numpy, torch
 from memguard import exchange
 lender = numpy.arange(4.0)
@@ -46,8 +42,14 @@ class Late:
     view = exchange.to(lender, "torch")
     def __del__(self): self.view + 1
 late = Late()
-'''
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+"""
+
+
+def test_views_that_outlive_the_interpreter_end_in_silence(alone: Run) -> None:
+    found = alone(
+        f"""
+        import subprocess, sys
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", {ENDING!r}], capture_output=True, text=True)
         result["rc"], result["stderr"] = done.returncode, done.stderr
         """
     )
