@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 CONTEXT = 544 * MIB
 """A CUDA context: 518 MiB measured on an H200, and room for its growth. Charged once: contexts are shared."""
+SECOND_CONTEXT = "second context"
 MODULES = {
     "context": 518 * MIB,
     "torch": 344 * MIB,
@@ -33,8 +34,10 @@ MODULES = {
     "numba": 8 * MIB,
     "nccl 1": 838 * MIB,
     "nccl": 486 * MIB,
+    SECOND_CONTEXT: 518 * MIB,
 }
-"""The most of each that was measured on an H200. `nccl 1` is the first communicator, `nccl` each further one."""
+"""The most of each that was measured on an H200. `nccl 1` is the first communicator, `nccl` each further one;
+`second context` is each beside the primary one, numbered from the second of them on."""
 WORKSPACE = {
     "torch": 384 * MIB,
     "tensorflow": 256 * MIB,
@@ -44,6 +47,7 @@ WORKSPACE = {
     "numba": 32 * MIB,
     "nccl 1": 896 * MIB,
     "nccl": 512 * MIB,
+    SECOND_CONTEXT: CONTEXT,
 }
 """Modules and library workspaces outside each framework's cap. Measured on an H200 beyond the context: torch 92
 after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; TensorFlow 92; CuPy 94
@@ -55,21 +59,23 @@ SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7
 """Contexts grow with the number of multiprocessors; on older architectures less is kept. Not measured by us."""
 
 
-def auto_reserve(architecture: str, frameworks: Sequence[str], communicators: int = 0) -> int:
+def auto_reserve(
+    architecture: str, frameworks: Sequence[str], communicators: int = 0, second_context: bool = False
+) -> int:
     """`reserve: auto`: by architecture and what is *declared*, so that caps never depend on import order."""
-    nccl = [f"nccl {number}" for number in range(1, communicators + 1)]
-    needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *nccl)) + SLACK
+    libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
+    needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
     return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
 
 
 def workspace(name: str) -> int:
     """Bytes that a framework, or a library by the name of `Framework.libraries`, may take outside every cap."""
-    return WORKSPACE.get(name, WORKSPACE.get(name.partition(" ")[0], 128 * MIB))
+    return WORKSPACE.get(name, WORKSPACE.get(name.rpartition(" ")[0], 128 * MIB))
 
 
 def modules(name: str) -> int:
     """The most that was measured of a framework or library outside its cap; 0 where nothing was."""
-    return MODULES.get(name, MODULES.get(name.partition(" ")[0], 0))
+    return MODULES.get(name, MODULES.get(name.rpartition(" ")[0], 0))
 
 
 def needs_ordinals(budget: Budget) -> bool:
@@ -115,8 +121,9 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
             problems.extend(resolved)
     if problems:
         raise PlanError(problems, budget.source or "plan")
+    own: dict[str, tuple[str, ...]] = {"tensorflow": ("growth",), "pycuda": ("context",)}
     options = {
-        name: {"growth": framework.growth} if name == "tensorflow" else {}
+        name: {key: getattr(framework, key) for key in own.get(name, ())}
         for name, framework in budget.frameworks.items()
     }
     idle = [str(key) for key in budget.devices if str(key) not in matched]
@@ -136,7 +143,7 @@ def _device_plan(
         return [budget.problem((*limit_rule.at, "limit"), message, fix)]
     auto = reserve_rule.value == "auto"
     reserve = (
-        auto_reserve(device.architecture, list(budget.frameworks), _communicators(budget))
+        auto_reserve(device.architecture, list(budget.frameworks), _communicators(budget), _own_context(budget))
         if isinstance(reserve_rule.value, str)
         else reserve_rule.value
     )
@@ -172,6 +179,11 @@ def _device_plan(
 def _communicators(budget: Budget) -> int:
     torch = budget.frameworks.get("torch")
     return (torch.nccl or 0) if torch is not None else 0
+
+
+def _own_context(budget: Budget) -> bool:
+    pycuda = budget.frameworks.get("pycuda")
+    return pycuda is not None and pycuda.context == "own"
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:

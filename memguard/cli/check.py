@@ -90,6 +90,8 @@ def _framework(framework: FrameworkBudget) -> str:
     )
     if framework.nccl:
         size += f", room for {framework.nccl} NCCL communicator{'s' if framework.nccl > 1 else ''} in reserve: auto"
+    if framework.context == "own":
+        size += ", in CUDA contexts of its own: room for one in reserve: auto"
     if framework.growth is None:
         return size
     return f"{size}, {'grows as needed' if framework.growth else 'taken whole at the first operation'}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from memguard.config import Budget
     from memguard.model import Plan
 
 
@@ -44,8 +45,7 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
     console = Console(width=None if Console().is_terminal else 80, highlight=False, markup=False)
-    torch = loaded.frameworks.get("torch")
-    for table in _tables(resolved, (torch.nccl or 0) if torch is not None else 0):
+    for table in _tables(resolved, loaded):
         console.print(table)
     for note in resolved.notes:
         console.print(f"note: {note}")
@@ -61,7 +61,7 @@ _HOLDS = {
 }
 
 
-def _tables(resolved: Plan, communicators: int) -> list[object]:
+def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
@@ -84,16 +84,19 @@ def _tables(resolved: Plan, communicators: int) -> list[object]:
             how = _HOLDS.get(name, "")
             table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
         table.add_section()
-        table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, communicators))
+        table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, budget))
         table.add_row("unallocated", format_size(part.unallocated), "no framework may take it")
         table.add_row("limit", format_size(part.limit), f"of {format_size(part.device.usable)} that CUDA can give")
         tables.append(table)
     return tables
 
 
-def _reserve(source: str, communicators: int) -> str:
+def _reserve(source: str, budget: Budget) -> str:
+    torch, pycuda = budget.frameworks.get("torch"), budget.frameworks.get("pycuda")
+    communicators = (torch.nccl or 0) if torch is not None else 0
     nccl = f", {communicators} NCCL communicator{'s' if communicators > 1 else ''}" if communicators else ""
-    return f"{source}: context and library workspaces{nccl}"
+    second = ", a second context" if pycuda is not None and pycuda.context == "own" else ""
+    return f"{source}: context and library workspaces{second}{nccl}"
 
 
 def _as_dict(resolved: Plan) -> dict[str, object]:

@@ -96,13 +96,15 @@ class FrameworkBudget(_Model):
     """One framework's part: exactly one of `share`, a fraction of (limit − reserve), and `limit`, bytes.
 
     `growth` is TensorFlow's (True: its pool grows up to the cap; False: it takes the cap at its first operation),
-    `nccl` is torch's (how many communicators it will keep on each GPU, 0 to 64); each is None for the others.
+    `nccl` is torch's (how many communicators it will keep on each GPU, 0 to 64), `context` PyCUDA's (`primary`: it
+    works in the context that all share; `own`: in a second one where it makes one); each is None for the others.
     """
 
     share: Annotated[Fraction | None, PlainValidator(_values.share), _TEXT] = None
     limit: Annotated[int | None, PlainValidator(_values.limit), _TEXT] = None
     growth: Annotated[bool | None, PlainValidator(_values.growth)] = None
     nccl: Annotated[int | None, PlainValidator(_values.nccl)] = None
+    context: Annotated[Literal["primary", "own"] | None, PlainValidator(_values.context)] = None
 
 
 _SECONDS = PlainSerializer(_values.duration_text)
@@ -138,7 +140,11 @@ def _said(doctor: DoctorConfig | None) -> DoctorConfig | None:
     return doctor if doctor is not None and doctor.ignore else None
 
 
-_DEFAULTS: Mapping[str, Mapping[str, object]] = {"torch": {"nccl": 0}, "tensorflow": {"growth": True}}
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "torch": {"nccl": 0},
+    "tensorflow": {"growth": True},
+    "pycuda": {"context": "primary"},
+}
 
 
 def _framework_name(name: str) -> str:

@@ -20,6 +20,7 @@ _SETTINGS = {
     # key: whose it is, what that means for another framework, what to do there
     "growth": ("tensorflow", "{name} always grows as it needs memory", "remove it"),
     "nccl": ("torch", "it counts the communicators of torch.distributed", "move it below torch, or remove it"),
+    "context": ("pycuda", "{name} works in the primary context as it is", "remove it"),
 }
 
 

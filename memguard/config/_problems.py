@@ -17,6 +17,7 @@ _PLANNED = {
     "framework": ("min", "max"),
     "torch": ("min", "max"),
     "tensorflow": ("min", "max"),
+    "pycuda": ("min", "max"),
 }
 _ALSO = {
     "tf": "tensorflow",
@@ -28,6 +29,7 @@ _ALSO = {
     "gpu": "device",
     "gpus": "devices",
     "communicators": "nccl",
+    "ctx": "context",
     "period": "interval",
     "every": "interval",
     "warning": "warn",
@@ -53,6 +55,7 @@ _HOMES = {
     "framework": "a framework, as in 'torch: {share: 50%}'",
     "torch": "'torch:'",
     "tensorflow": "'tensorflow:'",
+    "pycuda": "'pycuda:'",
 }
 _SHAPES = {
     "device": ("the keys limit and reserve", "write 'device: {limit: 90%}'"),
@@ -173,7 +176,7 @@ def _level(loc: Loc) -> str:
     if len(loc) == 1:
         return ""
     if loc[0] == "frameworks":
-        return "frameworks" if len(loc) == 2 else str(loc[1]) if loc[1] in ("torch", "tensorflow") else "framework"
+        return "frameworks" if len(loc) == 2 else str(loc[1]) if loc[1] in _PLANNED else "framework"
     return str(loc[0]) if loc[0] in ("monitor", "doctor") else "device"
 
 

@@ -72,6 +72,12 @@ _NCCL = {
     "maximum": MAX_NCCL,
     "default": 0,
 }
+_CONTEXT = {
+    "description": "primary: Device.make_context() and pycuda.autoinit give the CUDA context that the other frameworks "
+    "share. own: they make a second one, which takes about 518 MiB more; reserve: auto keeps room for one.",
+    "enum": ["primary", "own"],
+    "default": "primary",
+}
 
 
 def _duration(what: str, least: float, most: float, default: str, *more: object) -> dict[str, object]:
@@ -173,7 +179,7 @@ SCHEMA: dict[str, Any] = {
                 "tensorflow": _framework("tensorflow", growth=_GROWTH),
                 "cupy": _framework("cupy"),
                 "jax": _framework("jax"),
-                "pycuda": _framework("pycuda"),
+                "pycuda": _framework("pycuda", context=_CONTEXT),
                 "numba": _framework("numba"),
             },
         },

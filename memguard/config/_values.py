@@ -6,7 +6,7 @@ Every function raises what `wrong` builds: a message (what was found, what is al
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Literal, TypeVar, cast
@@ -24,19 +24,14 @@ _ORDINAL = re.compile(r"(?:cuda:)?(0|[1-9][0-9]{0,3})", re.IGNORECASE | re.ASCII
 _NUMBER = re.compile(r"[-+.0-9_]+")
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
 _YES_NO = {
-    "yes": "true",
-    "y": "true",
-    "on": "true",
-    "1": "true",
-    "no": "false",
-    "n": "false",
-    "off": "false",
-    "0": "false",
+    **dict.fromkeys(("yes", "y", "on", "1"), "true"),
+    **dict.fromkeys(("no", "n", "off", "0"), "false"),
 }
 _ON_BUSY = {
     **dict.fromkeys(("warn", "warning", "log"), "warn"),
     **dict.fromkeys(("raise", "error", "exception", "fail", "abort", "refuse"), "raise"),
 }
+_CONTEXT = {"shared": "primary", "main": "primary", "private": "own", "second": "own", "separate": "own"}
 MAX_NCCL = 64
 """Communicators on one GPU: more are a typing mistake, as 64 of them would take 31 GiB."""
 INTERVAL = 0.05, 3600.0
@@ -173,16 +168,27 @@ def nccl(value: object) -> int:
     raise wrong(f"nccl is a whole number from 0 to {MAX_NCCL}, found {found(value)}", fix)
 
 
+def context(value: object) -> Literal["primary", "own"]:
+    """Which CUDA context PyCUDA's `make_context` and `pycuda.autoinit` give."""
+    otherwise = "write 'primary' for the one that all share, or 'own' for a second one"
+    return cast('Literal["primary", "own"]', _word("context", value, ("primary", "own"), _CONTEXT, otherwise))
+
+
 def on_busy(value: object) -> Literal["warn", "raise"]:
     """What init does where others hold so much of a GPU that the limit cannot be had."""
-    _given(value, "'warn' or 'raise'")
-    if value == "warn":
-        return "warn"
-    if value == "raise":
-        return "raise"
-    meant = _ON_BUSY.get(value.strip().lower()) if isinstance(value, str) else None
-    fix = f"write '{meant}'" if meant else "write 'warn' to be told and go on, or 'raise' to stop"
-    raise wrong(f"on_busy is warn or raise, found {found(value)}", fix)
+    otherwise = "write 'warn' to be told and go on, or 'raise' to stop"
+    return cast('Literal["warn", "raise"]', _word("on_busy", value, ("warn", "raise"), _ON_BUSY, otherwise))
+
+
+def _word(key: str, value: object, words: tuple[str, str], like: Mapping[str, str], otherwise: str) -> str:
+    """One of two words; `like` are others that mean one of them."""
+    _given(value, " or ".join(f"'{word}'" for word in words))
+    if isinstance(value, str) and value in words:
+        return value
+    lowered = value.strip().lower() if isinstance(value, str) else ""
+    meant = lowered if lowered in words else like.get(lowered)
+    fix = f"write '{meant}'" if meant else otherwise
+    raise wrong(f"{key} is {' or '.join(words)}, found {found(value)}", fix)
 
 
 def monitor(value: object) -> object:

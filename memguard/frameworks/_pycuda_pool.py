@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from memguard.devices import contexts
 from memguard.frameworks._driver_bytes import DriverPages
 
 _log = logging.getLogger("memguard")
@@ -63,6 +64,14 @@ class Pool:
         self._pages = pages
         self._blocks: dict[int, int] = {}  # size by address
         self._by_size: Counter[int] = Counter()
+        self._witness: tuple[int, int | None] | None = None  # a block of it, and the driver's id of that
+
+    def dead(self) -> bool:
+        """Whether the context is gone, and the memory with it: what the pool holds is then nobody's, or another's."""
+        if self._witness is None:
+            return False
+        address, known = self._witness
+        return known is not None and contexts.buffer(address) != known
 
     def bin_size(self, size: int) -> int:
         pool = self._pool()
@@ -125,6 +134,7 @@ class Pool:
             self._forget(int(allocation))
             self._blocks[int(allocation)] = bin_size
             self._by_size[bin_size] += 1
+            self._witness = int(allocation), contexts.buffer(int(allocation))
             self._pages.add(int(allocation), bin_size)
         return allocation
 
@@ -159,4 +169,6 @@ class Pool:
         size = self._blocks.pop(address, None)
         if size is not None:
             self._by_size[size] -= 1
+            if self._witness is not None and self._witness[0] == address:
+                self._witness = None
             self._pages.gone(address, size)

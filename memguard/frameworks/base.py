@@ -106,6 +106,10 @@ class Framework(ABC):
         """What lives outside the cap beside the usual, by its name in `policy` (NCCL communicators)."""
         return frozenset()
 
+    def contexts(self, device: Device) -> frozenset[int]:
+        """Handles of the CUDA contexts that it allocates in there, where those may be others than the primary one."""
+        return frozenset()
+
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         """Start recording allocations; the returned call stops and gives them (times from `time.time()`).
 

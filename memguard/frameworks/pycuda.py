@@ -3,8 +3,8 @@
 Facts: PyCUDA's pool has no limit of its own, so the cap is checked before it grows; its bins round up
 (256 MiB asked, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller ones
 into 2 MiB slabs (measured), so held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`,
-so those defaults are swapped too. `Device.make_context`, and with it `pycuda.autoinit`, gives the primary
-context that the other frameworks use: a second one costs 518 MiB (measured).
+so those defaults are swapped too. Unless the budget says `context: own`, `Device.make_context`, and with it
+`pycuda.autoinit`, gives the primary context that the other frameworks use: a second one costs 518 MiB (measured).
 
 Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugMemoryPool`, `drv.Array`, managed memory.
 """
@@ -12,7 +12,6 @@ Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugM
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import threading
 import time
@@ -24,12 +23,12 @@ from typing import Any, ClassVar, TypeVar
 
 from memguard.errors import CapNotApplied
 from memguard.frameworks._driver_bytes import DriverPages, slabs
+from memguard.frameworks._pycuda_contexts import current_context, served_by_primary
 from memguard.frameworks._pycuda_pool import Active, Pitched, Pool
 from memguard.frameworks.base import Framework, with_size
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard.units import format_size, round_up
 
-_log = logging.getLogger("memguard")
 _Taken = TypeVar("_Taken")
 _kept: list[Pool] = []
 
@@ -59,7 +58,7 @@ class PyCUDA(Framework):
         self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
-        return bool(self._own or self._others) or _current_context(module) is not None
+        return bool(self._own or self._others) or current_context(module) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         drv: Any = sys.modules["pycuda.driver"]
@@ -74,15 +73,15 @@ class PyCUDA(Framework):
             )
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
         self._caps = dict(caps)
-        notes = []
+        own, notes = options.get("context") == "own", []
         if self._live(drv):
             notes.append("pycuda: was live before memguard.init(): what it allocated until then is not counted")
-            if "pycuda.autoinit" in sys.modules:
+            if "pycuda.autoinit" in sys.modules and not own:
                 notes.append(
                     "pycuda: pycuda.autoinit had made a second CUDA context (+518 MiB measured on an H200); "
                     "import it after memguard.init() and it is served by the primary one"
                 )
-        return Applied(Enforcement.ENFORCED, self._patch(drv, tools), notes=tuple(notes))
+        return Applied(Enforcement.ENFORCED, self._patch(drv, tools, own), notes=tuple(notes))
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
@@ -102,7 +101,7 @@ class PyCUDA(Framework):
     def trim(self, device: Device) -> None:
         """`free_held()` of the pools whose context is current on this thread; others can only be freed on theirs."""
         drv = sys.modules.get("pycuda.driver")
-        current = _current_context(drv) if drv is not None else None
+        current = current_context(drv) if drv is not None else None
         if current is None:
             return
         with self._lock:
@@ -133,6 +132,10 @@ class PyCUDA(Framework):
             return []
         return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
 
+    def contexts(self, device: Device) -> frozenset[int]:
+        with self._lock:
+            return frozenset(pool.context for pool in self._pools(device.uuid))
+
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
             return None
@@ -148,20 +151,20 @@ class PyCUDA(Framework):
     def forked(self) -> None:
         self._lock, self._caps = threading.RLock(), {}
 
-    def _patch(self, drv: Any, tools: Any) -> Callable[[], None]:
+    def _patch(self, drv: Any, tools: Any, own_context: bool) -> Callable[[], None]:
         raw_alloc, raw_pitch = drv.mem_alloc, drv.mem_alloc_pitch
-        raw_context, raw_pool = drv.Device.make_context, tools.DeviceMemoryPool
+        raw_pool = tools.DeviceMemoryPool
 
         def mem_alloc(size: int) -> Any:
             """Capped by memguard. Bytes in, an allocation out; raises pycuda.driver.MemoryError at the cap."""
-            current = _current_context(drv)
+            current = current_context(drv)
             if current is None or size <= 0:
                 return raw_alloc(size)  # PyCUDA's own error
             return self._allocate(drv, self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
             """Capped by memguard; the pitch is the driver's choice, at least a multiple of 512 bytes."""
-            current = _current_context(drv)
+            current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
             uuid = self._uuid(drv, current)
@@ -187,21 +190,13 @@ class PyCUDA(Framework):
             weakref.finalize(allocation, self._gone.append, gone).atexit = False
             return allocation, pitch
 
-        def make_context(device: Any, flags: int = 0) -> Any:
-            """The primary context, retained and pushed: PyCUDA then shares the one of the other frameworks."""
-            if flags:
-                _log.info("pycuda: make_context flags %s are not set on the shared primary context", flags)
-            context = device.retain_primary_context()
-            context.push()
-            return context
-
         framework = self
 
         class DeviceMemoryPool(raw_pool):  # type: ignore[misc, valid-type]
             """A pool of the user's own: it shares PyCUDA's cap."""
 
             def allocate(self, size: int) -> Any:
-                current = _current_context(drv)
+                current = current_context(drv)
                 if current is None or size <= 0:
                     return super().allocate(size)
                 with framework._lock:
@@ -224,7 +219,7 @@ class PyCUDA(Framework):
 
         drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
         self._mem_alloc = mem_alloc
-        drv.Device.make_context = make_context
+        release = None if own_context else served_by_primary(drv)
         tools.DeviceMemoryPool = DeviceMemoryPool
         if named_in_driver := getattr(drv, "DeviceMemoryPool", None) is raw_pool:
             drv.DeviceMemoryPool = DeviceMemoryPool
@@ -232,12 +227,13 @@ class PyCUDA(Framework):
 
         def undo() -> None:
             drv.mem_alloc, drv.mem_alloc_pitch = raw_alloc, raw_pitch
-            drv.Device.make_context = raw_context
+            if release is not None:
+                release()
             tools.DeviceMemoryPool = raw_pool
             if named_in_driver:
                 drv.DeviceMemoryPool = raw_pool
             _swap_defaults(mem_alloc, raw_alloc)  # also those of a gpuarray imported after us
-            current = _current_context(drv)
+            current = current_context(drv)
             with self._lock:
                 self._settle()
                 for pool in self._own.values():
@@ -255,6 +251,10 @@ class PyCUDA(Framework):
     def _pool_here(self, drv: Any, current: Any, make: Any) -> Pool:
         with self._lock:
             pool = self._own.get(current.handle)
+            if pool is not None and pool.dead():  # another context has the handle of one that was destroyed
+                pool.forget()
+                _kept.append(self._own.pop(current.handle))
+                pool = None
             if pool is None:
                 made = make()
                 uuid = self._uuid(drv, current)
@@ -311,7 +311,7 @@ class PyCUDA(Framework):
                 give_back(taken)  # no hole in a slab was large enough for it, and the driver opened another
                 del taken
             self._settle()  # what the collector has freed meanwhile
-            current = _current_context(drv)
+            current = current_context(drv)
             for pool in self._pools(uuid):
                 if current is not None and pool.context == current.handle:
                     pool.free_held()
@@ -370,14 +370,6 @@ class PyCUDA(Framework):
             if drv.Device(ordinal) == device:
                 return uuid
         raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
-
-
-def _current_context(drv: Any) -> Any:
-    """The thread's current context, or None; before `cuInit` PyCUDA raises, which means none as well."""
-    try:
-        return drv.Context.get_current()
-    except drv.Error:
-        return None
 
 
 def _swap_defaults(old: Any, new: Any) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 from memguard.cli.check import check
+from memguard.cli.plan import plan
 from memguard.cli.schema import schema
 from memguard.config import (
     FRAMEWORKS,
@@ -90,6 +91,13 @@ def test_nccl_is_none_unless_said_otherwise(written: str, meant: int) -> None:
     assert parse(fw(f"torch: {{share: 50%, nccl: {written}}}")).frameworks["torch"].nccl == meant
 
 
+@pytest.mark.parametrize("written", ["primary", "own", "'own'"])
+def test_pycudas_context_is_the_primary_one_unless_said_otherwise(written: str) -> None:
+    assert parse(fw("pycuda: {share: 5%}")).frameworks["pycuda"].context == "primary"
+    assert parse(fw(f"pycuda: {{share: 5%, context: {written}}}")).frameworks["pycuda"].context == written.strip("'")
+    assert parse(GOOD).frameworks["torch"].context is None, "the setting of nobody else"
+
+
 def test_a_busy_gpu_is_a_warning_unless_said_otherwise() -> None:
     assert parse(GOOD + "on_busy: warn").on_busy == parse(GOOD).on_busy == "warn"
     assert parse(GOOD + "on_busy: raise").on_busy == parse(GOOD + "on_busy: 'raise'").on_busy == "raise"
@@ -161,6 +169,11 @@ def test_equal_means_the_same_budget_however_written() -> None:
     [
         (GOOD, GOOD + "on_busy: warn", GOOD + "on_busy: raise"),
         (GOOD, fw("torch: {share: 50%, nccl: 0}"), fw("torch: {share: 50%, nccl: 1}")),
+        (
+            fw("pycuda: {share: 5%}"),
+            fw("pycuda: {share: 5%, context: primary}"),
+            fw("pycuda: {share: 5%, context: own}"),
+        ),
         (GOOD, GOOD, fw("numba: {share: 50%}")),
         (GOOD, GOOD, WATCHED),
         (WATCHED, GOOD + "monitor: {interval: 0.5, forecast: 20}", GOOD + "monitor: {interval: 1}"),
@@ -180,6 +193,7 @@ def test_equal_means_the_same_budget_however_written() -> None:
     ids=[
         "on_busy",
         "nccl",
+        "context",
         "framework",
         "monitor",
         "interval",
@@ -313,6 +327,11 @@ def plain(text: str) -> Any:
         fw("torch: {share: 5%, nccl: 1.5}"),
         fw("torch: {share: 5%, nccl: }"),
         fw("torch: {nccl: 1}"),
+        fw("torch: {share: 5%, context: own}"),
+        fw("pycuda: {share: 5%, context: Own}"),
+        fw("pycuda: {share: 5%, context: true}"),
+        fw("pycuda: {share: 5%, context: }"),
+        fw("pycuda: {context: own}"),
         GOOD + "on_busy: ignore",
         GOOD + "on_busy: RAISE",
         GOOD + "on_busy: true",
@@ -357,7 +376,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     properties = json_schema()["properties"]
     assert set(properties) == set(Budget.model_fields)
     assert tuple(properties["frameworks"]["properties"]) == FRAMEWORKS
-    own = {"torch": {"nccl"}, "tensorflow": {"growth"}}
+    own = {"torch": {"nccl"}, "tensorflow": {"growth"}, "pycuda": {"context"}}
     for name in FRAMEWORKS:
         keys = {"share", "limit"} | own.get(name, set())
         assert set(properties["frameworks"]["properties"][name]["properties"]) == keys
@@ -376,6 +395,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     assert properties["on_pressure"]["default"] == list(least.on_pressure)
     assert properties["on_busy"]["default"] == least.on_busy
     assert properties["frameworks"]["properties"]["torch"]["properties"]["nccl"]["default"] == 0
+    assert properties["frameworks"]["properties"]["pycuda"]["properties"]["context"]["default"] == "primary"
     json_schema()["properties"].clear()
     assert json_schema()["properties"]
 
@@ -395,6 +415,23 @@ def test_the_commands() -> None:
     assert "unallocated  25% of (limit − reserve) − 1GiB" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert isinstance(wrong.exception, ConfigError)
+
+
+def test_the_commands_say_where_pycuda_has_contexts_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "budget.yaml"
+
+    def said(text: str) -> list[str]:
+        file.write_text(text)
+        outputs = [CliRunner().invoke(check, [str(file)]).output]
+        outputs.append(CliRunner().invoke(plan, [str(file), "--device", "h200"]).output)
+        return [" ".join(output.split()) for output in outputs]
+
+    checked, planned = said(fw("pycuda: {limit: 1GiB, context: own}"))
+    assert "pycuda 1GiB, in CUDA contexts of its own: room for one in reserve: auto unallocated" in checked
+    assert "auto: context and library workspaces, a second context limit" in planned.replace(" unallocated", " limit")
+    checked, planned = said(fw("pycuda: {limit: 1GiB}"))
+    assert "pycuda 1GiB unallocated" in checked and "context and library workspaces" in planned
+    assert "second context" not in planned
 
 
 def test_check_warns_where_the_timeline_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

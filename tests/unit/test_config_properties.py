@@ -53,6 +53,7 @@ def invariants(budget: Budget) -> None:
         assert framework.limit is None or framework.limit >= GRANULE
         assert (framework.growth is None) == (name != "tensorflow")
         assert (framework.nccl is None) == (name != "torch")
+        assert (framework.context is None) == (name != "pycuda")
         assert framework.nccl is None or (type(framework.nccl) is int and 0 <= framework.nccl <= 64)
     assert budget.on_busy in ("warn", "raise")
     assert len(set(budget.on_pressure)) == len(budget.on_pressure)
@@ -94,6 +95,7 @@ WORDS = [
     "monitor", "on_pressure", "interval", "warn", "critical", "forecast", "timeline", "timeline_size", "trim", "500ms",
     "doctor", "ignore",
     "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
+    "context", "primary", "own",
     "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~", "mig", "second-context",
     "1:30", "GPU-1", "A*", "&a", "*a", "!x", "<<", "---", "...", "- ", "? ", ": ", ":", ", ", "{", "}", "[", "]", "'",
     '"', "\\x", "#", "|", ">", "%", "@", "\n", "\n  ", "\n    ", "\t", " ", "\r\n", "\ufeff", "\x85", "\u2028", "é",
@@ -154,6 +156,7 @@ ENTRY = st.one_of(
     entries(share=PERCENTS),
     entries(limit=SIZES),
     entries(share=PERCENTS, limit=SIZES, growth=st.booleans(), nccl=st.integers(-1, 65)),
+    entries(share=PERCENTS, context=st.sampled_from(["primary", "own"]) | SCALARS),
 )
 BUDGETS = st.fixed_dictionaries(
     {
@@ -189,7 +192,11 @@ def test_any_mapping_like_a_budget(mapping: dict[str, Any]) -> None:
     outcome_of(mapping)
 
 
-OWN = {"torch": {"nccl": st.integers(0, 64)}, "tensorflow": {"growth": st.booleans()}}
+OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "torch": {"nccl": st.integers(0, 64)},
+    "tensorflow": {"growth": st.booleans()},
+    "pycuda": {"context": st.sampled_from(["primary", "own"])},
+}
 
 
 def defined(name: str) -> st.SearchStrategy[dict[str, Any]]:

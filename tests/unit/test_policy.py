@@ -126,6 +126,16 @@ def test_communicators_are_in_the_reserve(count: int) -> None:
     assert declared.reserve == GIB, "what is declared holds"
 
 
+def test_a_second_context_is_in_the_reserve_where_the_budget_says_so() -> None:
+    """Measured: 518 MiB."""
+    frameworks = {"torch": {"limit": "4GiB"}, "pycuda": {"limit": "1GiB"}}
+    shared = one(budget(frameworks), gpu(80 * GIB))
+    own = one(budget({**frameworks, "pycuda": {"limit": "1GiB", "context": "own"}}), gpu(80 * GIB))
+    assert own.reserve - shared.reserve == CONTEXT and shared.reserve == auto_reserve("hopper", ["torch", "pycuda"])
+    declared = budget({"pycuda": {"limit": "1GiB", "context": "own"}}, {"reserve": "1GiB"})
+    assert one(declared, gpu(80 * GIB)).reserve == GIB, "what is declared holds"
+
+
 def test_communicators_that_leave_no_room_are_refused_with_the_sum() -> None:
     text = problems(budget({"torch": {"share": "50%", "nccl": 64}}, {"limit": "16GiB"}))
     assert "nothing is left" in text and "reserve 33.34 GiB" in text
@@ -142,6 +152,9 @@ def test_what_lies_outside_a_cap_by_its_name() -> None:
     assert (policy.modules("nccl 1"), policy.modules("nccl 2"), policy.modules("nccl 17")) == (
         838 * MIB, 486 * MIB, 486 * MIB,
     )  # fmt: skip
+    contexts = ("second context", "second context 2", "second context 3")
+    assert [policy.workspace(name) for name in contexts] == [544 * MIB] * 3
+    assert [policy.modules(name) for name in contexts] == [518 * MIB] * 3
     assert policy.workspace("another") == 128 * MIB and policy.modules("another") == 0
     for name in policy.WORKSPACE:
         assert policy.modules(name) <= policy.workspace(name), "nobody takes more than is kept for it"
@@ -294,6 +307,12 @@ def test_the_usual_budget_fits_every_simulated_gpu(name: str) -> None:
     asked = budget({"torch": {"share": "50%"}, "tensorflow": {"share": "25%"}, "pycuda": {"limit": "1GiB"}})
     part = one(asked, SimulatedHost([name]).devices()[0])
     assert min(part.caps.values()) >= GIB and part.reserve < part.limit // 10
+
+
+def test_pycudas_context_reaches_the_plan() -> None:
+    for context in ("primary", "own"):
+        asked = budget({"pycuda": {"share": "50%", "context": context}})
+        assert policy.plan(asked, [gpu()]).options == {"pycuda": {"context": context}}
 
 
 # resize

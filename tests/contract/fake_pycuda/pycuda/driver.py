@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from itertools import count
 
@@ -25,10 +27,23 @@ class MemoryError(Error):  # noqa: A001 (PyCUDA calls it so)
     pass
 
 
-counters = {"aborts": 0, "free_held": 0}
+counters = {"aborts": 0, "free_held": 0, "leaked": 0, "pushes": 0, "pops": 0}
+ENDS = "FAKE_PYCUDA_ENDS" in os.environ
+"""For a program of its own: what happens at exit happens here too."""
 _initialised = False
-_stack = threading.local()
+_stacks: dict[int, list[Context]] = {}
+"""By thread: those that are not empty. A thread that ends with one ends the process."""
 _handles = count(1)
+
+
+def _ended():
+    if _stacks:
+        os.write(2, b"PyCUDA ERROR: The context stack was not empty upon module cleanup.\n")
+        os.abort()
+
+
+if ENDS:
+    atexit.register(_ended)  # the first to be registered: the last to run
 
 
 def init():
@@ -36,16 +51,10 @@ def init():
     _initialised = True
 
 
-def _contexts():
-    if not hasattr(_stack, "contexts"):
-        _stack.contexts = []
-    return _stack.contexts
-
-
 def _current():
     if not _initialised:
         raise LogicError("cuCtxGetCurrent failed: initialization error")
-    stack = _contexts()
+    stack = _stacks.get(threading.get_ident())
     return stack[-1] if stack else None
 
 
@@ -57,10 +66,14 @@ def _required():
 
 
 class Context:
-    def __init__(self, ordinal, primary):
-        self.ordinal, self.primary, self.handle = ordinal, primary, next(_handles)
-        gpus[ordinal].contexts += 1
-        gpus[ordinal].aside += CONTEXT  # which is never refused here
+    """One object of a context: of the primary one there are many, and they have its handle."""
+
+    def __init__(self, ordinal, primary, handle=None):
+        self.ordinal, self.primary, self.handle = ordinal, primary, handle or next(_handles)
+        self.thread = threading.get_ident()
+        if handle is None:
+            gpus[ordinal].contexts += 1
+            gpus[ordinal].aside += CONTEXT  # which is never refused here
 
     @staticmethod
     def get_current():
@@ -72,13 +85,28 @@ class Context:
 
     @staticmethod
     def pop():
-        _contexts().pop()
+        stack = _stacks.get(threading.get_ident())
+        if not stack:
+            raise LogicError("context::pop failed: invalid device context - cannot pop non-current context")
+        counters["pops"] += 1
+        stack.pop()
+        if not stack:
+            del _stacks[threading.get_ident()]
 
     def push(self):
-        _contexts().append(self)
+        counters["pushes"] += 1
+        _stacks.setdefault(threading.get_ident(), []).append(self)
+
+    def detach(self):
+        """Its memory is gone with it. The context is the current one, as it is in tests."""
+        assert not self.primary and _current() is self
+        self.pop()
+        gpus[self.ordinal].contexts -= 1
+        gpus[self.ordinal].aside -= CONTEXT
 
 
-_primary: dict[int, Context] = {}
+_primary: dict[int, dict[int, Context]] = {}
+"""By GPU and thread."""
 
 
 class Device:
@@ -103,9 +131,11 @@ class Device:
         return context
 
     def retain_primary_context(self):
-        if self.ordinal not in _primary:
-            _primary[self.ordinal] = Context(self.ordinal, primary=True)
-        return _primary[self.ordinal]
+        known = _primary.setdefault(self.ordinal, {})
+        if threading.get_ident() not in known:
+            handle = next((context.handle for context in known.values()), None)
+            known[threading.get_ident()] = Context(self.ordinal, primary=True, handle=handle)
+        return known[threading.get_ident()]
 
 
 def _take(size):

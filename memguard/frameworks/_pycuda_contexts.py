@@ -1,0 +1,62 @@
+"""PyCUDA's contexts: which one is current, who made them, and `make_context` that gives the primary one.
+
+PyCUDA keeps a stack of them for each thread. One that is left on it when its thread ends, or at exit, ends the
+process: whoever pushes pops.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger("memguard")
+
+_AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
+
+
+def current_context(drv: Any) -> Any:
+    """The thread's current context, or None; before `cuInit` PyCUDA raises, which means none as well."""
+    try:
+        return drv.Context.get_current()
+    except drv.Error:
+        return None
+
+
+def served_by_primary(drv: Any) -> Callable[[], None]:
+    """`Device.make_context`, and with it `pycuda.autoinit`, gives the primary context from now on. Returns the undo."""
+    raw = drv.Device.make_context
+
+    def make_context(device: Any, flags: int = 0) -> Any:
+        """The primary context, retained and pushed: PyCUDA then shares the one of the other frameworks."""
+        if flags:
+            _log.info("pycuda: make_context flags %s are not set on the shared primary context", flags)
+        context = device.retain_primary_context()
+        context.push()
+        return context
+
+    def undo() -> None:
+        drv.Device.make_context = raw
+
+    drv.Device.make_context = make_context
+    return undo
+
+
+def automatic(ordinal: int) -> dict[int, str]:
+    """Handle and module of the contexts that PyCUDA's modules made on the GPU when they were imported."""
+    drv: Any = sys.modules.get("pycuda.driver")
+    found = {}
+    for name in _AUTOINIT if drv is not None else ():
+        module = sys.modules.get(name)
+        context, device = getattr(module, "context", None), getattr(module, "device", None)
+        if context is not None and device == drv.Device(ordinal):
+            found[int(context.handle)] = name
+    return found
+
+
+def pushed() -> int | None:
+    """The handle of the context that PyCUDA has current on this thread, whatever the driver has; None for none."""
+    drv: Any = sys.modules.get("pycuda.driver")
+    context = current_context(drv) if drv is not None and hasattr(drv, "Context") else None
+    return None if context is None else int(context.handle)
