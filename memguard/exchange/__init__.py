@@ -2,12 +2,34 @@
 
     y = memguard.exchange.to(x, "tensorflow")
 
+    handle = memguard.exchange.export(x)           # str(handle), or the pickled handle, goes to the other process
+    y = memguard.exchange.attach(handle, "cupy")   # there
+
 No budget is needed for it; with one the ledger says who lends how much to whom. docs/exchange.md.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from memguard.errors import CannotShare
 from memguard.exchange.handover import Route, last_route, to
 
-__all__ = ["CannotShare", "Route", "last_route", "to"]
+if TYPE_CHECKING:
+    from memguard.exchange.processes import Handle as Handle
+    from memguard.exchange.processes import attach as attach
+    from memguard.exchange.processes import export as export
+
+_BETWEEN_PROCESSES = ("Handle", "attach", "export")
+__all__ = ["CannotShare", "Handle", "Route", "attach", "export", "last_route", "to"]
+
+
+if not TYPE_CHECKING:  # `to` needs no sockets
+
+    def __getattr__(name: str) -> object:
+        if name not in _BETWEEN_PROCESSES:
+            raise AttributeError(f"module 'memguard.exchange' has no attribute {name!r}")
+        value = getattr(importlib.import_module("memguard.exchange.processes"), name)
+        globals()[name] = value
+        return value

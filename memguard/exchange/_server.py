@@ -15,23 +15,20 @@ import hmac
 import logging
 import os
 import secrets
-import selectors
 import socket
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from memguard.exchange import _wire, loans
+from memguard.exchange._loop import Loop
 from memguard.exchange._wire import Description
 
 _log = logging.getLogger("memguard")
 PATIENCE = 5.0
 """Seconds that a peer has to say what it wants."""
-LINGER = 0.2
-"""Seconds that the thread stays when there is nothing left: exports often follow each other."""
 STRANGERS = 32
 """Peers that have not said yet what they want; more are turned away."""
 _LONGEST = 107
@@ -62,17 +59,17 @@ class _Peer:
 
 
 class Hub:
-    """`_lock` guards the exports and the thread's life; no destructor takes it. The rest is the thread's alone."""
+    """`_lock` guards the exports and the thread's life; the rest is the thread's alone.
+
+    It can be taken twice: a destructor of a user's own may close a handle in the middle of any of this.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._exports: dict[str, Export] = {}
         self._listener: socket.socket | None = None
         self.path = ""
-        self._thread: threading.Thread | None = None
-        self._bells: tuple[socket.socket, socket.socket] | None = None
-        self._calls: deque[Callable[[], None]] = deque()
-        self._selector: selectors.BaseSelector = selectors.PollSelector()  # a child's has no part in it, as epoll's has
+        self._loop = Loop(self._lock, self._busy, self._due)
         self._strangers: set[_Peer] = set()
         self._attached: set[socket.socket] = set()
 
@@ -86,8 +83,7 @@ class Hub:
             try:
                 self._start()
             except BaseException:
-                if not self._exports:
-                    self._hang_up()
+                self._hang_up_unless_used()
                 raise
             self._exports[export.token] = export
             return self.path
@@ -106,16 +102,15 @@ class Hub:
             over = export.outlasts or not export.peers
             if over:
                 del self._exports[export.token]
-            if not any(not other.closed for other in self._exports.values()):
-                self._hang_up()
+            self._hang_up_unless_used()
+            self._loop.later(functools.partial(self._dismiss, export))
         if over:
             export.release()
-        self.later(functools.partial(self._dismiss, export))
 
     def attached(self, export: Export) -> int:
         """The processes that hold it now."""
         with self._lock:
-            return len({peer.pid or id(peer) for peer in export.peers})
+            return len({peer.pid or id(peer) for peer in list(export.peers)})
 
     def watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
         """Call `ended` on the thread when the other end is gone. Raises OSError."""
@@ -126,23 +121,15 @@ class Hub:
             except BaseException:
                 self._attached.discard(connection)
                 raise
-        self.later(functools.partial(self._watch, connection, ended))
+        self._loop.later(functools.partial(self._watch, connection, ended))
 
     def leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
         """Undo on the thread, then close a connection that is watched. From a destructor too: it takes no lock."""
-        self.later(functools.partial(self._leave, connection, undo))
-
-    def later(self, call: Callable[[], None]) -> None:
-        """Call it on the thread, where that is running."""
-        self._calls.append(call)
-        bells = self._bells
-        if bells is not None:
-            with contextlib.suppress(OSError):  # full: it is awake already
-                bells[1].send(b"\0")
+        self._loop.later(functools.partial(self._leave, connection, undo))
 
     def abandon(self) -> None:
         """Close this process's copies of everything, as a forked child; what they stand for is the parent's."""
-        found: list[Any] = [self._listener, *(self._bells or ()), *self._attached]
+        found: list[Any] = [self._listener, *self._attached]
         found += [peer.connection for peer in self._strangers]
         for export in self._exports.values():
             found += [peer.connection for peer in export.peers]
@@ -152,6 +139,7 @@ class Hub:
         for connection in found:
             if connection is not None:
                 connection.close()
+        self._loop.abandon()
 
     def farewell(self) -> None:
         """The process ends: nothing of it stays on the disk."""
@@ -174,7 +162,11 @@ class Hub:
             os.rmdir(folder)
             raise
         self._listener, self.path = listener, path
-        self.later(functools.partial(self._register, listener, functools.partial(self._accept, listener)))
+        self._loop.later(functools.partial(self._loop.register, listener, functools.partial(self._accept, listener)))
+
+    def _hang_up_unless_used(self) -> None:
+        if all(export.closed for export in list(self._exports.values())):
+            self._hang_up()
 
     def _hang_up(self) -> None:
         listener, self._listener = self._listener, None
@@ -183,83 +175,25 @@ class Hub:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
             os.rmdir(os.path.dirname(self.path))
-        if self._thread is None:
-            listener.close()
+        if self._loop.running:
+            self._loop.later(functools.partial(self._loop.close, listener))
         else:
-            self.later(functools.partial(self._unregister, listener))
+            listener.close()
 
     def _start(self) -> None:
-        if self._thread is not None:
-            return
         _prepare()
-        selector, bells = selectors.PollSelector(), socket.socketpair()
-        for bell in bells:
-            bell.setblocking(False)
-        selector.register(bells[0], selectors.EVENT_READ, functools.partial(self._drain, bells[0]))
-        thread = threading.Thread(target=self._run, name="memguard-sharing", daemon=True)
-        self._selector, self._bells, self._thread = selector, bells, thread
-        try:
-            thread.start()
-        except BaseException:
-            self._stop()
-            raise
-
-    def _stop(self) -> None:
-        bells, self._bells, self._thread = self._bells, None, None
-        for bell in bells or ():
-            bell.close()
-        self._selector.close()
+        self._loop.start()
 
     # On the thread.
 
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(self._until()):
-                _safely(key.data)
-            while self._calls:
-                _safely(self._calls.popleft())
-            now = time.monotonic()
-            for peer in [peer for peer in self._strangers if peer.deadline <= now]:
-                self._drop(peer, "it said nothing in time")
-            if self._idle():
-                with self._lock:
-                    if self._idle():
-                        self._stop()
-                        return
+    def _busy(self) -> bool:
+        return bool(self._exports or self._attached or self._strangers or self._listener is not None)
 
-    def _idle(self) -> bool:
-        """Nothing to do, for a while already: what rang the bell last is long done."""
-        if self._exports or self._attached or self._strangers or self._listener is not None or self._calls:
-            self._idle_since = None
-            return False
-        if self._idle_since is None:
-            self._idle_since = time.monotonic()
-        return time.monotonic() - self._idle_since >= LINGER
-
-    _idle_since: float | None = None
-
-    def _until(self) -> float | None:
-        """Seconds until something has to be looked at though nobody rang."""
-        if self._calls:
-            return 0
-        times = [peer.deadline for peer in self._strangers]
-        if self._idle_since is not None:
-            times.append(self._idle_since + LINGER)
-        return max(min(times) - time.monotonic(), 0.001) if times else None
-
-    def _register(self, connection: socket.socket, call: Callable[[], None]) -> None:
-        if connection.fileno() >= 0:
-            self._selector.register(connection, selectors.EVENT_READ, call)
-
-    def _unregister(self, connection: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection)
-        connection.close()
-
-    def _drain(self, bell: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while bell.recv(4096):
-                pass
+    def _due(self) -> float | None:
+        now = time.monotonic()
+        for peer in [peer for peer in self._strangers if peer.deadline <= now]:
+            self._drop(peer, "it said nothing in time")
+        return min((peer.deadline - now for peer in self._strangers), default=None)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -283,7 +217,7 @@ class Hub:
             return
         peer = _Peer(connection, who.pid)
         self._strangers.add(peer)
-        self._register(connection, functools.partial(self._hear, peer))
+        self._loop.register(connection, functools.partial(self._hear, peer))
 
     def _hear(self, peer: _Peer) -> None:
         try:
@@ -303,7 +237,7 @@ class Hub:
 
     def _answer(self, peer: _Peer, token: str) -> None:
         with self._lock:  # while it goes out nobody closes the file descriptor
-            found = [export for export in self._exports.values() if hmac.compare_digest(export.token, token)]
+            found = [export for export in list(self._exports.values()) if hmac.compare_digest(export.token, token)]
             if not found or found[0].closed:
                 raise _wire.Garbage("its token is not known")
             found[0].peers.add(peer)
@@ -314,7 +248,7 @@ class Hub:
     def _drop(self, peer: _Peer, reason: str) -> None:
         _log.debug("exchange: process %d: %s", peer.pid, reason)
         self._strangers.discard(peer)
-        self._unregister(peer.connection)
+        self._loop.close(peer.connection)
         export, over = peer.export, False
         if export is not None:
             with self._lock:
@@ -331,30 +265,28 @@ class Hub:
 
     def _watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
         def look() -> None:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 if connection.recv(4096):
                     return
-            self._selector.unregister(connection)  # it stays open until `leave`
-            ended()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _log.debug("exchange: an exporter: %s", error)
+            if connection in self._attached:
+                self._loop.unregister(connection)  # it stays open until `leave`
+                ended()
 
         if connection in self._attached:
             connection.setblocking(False)
-            self._register(connection, look)
+            self._loop.register(connection, look)
 
     def _leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
         try:
             undo()
         finally:
-            self._unregister(connection)
+            self._loop.close(connection)
             with self._lock:
                 self._attached.discard(connection)
-
-
-def _safely(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        _log.debug("exchange: %s", error, exc_info=True)
 
 
 def _folder() -> tuple[str, str]:
@@ -369,8 +301,7 @@ def _folder() -> tuple[str, str]:
     raise OSError("no directory for a socket: neither XDG_RUNTIME_DIR nor the one for temporary files can be written")
 
 
-_accounts = threading.Lock()
-"""Never taken in a destructor."""
+_accounts = threading.RLock()
 
 
 def charge(ordinal: int, nbytes: int) -> None:
@@ -404,5 +335,5 @@ def _forked() -> None:
     global _hub, _accounts
     _inherited.append(_hub)
     _hub.abandon()
-    _hub, _accounts = Hub(), threading.Lock()
+    _hub, _accounts = Hub(), threading.RLock()
     loans.kept.clear()

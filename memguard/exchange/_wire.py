@@ -151,8 +151,12 @@ def send(connection: socket.socket, message: dict[str, Any], fd: int | None = No
     """A whole message, with a file descriptor or without. Raises OSError where it does not go out at once."""
     data = packed(message)
     with_it = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    if connection.sendmsg([data], with_it, socket.MSG_NOSIGNAL) != len(data):
-        raise OSError("the other end does not read")
+    try:
+        sent = connection.sendmsg([data], with_it, socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        sent = 0
+    if sent != len(data):
+        raise ConnectionError("the other end does not read")
 
 
 def receive(connection: socket.socket, seconds: float) -> tuple[dict[str, Any], int | None]:

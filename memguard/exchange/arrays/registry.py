@@ -20,6 +20,11 @@ _CLASSES = {
     "numba": "memguard.exchange.arrays.numba:Numba",
     "numpy": "memguard.exchange.arrays.numpy:NumPy",
 }
+_PROTOCOLS = (
+    "memguard.exchange.arrays.attached:OtherProcess",
+    "memguard.exchange.arrays.protocols:ArrayInterface",
+    "memguard.exchange.arrays.protocols:DLPack",
+)
 NAMES = tuple(_CLASSES)
 _ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda": "numba"}
 
@@ -41,7 +46,7 @@ def of(x: Any) -> Arrays:
         found = by_name(name)
         if found.module in sys.modules and found.owns(x):
             return found
-    for protocol in ("memguard.exchange.arrays.protocols:ArrayInterface", "memguard.exchange.arrays.protocols:DLPack"):
+    for protocol in _PROTOCOLS:
         found = _load(protocol)
         if found.owns(x):
             return found
