@@ -27,7 +27,7 @@ APART = ("checkup", "cli")
 """Packages of memguard that no measured program loads."""
 _PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
-    "nvidia-ml-py", "cuda-bindings", "pydantic", "PyYAML", "numpy", "keras",
+    "cuda-core", "ml-dtypes", "nvidia-ml-py", "cuda-bindings", "pydantic", "PyYAML", "numpy", "keras",
 )  # fmt: skip
 
 

@@ -390,3 +390,204 @@ def doctor_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
     shown_times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in probes.items() if " then " not in name)
     found["each probe's time shown"] = (len(probes) >= 6, shown_times or "not run")
     return found
+
+
+def exchange_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `exchange.py`."""
+    from _arrays import TAKES
+
+    found: dict[str, tuple[bool, str]] = {}
+
+    def check(name: str, passed: bool, figure: str) -> None:
+        found[name] = (bool(passed), figure)
+
+    def named(beginning: str, key: str) -> dict[str, Any]:
+        """What the scenarios whose names begin so have under a key, put together."""
+        whole: dict[str, Any] = {}
+        for name, one in s.items():
+            if name.startswith(beginning):
+                whole.update(one.get(key, {}))
+        return whole
+
+    for name, one in s.items():
+        if one.get("returncode") and not name.startswith("control"):
+            check(f"{name}: runs to its end", False, f"rc {one['returncode']}")
+    six = set(TAKES)
+    pairs = s.get("pairs", {}).get("pairs", {})
+    own = {name: one for name, one in pairs.items() if name.partition(" > ")[0] in six}
+    if pairs:
+        for what, keys in (
+            ("the same pointer", ("same_pointer",)),
+            ("the right values, a copy's too", ("right", "copy")),
+            ("alive after its maker has let go of it", ("outlives",)),
+        ):
+            good = [name for name, one in own.items() if all(one.get(key) is True for key in keys)]
+            check(f"30 pairs: {what}", len(good) == 30, _of(good, own))
+        buffers = {name: one for name, one in pairs.items() if name not in own}
+        good = [name for name, one in buffers.items() if one.get("same_pointer") and one.get("right")]
+        check("buffers of RMM and cuda.core into all six: the same pointer", len(good) == 12, _of(good, buffers))
+    matrix = s.get("dtypes", {}).get("dtypes", {})
+    if matrix:
+        _dtype_checks(matrix, TAKES, check)
+    edges = {name: one for name, one in s.items() if name.startswith("edges from ") and "cases" in one}
+    if edges:
+        cases = [{**case, "from": name.split()[-1]} for name, one in edges.items() for case in one["cases"]]
+        deaths = [f"{name}: {death['case']}" for name, one in edges.items() for death in one["deaths"]]
+        check(
+            "odd arrays: no process dies",
+            not deaths and len(edges) == 8 and all(one["open"] >= 0 for one in edges.values()),
+            f"{len(cases)} hand-overs from {len(edges)} sources, {len(deaths)} deaths {deaths or ''}".rstrip(),
+        )
+        for what, key, wanted in (
+            ("the documented answer", "outcome", "expected"),
+            ("equal values with copy=True", "copy", "expected_copy"),
+        ):
+            wrong = [f"{c['from']} {c['case']} > {c['target']}: {c[key]}" for c in cases if c[key] != c[wanted]]
+            check(
+                f"odd arrays: {what}",
+                len(cases) >= 300 and not wrong,
+                f"{len(cases) - len(wrong)} of {len(cases)} {'; '.join(wrong[:6])}".rstrip(),
+            )
+    for name in ("misaligned into TensorFlow", "reversed into PyTorch"):
+        control = s.get(f"control: {name}")
+        if control is not None:
+            check(f"by hand, {name}: the process dies", control["returncode"] < 0, f"rc {control['returncode']}")
+    _order_checks(s, named("order from ", "order"), check)
+    speed = s.get("speed", {})
+    if "speed" in speed:
+        _speed_checks(speed, check)
+    lent = s.get("lent", {}).get("lent", {})
+    if lent:
+        good = [
+            name for name, one in lent.items()
+            if one["lent"] == one["nbytes"] and not one["before"] and not one["after"] and one["nvml_growth"] == 0
+            and one.get("sum_minus_total") == 0
+        ]  # fmt: skip
+        check("lent: in the ledger while a view lives, charged once", len(good) == 30, _of(good, lent))
+    leak = s.get("leak", {})
+    if "nvml_after" in leak:
+        growth = leak["nvml_after"] - leak["nvml_before"]
+        check(
+            "10,000 hand-overs: +- 0 bytes",
+            leak["hand_overs"] >= 10_000 and leak["nvml_before"] > 0 and growth == 0 and leak["open"] == 0,
+            f"{growth:+d} bytes in {leak['hand_overs']:,}, {leak['open']} not ended, "
+            f"host memory {leak['rss_growth_kib'] / 1024:+.1f} MiB",
+        )
+    killed = s.get("killed", {})
+    if "nvml_after" in killed:
+        growth = killed["nvml_after"] - killed["nvml_before"]
+        held = killed["nvml_exported"] - killed["nvml_before"]
+        good = growth == 0 and held >= killed["bytes"] and killed["attached"] == [1, 0]
+        good = good and killed["child_returncode"] == -9 and killed["child"]["last"] == killed["last"]
+        check(
+            "a process that attached is killed with -9: the memory goes back",
+            good,
+            f"{held / MIB:,.0f} MiB exported, {growth:+d} bytes after",
+        )
+    routes = s.get("routes", {}).get("routes", {})
+    if routes:
+        ms = {name: route.get("ms", route.get("error")) for name, route in routes.items()}
+        check("routes: each timed", all(isinstance(one, (int, float)) for one in ms.values()) and len(ms) >= 5, str(ms))
+    peers = s.get("peers", {})
+    if "peers" in peers:
+        _peer_checks(peers, six, check)
+    left = {name: one["open"] for name, one in s.items() if one.get("open")}
+    check("nothing stays lent", not left, str(left or "in no scenario"))
+    return found
+
+
+def _of(good: list[str], every: dict[str, Any]) -> str:
+    """How many of how many, and which not."""
+    return f"{len(good)} of {len(every)} {', '.join(sorted(set(every) - set(good)))[:300]}".rstrip()
+
+
+def _dtype_checks(matrix: dict[str, dict[str, str]], takes: dict[str, frozenset[str]], check: Any) -> None:
+    shared = refused = 0
+    wrong: list[str] = []
+    made: dict[str, set[str]] = {}
+    for pair, dtypes in matrix.items():
+        source, _, target = pair.partition(" > ")
+        for dtype, outcome in dtypes.items():
+            if outcome.startswith("not made"):
+                continue
+            made.setdefault(source, set()).add(dtype)
+            shared += outcome == "shared"
+            refused += outcome.startswith("CannotShare")
+            if outcome != "shared" if dtype in takes[target] else not outcome.startswith("CannotShare"):
+                wrong.append(f"{pair} {dtype}: {outcome}")
+    few = sorted(name for name, dtypes in takes.items() if len(made.get(name, ())) < min(len(dtypes), 14))
+    check(
+        "dtypes: shared or refused as documented, all 30 pairs",
+        len(matrix) == 30 and not wrong and not few,
+        f"{shared} shared, {refused} refused {'; '.join(wrong[:6])} {few or ''}".rstrip(),
+    )
+
+
+def _order_checks(s: dict[str, Any], order: dict[str, Any], check: Any) -> None:
+    if order:
+        good = [name for name, one in order.items() if one["rounds"] >= 1000 and one["stale"] == 0]
+        most = sum(one["stale"] for one in order.values())
+        few = min(one["rounds"] for one in order.values())
+        check(
+            "30 pairs: none stale in 1,000 rounds while the producer's kernel runs",
+            len(good) == 30,
+            f"{_of(good, order)}, {most} stale, at least {few} rounds",
+        )
+        told = {name: one for name, one in order.items() if not name.startswith("tensorflow")}
+        ran = [name for name, one in told.items() if one["running_before"] >= 0.9 * one["rounds"]]
+        check(
+            "30 pairs: the kernel was still running in nine of ten rounds (TensorFlow does not tell)",
+            len(ran) == 25,
+            _of(ran, told),
+        )
+    ways = s.get("order without memguard", {}).get("ways", {})
+    if ways:
+        stale = {name: f"{one['stale']} of {one['rounds']}" for name, one in ways.items()}
+        check(
+            "by hand without order: stale at least once",
+            any(one["stale"] for one in ways.values()),
+            "; ".join(f"{name}: {figure}" for name, figure in stale.items()),
+        )
+    dropped = s.get("dropped", {})
+    if "dropped" in dropped:
+        wrong = {name: f"{one['wrong']} wrong of {one['rounds']}" for name, one in dropped["dropped"].items()}
+        good = all(one["rounds"] >= 100 and one["wrong"] == 0 for one in dropped["dropped"].values())
+        check("a view dropped while it is still read: right values", good and len(wrong) >= 5, str(wrong))
+        without = {name: f"{one['wrong']} wrong of {one['rounds']}" for name, one in dropped["without"].items()}
+        check(
+            "by hand, dropped while it is still read: wrong at least once",
+            any(one["wrong"] for one in dropped["without"].values()),
+            str(without),
+        )
+
+
+def _speed_checks(speed: dict[str, Any], check: Any) -> None:
+    extra = {name: one["extra_us"] for name, one in speed["speed"].items()}
+    good = [name for name, figure in extra.items() if figure is not None and figure <= 50]
+    known = [(figure, name) for name, figure in extra.items() if figure is not None]
+    worst = max(known, default=(0, "none"))
+    size = speed["bytes"] / GIB
+    check(
+        f"{size:.0f} GiB, idle: at most 50 us over the best route by hand, 30 pairs",
+        len(good) == 30 and size >= 1 and speed["rounds"] >= 200,
+        f"{_of(good, extra)}; at most {worst[0]:+.1f} us ({worst[1]})",
+    )
+    down, up = speed["host"]["to_host_ms"], speed["host"]["from_host_ms"]
+    times = {}
+    for name, one in speed["speed"].items():
+        source, _, target = name.partition(" > ")
+        times[name] = (down[source] + up[target]) * 1e3 / one["memguard"]["median_us"]
+    slowest = min(times, key=lambda name: times[name])
+    check(
+        "against the host route, in the same run",
+        all(ratio > 1 for ratio in times.values()),
+        f"{times[slowest]:,.0f} times as quick at least ({slowest})",
+    )
+
+
+def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
+    found = peers["peers"]
+    good = [name for name, one in found.items() if one.get("right") and "cuda:0 to cuda:1" in one.get("route", "")]
+    check("two GPUs: copied from one to the other, all six", set(good) == six, _of(good, found))
+    refused = [name for name, one in found.items() if one.get("without_copy", "").startswith("CannotShare")]
+    check("two GPUs: not shared across them", set(refused) == six, _of(refused, found))
