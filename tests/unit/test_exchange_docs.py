@@ -81,6 +81,12 @@ def test_the_budgets_are_valid() -> None:
         config.parse(text)
 
 
+def test_every_claim_of_folklores_comes_with_an_example_of_what_is_right() -> None:
+    claims = re.split(r'^\*\*"', TEXT.split("## What folklore gets wrong")[1], flags=re.MULTILINE)[1:]
+    assert len(claims) >= 15
+    assert [claim for claim in claims if not re.search(r"^```(python|yaml)$", claim, re.MULTILINE)] == []
+
+
 def test_there_is_one_place_for_the_measured_table() -> None:
     assert TEXT.count("<!-- exchange: begin -->") == TEXT.count("<!-- exchange: end -->") == 1
     assert TEXT.index("<!-- exchange: begin -->") < TEXT.index("<!-- exchange: end -->")
