@@ -54,7 +54,8 @@ class Mark:
             else:
                 code = cuda.cuEventRecord(ctypes.c_void_p(self._event), ctypes.c_void_p(stream))
         if code:
-            self._event = 0  # in whatever state it is, it is no use any more
+            cuda.cuEventDestroy_v2(ctypes.c_void_p(self._event))  # in whatever state it is, it is no use any more
+            self._event = 0
             _check("recording an event", code)
 
     def passed(self) -> bool:

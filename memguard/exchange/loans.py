@@ -154,11 +154,16 @@ def _under_way(offer: Offer, stream: int | None) -> Mark | None:
             return None
         if offer.stream is None:
             return mark
-        for known in {offer.stream or LEGACY, LEGACY}:  # a caching allocator uses it next where it was allocated:
-            mark.before(known)  # mostly the default stream, whichever was current at the hand-over
-        mark.close()
     except DeviceError as error:
         _log.debug("exchange: %s", error)
+        return None
+    try:
+        for known in {offer.stream or LEGACY, LEGACY}:  # a caching allocator uses it next where it was allocated:
+            mark.before(known)  # mostly the default stream, whichever was current at the hand-over
+    except DeviceError as error:  # then it is looked at until it has passed
+        _log.debug("exchange: %s", error)
+        return mark
+    mark.close()
     return None
 
 
