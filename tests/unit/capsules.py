@@ -7,17 +7,19 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _api = ctypes.pythonapi
 _new, _name, _rename, _pointer = (
     getattr(_api, f"PyCapsule_{call}") for call in ("New", "GetName", "SetName", "GetPointer")
 )
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, DELETER)
 _name.restype, _name.argtypes = ctypes.c_char_p, (ctypes.py_object,)
 _rename.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _NAMES = {name: ctypes.c_char_p(name) for name in (b"dltensor", b"dltensor_versioned", b"used_dltensor")}
 """A capsule keeps the address of its name only."""
+_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
+"""By its address: for a capsule that is being freed."""
 _kept: list[Any] = []
 
 
@@ -33,7 +35,10 @@ def produced(
     flags: int = 0,
     deleted: Callable[[], None] = lambda: None,
 ) -> Any:
-    """A capsule as another library makes it; with a version a versioned one. `deleted` runs with its deleter."""
+    """A capsule as another library makes it; with a version a versioned one.
+
+    `deleted` runs with its deleter, or with a capsule that nobody took.
+    """
     dims = [(ctypes.c_int64 * max(len(shape), 1))(*numbers) for numbers in (shape, strides or ())]
     deleter = DELETER(lambda _: deleted())
     tensor = struct.pack(
@@ -42,12 +47,13 @@ def produced(
     )  # fmt: skip
     end = ctypes.cast(deleter, ctypes.c_void_p).value or 0
     if version is None:
-        text, name = tensor + struct.pack("=QQ", 0, end), b"dltensor"
+        text, called = tensor + struct.pack("=QQ", 0, end), b"dltensor"
     else:
-        text, name = struct.pack("=IIQQQ", *version, 0, end, flags) + tensor, b"dltensor_versioned"
+        text, called = struct.pack("=IIQQQ", *version, 0, end, flags) + tensor, b"dltensor_versioned"
     block = ctypes.create_string_buffer(text, len(text))
-    _kept.append((block, dims, deleter))
-    return _new(ctypes.addressof(block), _NAMES[name], None)
+    destructor = DELETER(lambda capsule: deleted() if _valid(capsule, called) else None)
+    _kept.append((block, dims, deleter, destructor))
+    return _new(ctypes.addressof(block), _NAMES[called], destructor)
 
 
 class Taken:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ LIMITS = {
     "jax": Limits(order="any without gaps", gpu=16, host=64, read_only=True),
     "pycuda": Limits(lacks="float8 bfloat16"),
     "numba": Limits(lacks="float8 bfloat16"),
-    "numpy": Limits(gpu=None, host=1, lacks="float8 bfloat16"),
+    "numpy": Limits(gpu=None, host=1, read_only=True, lacks="float8 bfloat16"),
 }
 """`gpu`, `host`: what addresses have to be a multiple of there; None where its arrays never lie there."""
 
@@ -104,6 +105,22 @@ def test_order_and_gaps(view: View) -> None:
     assert view.dense == (sorted(at) == list(range(len(at))))
     if at:
         assert view.backwards == (min(at) < 0), "strides of dimensions of one element mean nothing"
+
+
+@given(layouts, st.sampled_from(["int8", "float64", "complex64"]))
+def test_numpy_says_the_same(layout: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> None:
+    shape, strides = layout
+    room: Any = numpy.zeros(2 * 30 * 16 * 4 + 1, dtype)
+    middle = room[len(room) // 2 :]
+    x = numpy.lib.stride_tricks.as_strided(middle, shape, [stride * room.itemsize for stride in strides])
+    view = View(x.ctypes.data, shape, strides, dtype, None)
+    assert view.compact == x.flags.c_contiguous and view.itemsize == x.itemsize and view.nbytes == x.nbytes
+    assert view.extent == numpy.lib.array_utils.byte_bounds(x) or not x.size
+    fastest_last = numpy.argsort([-stride for stride in strides], kind="stable")
+    if x.size and 1 not in shape:
+        assert view.dense == x.transpose(fastest_last).flags.c_contiguous
+    offered = registry.by_name("numpy").offer(x).view
+    assert offered.shape == view.shape and offered.extent == view.extent and offered.compact == view.compact
 
 
 @given(st.lists(st.integers(0, 5), max_size=5))
