@@ -49,7 +49,8 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "AlreadyActive", "BudgetExceeded", "CannotShare", "CapNotApplied", "ConfigError", "ConflictingSetting",
-    "DeviceError", "FactsError", "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError", "UnderPressure",
+    "DeviceError", "FactsError", "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError",
+    "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
     "checkpoint", "guard", "init", "ledger", "on_pressure", "require", "resize", "shutdown", "trim", "workload",
