@@ -9,7 +9,8 @@ Overhead (context, modules, library workspaces) is charged when it appears, neve
 context, a framework's modules and NCCL's communicators in the first reading after they turn up (what a
 communicator takes only at its first collective, then), a library's first use as one step of at most 112 MiB, or
 two at once in the reading after that, all within what `policy` knows of the frameworks that are live. What grows
-otherwise, or beyond that, is unaccounted. The gaps in the driver's slabs are counted by address.
+otherwise, or beyond that, is unaccounted. The gaps in the driver's slabs are counted by address. A second context
+is often seen only after it was made: it is charged then, of what was nobody's until then, and has a row of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from memguard.model import Device, DevicePlan, MemoryInfo, Usage
-from memguard.policy import CONTEXT, SLACK, modules, workspace
+from memguard.policy import CONTEXT, SECOND_CONTEXT, SLACK, modules, workspace
 from memguard.units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 STEP = 112 * MIB
 """Above the largest growth seen at one library's first use on an H200: 98 MiB, cuSOLVER's modules."""
+EXCHANGE = "exchange"
+"""The row of what is held for other processes, beside the frameworks'."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Overhead:
     `last` is that of the last reading: what appears is charged with what it grew since, whatever came and went before.
     `owed` is what communicators may still take: one that is made eagerly takes most of it at its first collective.
     `slabs` is what the driver holds of its slabs beyond what frameworks count: of this reading, and no part of a gap.
-    `fresh` where something appeared in the last reading.
+    `fresh` where something appeared in the last reading. `second` is the part of `charged` that is for contexts beside
+    the primary one.
     """
 
     charged: int = 0
@@ -49,6 +53,7 @@ class Overhead:
     last: int = 0
     slabs: int = 0
     fresh: bool = False
+    second: int = 0
 
     @property
     def total(self) -> int:
@@ -65,6 +70,8 @@ class Overhead:
         expected = expected_overhead(appeared, exact)
         if new:
             growth = max(growth, min(since, expected - expected_overhead(self.appeared, exact)))
+        late = sum(modules(name) for name in new if name.startswith(SECOND_CONTEXT))
+        growth = max(growth, min(late, gap - self.charged))
         owed = min(self.owed, _of_libraries(appeared)) + _of_libraries(new)
         step = max(STEP, owed)
         if self.fresh:  # what has just turned up is put to work, and two libraries' first uses come at once
@@ -72,18 +79,21 @@ class Overhead:
         charge = max(min(growth, expected - self.charged), 0) if new or growth <= step else 0
         if charge > STEP:
             owed = max(owed - charge, 0)
-        shrunk = self.charged
+        shrunk, second = self.charged, self.second
+        if ended := sum(name.startswith(SECOND_CONTEXT) for name in gone):
+            second -= second * ended // sum(name.startswith(SECOND_CONTEXT) for name in self.appeared)
         if "context" not in appeared:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
             shrunk = max(shrunk + max(since, -sum(workspace(name) for name in gone)), 0)
         most = gap if gone else max(gap, self.gap)
-        return Overhead(shrunk + charge, most, appeared, owed, gap, self.slabs, bool(new))
+        second = min(second + min(charge, late), shrunk + charge)
+        return Overhead(shrunk + charge, most, appeared, owed, gap, self.slabs, bool(new), second)
 
 
 def _of_libraries(names: frozenset[str]) -> int:
     """What those of them may take that `Framework.libraries` numbers, as `nccl 1`."""
-    return sum(workspace(name) for name in names if " " in name)
+    return sum(workspace(name) for name in names if " " in name and not name.startswith(SECOND_CONTEXT))
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
@@ -99,7 +109,8 @@ def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
 class Row:
     """One line of the ledger. `bytes` is what counts in the sum; None means unknown.
 
-    kind: framework, overhead, unaccounted, other processes, driver reserve, free.
+    kind: framework, overhead, unaccounted, other processes, driver reserve, free. `lent` is the part of a framework's
+    memory that others have views of, each byte once; None where nothing is lent.
     """
 
     kind: str
@@ -113,6 +124,19 @@ class Row:
     at_least: int | None = None
     at_most: int | None = None
     note: str = ""
+    lent: int | None = None
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What one framework lends on a device: `bytes` counts each byte once, `to` once for each borrower."""
+
+    bytes: int
+    to: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = ", ".join(f"to {name} {format_size(size)}" for name, size in self.to.items())
+        return f"lends {format_size(self.bytes)}: {said}"
 
 
 @dataclass(frozen=True)
@@ -206,8 +230,13 @@ def device_ledger(
     overhead: Overhead,
     part: DevicePlan | None = None,
     moved: bool = False,
+    makers: Sequence[str] = (),
+    lent: Mapping[str, Lent] | None = None,
 ) -> DeviceLedger:
-    """The rows of one device from one reading. `own` is what this process holds, `overhead` the state after it."""
+    """The rows of one device from one reading. `own` is what this process holds, `overhead` the state after it.
+
+    `makers` are those of the contexts beside the primary one, `lent` is by framework.
+    """
     rows = []
     counted = 0
     silent = []
@@ -222,6 +251,9 @@ def device_ledger(
         if usage.held is None:
             silent.append(name)
         cached = usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else None
+        loan = lent.get(name) if lent else None
+        notes = [] if usage.held is not None else [f"held unknown{', at least this' if size is not None else ''}"]
+        notes += [] if loan is None else [str(loan)]
         rows.append(
             Row(
                 "framework",
@@ -234,24 +266,39 @@ def device_ledger(
                 enforcements.get(name, ""),
                 usage.held_at_least if usage.held is None else None,
                 usage.held_at_most if usage.held is None else None,
-                "" if usage.held is not None else "held unknown, at least this" if size is not None else "held unknown",
+                "; ".join(notes),
+                None if loan is None else loan.bytes,
             )
         )
+    second = overhead.second if makers else 0
+    rows.append(Row("overhead", "overhead", overhead.total - second))
+    if makers:
+        rows.append(Row("overhead", SECOND_CONTEXT, second or None, note=_of_contexts(makers, bool(second))))
     if own is None:
         rest = memory.used - counted - overhead.total
-        rows.append(Row("overhead", "overhead", overhead.total))
         note = "this process and others together: NVML does not name this process here"
         rows.append(Row("unaccounted", "unaccounted", rest, note=note))
         rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
     else:
         note = f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
-        rows.append(Row("overhead", "overhead", overhead.total))
         rows.append(Row("unaccounted", "unaccounted", own - counted - overhead.total, note=note))
         rows.append(Row("other processes", "other processes", memory.used - own))
     reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
     rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
     rows.append(Row("free", "free", memory.free))
     return DeviceLedger(device, tuple(rows), own, part.limit if part else None, moved)
+
+
+def _of_contexts(makers: Sequence[str], charged: bool) -> str:
+    """Who made the contexts beside the primary one, what they cost, and how not to have them."""
+    many = f"{len(makers)} contexts, " if len(makers) > 1 else ""
+    names = [name if name != "unknown" else "something unknown" for name in dict.fromkeys(makers)]
+    where = "" if charged else "; its cost is in unaccounted"
+    return (
+        f"{many}made by {' and '.join(names)}, about {format_size(modules(SECOND_CONTEXT))} each (measured on an "
+        f"H200){where}; fix: import pycuda.autoinit after memguard.init, with `context: primary` for pycuda in the "
+        "budget, or use memguard.exchange.pycuda_context"
+    )
 
 
 def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> int | None:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memguard import accounts
+from memguard.devices import contexts
 from memguard.devices.host import Host
-from memguard.errors import MemguardError
-from memguard.frameworks import _driver_bytes, registry
+from memguard.errors import DeviceError, MemguardError
+from memguard.frameworks import _driver_bytes, _second_contexts, registry
 from memguard.frameworks.base import Framework
 from memguard.model import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
+from memguard.policy import SECOND_CONTEXT, modules
 from memguard.units import GRANULE, MIB, format_size
 
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
+_LOANS = "memguard.exchange.loans"
+"""Nothing is lent where it was never loaded."""
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be what they were, while the card's are."""
 
@@ -36,6 +40,8 @@ class Books:
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
+        self._ordinals: dict[str, int] = {}
+        self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and maker of contexts beside the primary one
 
     def clear(self) -> None:
         """Forget what was charged: another budget begins."""
@@ -43,6 +49,7 @@ class Books:
         self._warned.clear()
         self._rest.clear()
         self._owned.clear()
+        self._second.clear()
 
     def strangers(self) -> Mapping[str, Framework]:
         """The frameworks that the budget does not name and somebody imported: until then their files stay unread."""
@@ -88,7 +95,11 @@ class Books:
             appeared |= {"context"}
         state = self._overhead.get(device.uuid, accounts.Overhead())
         slabs = _driver_bytes.slabs[device.uuid].gaps
+        if kept := self._kept(device):
+            usages[accounts.EXCHANGE] = Usage(kept, kept, 0)
         gap = accounts.gap(own, usages.values(), slabs)
+        makers = self._makers(device, known.values(), state.last - gap if gap is not None and steady else 0)
+        appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(makers) + 1)}
         if gap is not None and steady:
             exact = all(usage is None or usage.held is not None for usage in usages.values())
             state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
@@ -99,8 +110,9 @@ class Books:
                 f"{device.name}: overhead is {format_size(state.total)}, more than the reserve of "
                 f"{format_size(part.reserve)}; fix: {self._remedy(state, part)}"
             )
-        stated = {**dict.fromkeys(self._strangers, Enforcement.WATCHED.value), **enforcements}
-        return accounts.device_ledger(device, memory, own, usages, stated, state, part, moved)
+        stated = {**dict.fromkeys([*self._strangers, accounts.EXCHANGE], Enforcement.WATCHED.value), **enforcements}
+        lent = self._lent(device)
+        return accounts.device_ledger(device, memory, own, usages, stated, state, part, moved, makers, lent)
 
     def sample(
         self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Callable[[], Mapping[str, str]]
@@ -125,6 +137,8 @@ class Books:
         usages.update(_usages(self.strangers(), device))
         memory = self._host.memory(device)
         own = self._own(device, memory.used, bool(usages))
+        if kept := self._kept(device):
+            usages[accounts.EXCHANGE] = Usage(kept, kept, 0)
         slabs = _driver_bytes.slabs[uuid].gaps
         gap = accounts.gap(own, usages.values(), slabs)
         charged = self._overhead[uuid].charged if uuid in self._overhead else 0
@@ -147,11 +161,59 @@ class Books:
         self._owned[device.uuid] = used, own, age + 1
         return own
 
+    def _ordinal(self, device: Device) -> int | None:
+        """CUDA's number of the GPU: what the exchange counts by. It stays what it is while the process lives."""
+        if self._host.simulated:
+            return None
+        if device.ordinal is not None:
+            return device.ordinal
+        if device.uuid not in self._ordinals:
+            try:
+                self._ordinals.update(contexts.ordinals())
+            except DeviceError:
+                return None
+        return self._ordinals.get(device.uuid)
+
+    def _kept(self, device: Device) -> int:
+        """Bytes that the exchange holds for other processes."""
+        loans = sys.modules.get(_LOANS)
+        kept: Mapping[int, int] | None = getattr(loans, "kept", None)
+        return kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
+
+    def _lent(self, device: Device) -> dict[str, accounts.Lent]:
+        """What each framework lends to others. Lent memory is charged to the lender, as ever."""
+        loans = sys.modules.get(_LOANS)
+        ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
+        if loans is None or ordinal is None:
+            return {}
+        lent = {n: accounts.Lent(loans.lent_by(n, ordinal), to) for n, to in loans.lent().get(ordinal, {}).items()}
+        return {name: loan for name, loan in lent.items() if loan.bytes}
+
+    def _makers(self, device: Device, frameworks: Iterable[Framework], fell: int) -> tuple[str, ...]:
+        """Who made each context beside the primary one. `fell` is by how much less is unnamed than at the last reading.
+
+        One that was seen and is not seen now may be on another thread: it is gone where what it cost is gone.
+        """
+        ordinal = self._ordinal(device)
+        pools = [handle for one in frameworks for handle in one.contexts(device)]
+        found = _second_contexts.beside(ordinal, pools) if ordinal is not None else {}
+        known = self._second.setdefault(device.uuid, {})
+        cost = modules(SECOND_CONTEXT)
+        unseen = [handle for handle in known if handle not in found]
+        for handle in unseen[: max((fell + cost // 2) // cost, 0)]:
+            del known[handle]
+        for handle, maker in found.items():
+            known[handle] = maker if maker != "unknown" else known.get(handle, maker)
+        return tuple(known.values())
+
     @staticmethod
     def _remedy(state: accounts.Overhead, part: DevicePlan) -> str:
         communicators = sum(1 for name in state.appeared if name.startswith("nccl "))
         if communicators and part.reserve_source == "auto":
             return f"frameworks.torch.nccl: {communicators} in the budget"
+        if state.second and part.reserve_source == "auto":
+            least = f"device: {{reserve: {-(-state.total // MIB)}MiB}}"
+            return f"do without the {SECOND_CONTEXT}, of which memguard.ledger() says who made it; or {least}"
         return f"device: {{reserve: {-(-state.total // MIB)}MiB}}"
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from memguard.accounts import EXCHANGE
 from memguard.model import DevicePlan, DeviceSample, FrameworkSample, Plan, Sample
 from memguard.timeline import Oom
 from memguard.units import MIB, format_size, round_up
@@ -263,6 +264,9 @@ class _Gpu:
         outside = overhead = device.overhead
         known = True
         for name, usage in device.frameworks.items():
+            if name == EXCHANGE:  # no framework's, and under no cap: a reserve has to hold it
+                outside += usage.held or 0
+                continue
             cell = self.cells.get(name)
             if cell is None:
                 cell = self.cells[name] = _Cell(name, self.part.caps.get(name))
