@@ -151,11 +151,11 @@ def make(name: str, values: Any) -> Any:
 
 
 def _aligned(values: Any) -> Any:
-    """A copy; on the host at a multiple of 64 bytes, as every GPU's allocator gives by itself."""
+    """On the host a copy at a multiple of 64 bytes, as every GPU's allocator gives by itself."""
     import numpy as np
 
     if not ON_CPU:
-        return values.copy()
+        return values
     room = np.empty(values.nbytes + 64, np.uint8)
     first = -room.ctypes.data % 64
     made = room[first : first + values.nbytes].view(values.dtype).reshape(values.shape)
@@ -184,9 +184,13 @@ def _buffer(nbytes: int) -> Any:
     device = Device(0)
     device.set_current()
     stream = device.create_stream()
+    _streams.append(stream)  # the buffers go back on it
     made = device.memory_resource.allocate(nbytes, stream=stream)
     stream.sync()
     return made
+
+
+_streams: list[Any] = []
 
 
 def owner(x: Any) -> str:
@@ -307,6 +311,13 @@ def _doubled(x: Any) -> None:
                 out[i] = values[i] * 2
 
         _kernel = double
+        one = cuda.device_array(1, x.dtype)
+        try:
+            _kernel[1, 1](one, one)
+        except Exception:  # Numba compiles nothing here: that is no matter of the array
+            _kernel = False
+    if _kernel is False:
+        return
     out = cuda.device_array(x.shape, x.dtype)
     _kernel[-(-x.size // 128), 128](x, out)
     cuda.synchronize()
@@ -391,6 +402,11 @@ def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]
         import jax
 
         yield "jax.dlpack.from_dlpack(x)", jax.dlpack.from_dlpack
+        if source == "tensorflow":
+            import tensorflow as tf
+
+            give, get = tf.experimental.dlpack.to_dlpack, jax.dlpack.from_dlpack
+            yield "jax.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: get(Box(give(x)))
     elif target == "cupy":
         import cupy
 
@@ -422,6 +438,13 @@ def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]
         from numba import cuda
 
         yield "numba.cuda.as_cuda_array(x)", cuda.as_cuda_array
+        if source == "jax":
+            import torch
+
+            yield (
+                "torch.from_dlpack(x), numba.cuda.as_cuda_array(x)",
+                lambda x: cuda.as_cuda_array(torch.from_dlpack(x)),
+            )
 
 
 @contextmanager
