@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from memguard.errors import CannotShare
 from memguard.exchange.handover import Route, last_route, to
+from memguard.exchange.pycuda_context import pycuda_context
 
 if TYPE_CHECKING:
     from memguard.exchange.processes import Handle as Handle
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from memguard.exchange.processes import export as export
 
 _BETWEEN_PROCESSES = ("Handle", "attach", "export")
-__all__ = ["CannotShare", "Handle", "Route", "attach", "export", "last_route", "to"]
+__all__ = ["CannotShare", "Handle", "Route", "attach", "export", "last_route", "pycuda_context", "to"]
 
 
 if not TYPE_CHECKING:  # `to` needs no sockets

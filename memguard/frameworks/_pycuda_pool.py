@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -57,8 +58,12 @@ class Pool:
     is given back, and where none is current, as at exit or on another thread, that aborts the process (measured).
     """
 
-    def __init__(self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: Any) -> None:
+    def __init__(
+        self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: Any, made_in: Any = None
+    ) -> None:
+        """`made_in` is the context that was current when the pool was made, where that was on this thread."""
         self.context, self.uuid = context, uuid
+        self._made_in, self._thread = made_in, threading.get_ident()
         self.active = Active()
         self._pool, self._raw = pool, raw  # a pool of the user's own is referred to weakly
         self._pages = pages
@@ -95,7 +100,7 @@ class Pool:
         pool = self._pool()
         if pool is None:
             return
-        self._raw.free_held(pool)
+        self._within(self._raw.free_held, pool)
         self._only_active()
         self._keep_one_idle()
 
@@ -118,7 +123,7 @@ class Pool:
         pool = self._pool()
         before, idle = pool.managed_bytes, self.has_free(bin_size)
         try:
-            allocation = self._raw.allocate(pool, size)
+            allocation = self._within(self._raw.allocate, pool, size)
         except BaseException:
             if pool.managed_bytes != before:  # it gave idle blocks back, and still the driver refused
                 self.free_held()
@@ -126,7 +131,7 @@ class Pool:
         grown = pool.managed_bytes - before
         if grown not in (0, bin_size):
             # The driver refused once, and PyCUDA gave idle blocks back, who knows which: now all of them are gone.
-            self._raw.free_held(pool)
+            self._within(self._raw.free_held, pool)
             self._only_active()
         elif grown and idle:  # those were freed by hand and given back before their objects died
             self._only_active(bin_size)
@@ -137,6 +142,17 @@ class Pool:
             self._witness = int(allocation), contexts.buffer(int(allocation))
             self._pages.add(int(allocation), bin_size)
         return allocation
+
+    def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of the pool's. On another thread than its own PyCUDA refuses to take memory for it, and leaks what it
+        should give back, unless the very object that the pool was made under is current: its handle is not enough."""
+        if self._made_in is None or self._thread == threading.get_ident():
+            return call(*arguments)
+        self._made_in.push()
+        try:
+            return call(*arguments)
+        finally:
+            self._made_in.pop()
 
     def _keep_one_idle(self) -> None:
         pool = self._pool()

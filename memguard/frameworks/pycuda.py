@@ -258,7 +258,7 @@ class PyCUDA(Framework):
             if pool is None:
                 made = make()
                 uuid = self._uuid(drv, current)
-                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), make)
+                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), make, current)
                 self._own[current.handle] = pool
             return pool
 

@@ -10,14 +10,17 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memguard import exchange
 from memguard.devices import contexts
 from memguard.devices.simulated import SimulatedHost
+from memguard.errors import DeviceError
 from memguard.frameworks import _driver_bytes, _second_contexts
 from memguard.frameworks import pycuda as pycuda_file
 from memguard.frameworks.pycuda import PyCUDA
@@ -25,6 +28,7 @@ from memguard.model import Applied
 from memguard.units import MIB
 
 HERE = Path(__file__).parent
+pycuda_contexts: Any = sys.modules["memguard.exchange.pycuda_context"]  # whose name is also that of what is in it
 
 
 class Setting:
@@ -78,6 +82,8 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     monkeypatch.setattr(contexts, "primary", primary)
     monkeypatch.setattr(contexts, "current", lambda: here("ordinal"))
     monkeypatch.setattr(contexts, "current_handle", lambda: here("handle"))
+    monkeypatch.setattr(pycuda_contexts, "_threads", pycuda_contexts._Threads())
+    monkeypatch.setattr(pycuda_contexts, "_kept", {})
     yield Setting()
     gc.collect()
     _driver_bytes.slabs.clear()
@@ -200,6 +206,151 @@ def test_pools_tell_the_contexts_that_they_are_in(setting: Setting) -> None:
     del kept
 
 
+# the primary context for a block
+
+
+def on_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run on as many threads, which are all in `work` at once. What one raises is raised."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_a_block_is_in_the_primary_context_and_leaves_the_stack_as_it_was(setting: Setting) -> None:
+    with exchange.pycuda_context() as context:
+        assert context.primary and setting.drv.Context.get_current() is context
+        assert context.handle == setting.primary().handle
+    assert setting.left == {} and setting.drv.gpus[0].contexts == 1
+    with pytest.raises(ValueError, match="the user's"), exchange.pycuda_context():
+        raise ValueError("the user's")
+    assert setting.left == {}
+    own = setting.drv.Device(0).make_context()
+    with exchange.pycuda_context(0):
+        assert setting.drv.Context.get_current() is context
+    assert setting.drv.Context.get_current() is own
+    own.pop()
+
+
+def test_blocks_may_be_nested_and_entered_again(setting: Setting) -> None:
+    block, other = exchange.pycuda_context(), exchange.pycuda_context(1)
+    with block as one, block as two, other as three:
+        assert one is two and three is not one and setting.drv.Context.get_current() is three
+        with block:
+            assert setting.drv.Context.get_current() is one
+        assert setting.drv.Context.get_current() is three
+    with block as again:
+        assert again is one
+    assert setting.left == {} and setting.drv.counters["pushes"] == setting.drv.counters["pops"] == 5
+
+
+def test_each_thread_has_its_own(setting: Setting) -> None:
+    together = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            with exchange.pycuda_context(number % 2) as context:
+                together.wait(10)
+                assert setting.drv.Context.get_current() is context and context.ordinal == number % 2
+                assert context.thread == threading.get_ident(), "what it makes can be freed after the block, here"
+        assert setting.drv.Context.get_current() is None
+
+    on_threads(4, work)
+    assert setting.left == {} and setting.drv.counters["pushes"] == setting.drv.counters["pops"] == 80
+    assert [gpu.contexts for gpu in setting.drv.gpus] == [1, 1]
+
+
+def test_under_a_budget_all_threads_share_pool_and_cap(setting: Setting) -> None:
+    """PyCUDA's pool belongs to the thread that made it, or to whoever has that thread's own object current."""
+    setting.apply()
+    with exchange.pycuda_context():
+        mine = setting.drv.mem_alloc(8 * MIB)
+    refused = []
+
+    def work(number: int) -> None:
+        with exchange.pycuda_context():
+            live = []
+            try:
+                for _ in range(20):
+                    live.append(setting.drv.mem_alloc(8 * MIB))
+            except setting.drv.MemoryError:
+                refused.append(number)
+            del live
+            setting.framework.trim(setting.gpu)
+
+    on_threads(4, work)
+    assert refused, "together they want more than the cap"
+    assert setting.drv.counters["leaked"] == 0 and setting.drv.gpus[0].most <= 64 * MIB and setting.left == {}
+    usage = setting.framework.usage(setting.gpu)
+    assert usage is not None and usage.in_use == 8 * MIB and usage.held is not None
+    assert usage.held <= setting.drv.gpus[0].taken <= usage.held + 2 * MIB
+    del mine
+
+
+def test_a_block_that_its_thread_left_open_is_closed_with_the_thread(setting: Setting) -> None:
+    def work(number: int) -> None:
+        for _ in range(3):
+            exchange.pycuda_context(number).__enter__()
+        assert len(setting.left[threading.get_ident()]) == 3
+
+    on_threads(2, work)
+    assert setting.left == {}
+
+
+def test_what_its_user_popped_is_not_popped_again(setting: Setting) -> None:
+    with exchange.pycuda_context() as context:
+        context.pop()
+    assert setting.left == {}
+
+
+def test_a_block_is_left_where_it_was_entered(setting: Setting) -> None:
+    block = exchange.pycuda_context()
+    with block, pytest.raises(DeviceError, match="entered on another thread"):
+        on_threads(1, lambda _: block.__exit__())
+    assert setting.left == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (2, "there is no GPU 2 here\n    fix: CUDA shows this process 2 GPUs, 0 to 1"),
+        (-1, "-1 is no number of a GPU\n    fix: pycuda_context(0)"),
+        (True, "True is no number of a GPU"),
+        ("cuda:0", "'cuda:0' is no number of a GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_said(setting: Setting, device: Any, said: str) -> None:
+    with pytest.raises(DeviceError) as caught, exchange.pycuda_context(device):
+        pass
+    assert said in str(caught.value) and setting.left == {}
+
+
+def test_a_driver_that_fails_is_said(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise setting.drv.LogicError("cuInit failed: no CUDA-capable device is detected")
+
+    monkeypatch.setattr(setting.drv, "init", fails)
+    with pytest.raises(DeviceError, match="no CUDA-capable device is detected\n    fix: "), exchange.pycuda_context():
+        pass
+
+
+def test_without_pycuda_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)
+    with pytest.raises(DeviceError, match="fix: pip install pycuda"), exchange.pycuda_context():
+        pass
+
+
 # the whole of it: programs that end
 
 
@@ -216,3 +367,33 @@ def test_the_model_ends_the_process_where_a_context_is_left() -> None:
     done = program(code)
     assert done.returncode == -6 and "not empty upon module cleanup" in done.stderr
     assert program(code + ".pop()").returncode == 0
+
+
+OPEN = "import memguard\nmemguard.exchange.pycuda_context().__enter__()\n"
+BUDGET = """
+from memguard import active
+from memguard.devices.simulated import SimulatedHost
+class Host(SimulatedHost):
+    simulated = False
+active._host = lambda simulate: Host(["h200"])
+memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        OPEN,
+        OPEN * 3,
+        OPEN + "import pycuda.autoinit",
+        "import pycuda.autoinit\n" + OPEN,
+        OPEN + "import pycuda.autoprimaryctx\n" + OPEN,
+        "import memguard\nwith memguard.exchange.pycuda_context(): raise SystemExit(0)",
+        "import memguard\nwith memguard.exchange.pycuda_context(): pass\nimport pycuda.autoinit\n" + OPEN,
+        OPEN + BUDGET + "import pycuda.autoinit, pycuda.gpuarray as arrays\nkeep = arrays.empty(1 << 20)",
+        "import threading\n" + OPEN + "threading.Thread(target=memguard.exchange.pycuda_context().__enter__).start()",
+    ],
+)
+def test_a_block_that_is_open_at_exit_ends_nothing(code: str) -> None:
+    done = program(code)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

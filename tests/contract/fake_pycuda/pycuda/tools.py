@@ -32,6 +32,7 @@ class _Blocks:
     """What a pool holds."""
 
     def __init__(self):
+        self.context = None  # the object that was current when the pool was made
         self.lock = threading.RLock()  # a real pool is not Python: one call of it is one step
         self.free = {}  # by bin: addresses, of which the last goes first
         self.active_blocks = self.managed_bytes = self.active_bytes = 0
@@ -58,12 +59,22 @@ class _Blocks:
         """The driver gets one block back, of the largest."""
         number = max(self.free)
         self.managed_bytes -= allocators.alloc_size(number)
-        card.give(self.pop(number))
+        address = self.pop(number)
+        if self.reachable():
+            card.give(address)
+        else:
+            driver.counters["leaked"] += 1  # PyCUDA says so on standard error
+
+    def reachable(self):
+        """PyCUDA goes by the object, and by the thread that made it: not by the handle."""
+        context = self.context
+        return context is None or driver._current() is context or context.thread == threading.get_ident()
 
 
 class DeviceMemoryPool:
     def __init__(self):
         self._blocks = _Blocks()
+        self._blocks.context = driver._current() if driver._initialised else None
 
     held_blocks = property(lambda self: self._blocks.held_blocks)
     active_blocks = property(lambda self: self._blocks.active_blocks)
@@ -89,6 +100,8 @@ class DeviceMemoryPool:
         if number in blocks.free:
             address = blocks.pop(number)
         else:
+            if not blocks.reachable():
+                raise driver.LogicError("cannot activate out-of-thread context")
             while True:
                 try:
                     address = driver._take(allocators.alloc_size(number))
