@@ -62,6 +62,8 @@ class JAX(Arrays):
         return Offer(self.name, View(x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal), [x])
 
     def ready(self, offer: Offer, then: int | None) -> None:
+        if then is not None and offer.view.device is not None and streams.capturing(offer.view.device, then):
+            raise streams.Captured("a CUDA graph is being captured, and may not wait for JAX")
         offer.owner.append(_capsule(offer.owner[0], then))
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
