@@ -38,7 +38,7 @@ _SPARE = 256
 """Bytes behind an array in its block that no allocator hands out: TensorFlow's pieces are the smallest."""
 _TEXT = re.compile(
     r"memguard-export:1:(?P<token>[0-9a-f]{32}):(?P<uuid>[A-Za-z0-9./-]{1,100}):(?P<dtype>[a-z0-9_]{1,30}):"
-    r"(?P<shape>(\d{1,19}(x\d{1,19}){0,63})?):(?P<path>/[^\0]{1,200})",
+    r"(?P<shape>(\d{1,19}(x\d{1,19}){0,63})?):(?P<path>/[^\0\n]{1,200})",
     re.ASCII,
 )
 
@@ -63,8 +63,8 @@ class Handle:
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """The handle that `str(handle)` was. Raises ValueError."""
-        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        """The handle that `str(handle)` was, with or without the end of its line. Raises ValueError."""
+        found = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or found["dtype"] not in DTYPES:
             raise ValueError(
                 "this is no handle of an exported array\n    fix: pass on str(memguard.exchange.export(x)) as it is"

@@ -1,0 +1,675 @@
+"""Arrays between real processes over real sockets; a memfd stands for GPU memory (`sharing_doors`).
+
+What is counted, and who is believed, is the same as on a GPU. tests/gpu/test_exchange_processes_gpu.py has the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import sharing_doors
+from sharing_doors import CHILD, PIECE, UUID, Array
+
+from memguard import exchange
+from memguard.errors import CannotShare
+from memguard.exchange import Handle, _server, _wire, attach, export, handover, loans, processes
+
+Start = Callable[..., "Child"]
+HOLD = "y = exchange.attach(sys.argv[1], 'cupy')\nsay(y.values.tolist())\n"
+
+
+class Child:
+    """Another process. It says things line by line, and waits for a line where it reads one."""
+
+    def __init__(self, code: str, *args: str, env: dict[str, str] | None = None) -> None:
+        tests = Path(__file__).parent
+        code = CHILD + "def say(x): print(json.dumps(x), flush=True)\ndef wait(): return sys.stdin.readline()\n" + code
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{sharing_doors.ROOT}{os.pathsep}{tests}", **(env or {})},
+        )
+
+    def says(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"it ended with {self.process.wait(20)}"
+        return json.loads(line)
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(20)
+
+    def done(self) -> int:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    children: list[Child] = []
+
+    def begin(*args: str, env: dict[str, str] | None = None) -> Child:
+        children.append(Child(*args, env=env))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.process.kill()
+        child.done()
+        for pipe in (child.process.stdin, child.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def within(seconds: float, true: Callable[[], bool], what: str = "") -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what or "it did not come to that"
+        time.sleep(0.005)
+
+
+def serving() -> bool:
+    return any(thread.name == "memguard-sharing" for thread in threading.enumerate())
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """In place; and after each test no thread, file, directory or byte is left."""
+    sharing_doors.install(monkeypatch.setattr, monkeypatch.setitem)
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert not serving()
+    before = open_files()
+    yield runtime
+    gc.collect()
+    within(10, lambda: not serving(), "the thread stayed")
+    assert open_files() == before and not list(runtime.iterdir()) and not loans.kept and not loans.lent()
+
+
+@pytest.fixture
+def x() -> Array:
+    return Array(numpy.arange(12, dtype="f4").reshape(3, 4))
+
+
+def test_another_process_gets_the_values_and_is_counted_while_it_has_them(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        assert (handle.shape, handle.dtype, handle.uuid, handle.nbytes) == ((3, 4), "float32", UUID, 48)
+        assert handle.attached == 0 and loans.kept == {0: PIECE}
+        x.values[:] = 0  # it has a copy
+        child = start(HOLD + "wait(); del y; wait()", str(handle))
+        assert child.says() == numpy.arange(12).reshape(3, 4).tolist()
+        assert handle.attached == 1
+        child.go()
+        within(10, lambda: handle.attached == 0)
+        assert child.process.poll() is None, "it let go, and lives on"
+    assert not loans.kept and handle.attached is None
+
+
+def test_what_is_written_by_one_is_seen_by_all(x: Array, start: Start) -> None:
+    write = (
+        "import numpy, ctypes\nctypes.memmove(y.taken.address, numpy.float32(99).tobytes(), 4)\nsay('written')\nwait()"
+    )
+    with export(x) as handle:
+        first = start(HOLD + write, str(handle))
+        assert first.says()[0][0] == 0 and first.says() == "written"
+        second = start(HOLD + "wait()", str(handle))
+        assert second.says()[0][0] == 99
+        assert handle.attached == 2 and x.values[0, 0] == 0
+
+
+def test_two_arrays_in_one_process_are_one_process(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        child = start("a, b = (exchange.attach(sys.argv[1], 'cupy') for _ in 'ab')\nsay(1)\nwait()", str(handle))
+        child.says()
+        assert handle.attached == 1
+
+
+def test_a_process_that_is_killed_lets_go(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        children = [start(HOLD + "wait()", str(handle)) for _ in range(2)]
+        for child in children:
+            child.says()
+        children[0].kill()
+        within(10, lambda: handle.attached == 1)
+        children[1].kill()
+        within(10, lambda: handle.attached == 0)
+
+
+AFTERWARDS = """
+import gc
+from memguard.exchange import loans
+def held(): return [loans.kept[0], y.values.sum().item() if y is not None else None, len(sharing_doors.mapped)]
+say(held()); wait()
+deadline = time.monotonic() + 10
+while not loans.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
+say(held()); y = None; gc.collect()
+while loans.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
+say(held()); wait()
+"""
+
+
+def test_who_has_attached_keeps_the_memory_when_it_is_closed_and_is_charged_for_it(x: Array, start: Start) -> None:
+    handle = export(x)
+    child = start("y = exchange.attach(sys.argv[1], 'cupy')\n" + AFTERWARDS, str(handle))
+    assert child.says() == [0, 66, 1]
+    handle.close()
+    assert not loans.kept and handle.attached is None
+    handle.close()
+    child.go()
+    assert child.says() == [PIECE, 66, 1] and child.says() == [0, None, 0]
+
+
+def test_who_has_attached_keeps_the_memory_when_the_exporter_is_killed(start: Start, doors: Path) -> None:
+    exporter = start(
+        "import numpy\nx = sharing_doors.Array(numpy.arange(12, dtype='f4'))\nh = exchange.export(x)\n"
+        "say(str(h)); wait()\n"
+    )
+    handle = exporter.says()
+    child = start("y = exchange.attach(sys.argv[1], 'cupy')\n" + AFTERWARDS, handle)
+    assert child.says() == [0, 66, 1]
+    exporter.kill()
+    child.go()
+    assert child.says() == [PIECE, 66, 1] and child.says() == [0, None, 0]
+    with pytest.raises(CannotShare, match=r"the export is gone: .*\n    fix: export it again"):
+        attach(handle, "cupy")
+    for left in doors.iterdir():  # a killed process leaves its socket's directory
+        (left / "s").unlink()
+        left.rmdir()
+
+
+def test_a_process_that_ends_takes_its_directory_with_it(start: Start, doors: Path) -> None:
+    exporter = start(
+        "import numpy\nx = sharing_doors.Array(numpy.arange(12, dtype='f4'))\nh = exchange.export(x)\nsay(1); wait()"
+    )
+    exporter.says()
+    (folder,) = doors.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and [p.name for p in folder.iterdir()] == ["s"]
+    assert exporter.done() == 0 and not list(doors.iterdir())
+
+
+def test_a_handle_in_another_process_owns_nothing(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        text = pickle.dumps(handle).hex()
+        child = start(
+            "import pickle\nh = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+            "with h: y = exchange.attach(h, 'cupy')\nh.close(); say([h.attached, h.shape]); wait()",
+            text,
+        )
+        assert child.says() == [None, [3, 4]]
+        assert handle.attached == 1 and loans.kept == {0: PIECE}
+        copy = pickle.loads(pickle.dumps(handle))
+        assert copy == handle and copy.attached == 1
+        del copy
+        assert handle.attached == 1
+
+
+def test_a_handle_is_a_text_for_a_pipe_or_a_variable(x: Array) -> None:
+    scalar, empty = Array(numpy.array(3, "f4")), Array(numpy.zeros((0, 5), "i8"))
+    for each in (x, scalar, empty):
+        with export(each) as handle:
+            text = str(handle)
+            assert (
+                Handle.parse(text) == Handle.parse(text + "\n") == handle
+                and text.isascii()
+                and not any(c.isspace() for c in text)
+            )
+            assert handle.token not in repr(handle) and len(handle.token) == 32
+    for wrong in (
+        "",
+        "x",
+        text.replace("int64", "object"),
+        text.replace(":1:", ":2:"),
+        text[:40],
+        text + "\n" + text,
+        7,
+        None,
+    ):
+        with pytest.raises(ValueError, match="no handle of an exported array\n    fix: "):
+            Handle.parse(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no handle"):
+        attach("/tmp/s", "cupy")
+
+
+def test_arrays_without_elements_need_no_memory(start: Start) -> None:
+    with export(Array(numpy.zeros((0, 5), "i8"))) as handle:
+        assert not loans.kept
+        child = start(
+            "y = exchange.attach(sys.argv[1], 'cupy')\nsay([y.taken.shape, sharing_doors.mapped]); wait()", str(handle)
+        )
+        assert child.says() == [[0, 5], []] and handle.attached == 1
+
+
+def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = numpy.arange(12, dtype="f4").reshape(3, 4)
+
+    def compacted(x: Any, giver: Any, offer: Any) -> tuple[Any, Any]:
+        return giver, Array(numpy.ascontiguousarray(x.values))
+
+    monkeypatch.setattr(handover, "_compacted", compacted)
+    with export(Array(whole.T)) as handle:
+        child = start(HOLD + "wait()", str(handle))
+        assert child.says() == whole.T.tolist()
+
+
+def test_a_copy_of_ones_own_maps_nothing_for_longer_than_it_takes(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        child = start(
+            "y = exchange.attach(sys.argv[1], 'numpy', copy=True)\ntime.sleep(0.1)\n"
+            "say([type(y).__name__, y.sum().item(), sharing_doors.mapped]); wait()",
+            str(handle),
+        )
+        assert child.says() == ["ndarray", 66, []]
+        within(10, lambda: handle.attached == 0)
+
+
+def test_what_cannot_be_exported(x: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotShare, match="host memory\n    fix: multiprocessing"):
+        export(numpy.zeros(3, "f4"))
+    with pytest.raises(CannotShare, match="no array of"):
+        export([1, 2])
+    monkeypatch.setattr(sharing_doors, "free", 1 << 20)
+    with pytest.raises(
+        CannotShare, match=r"no room for a copy of it on cuda:0: 2\.0 MiB needed, 1\.0 MiB free\n    fix"
+    ):
+        export(x)
+    assert not serving()
+
+
+def test_what_cannot_be_attached(x: Array, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    with export(x) as handle:
+        with pytest.raises(CannotShare, match=r"this very process\n    fix: memguard\.exchange\.to\(x, 'cupy'\)"):
+            attach(handle, "cupy")
+        with pytest.raises(ValueError, match="did you mean 'cupy'"):
+            attach(handle, "cupi")
+        other = Handle(handle.path, "0" * 32, UUID, (3, 4), "float32")
+        child = start(
+            "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
+            str(other),
+        )
+        assert "the export is gone" in child.says(), "a token that is not known"
+        elsewhere = start(
+            "from memguard.devices import shareable\nshareable.ordinal = lambda uuid: None\n"
+            "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
+            str(handle),
+        )
+        assert f"it lies on {UUID}, which CUDA does not show this process" in elsewhere.says()
+        refused = start(
+            "try: exchange.attach(sys.argv[1], 'numpy')\nexcept exchange.CannotShare as error: say(error.remedy)\n"
+            "time.sleep(0.1); say(sharing_doors.mapped); wait()",
+            str(handle),
+        )
+        assert "copy=True" in refused.says() and refused.says() == []
+        within(10, lambda: handle.attached == 0)
+    with pytest.raises(CannotShare, match="the export is gone"):
+        attach(handle, "cupy")
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Handle], socket.socket]]:
+    made: list[socket.socket] = []
+
+    def call(handle: Handle) -> socket.socket:
+        made.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        made[-1].settimeout(10)
+        made[-1].connect(handle.path)
+        return made[-1]
+
+    yield call
+    for connection in made:
+        connection.close()
+
+
+def ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff" * 9,
+        _wire.packed({"memguard": 1, "token": "f" * 32}),
+        _wire.packed({"memguard": 1, "token": "é"}),
+        _wire.packed({"memguard": 9}),
+        _wire.packed({}) + b"more",
+        pickle.dumps(Handle("/", "0" * 32, UUID, (), "float32")),
+    ],
+    ids=["http", "noise", "another token", "no token", "another version", "too much", "pickle"],
+)
+def test_garbage_is_hung_up_on_and_nothing_else(
+    data: bytes, x: Array, connect: Callable[[Handle], socket.socket], start: Start
+) -> None:
+    with export(x) as handle:
+        connection = connect(handle)
+        connection.sendall(data)
+        assert ended(connection) and handle.attached == 0
+        assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
+
+
+def test_another_user_is_hung_up_on(
+    x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = _wire.peer
+    with export(x) as handle:
+        monkeypatch.setattr(_wire, "peer", lambda connection: true(connection)._replace(uid=os.geteuid() + 1))
+        connection = connect(handle)
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(_wire.packed(_wire.asking(handle.token)))
+        assert ended(connection) and handle.attached == 0
+
+
+def test_an_exporter_of_another_user_is_not_even_asked(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        child = start(
+            "from memguard.exchange import _wire\ntrue = _wire.peer\n"
+            "_wire.peer = lambda connection: true(connection)._replace(uid=7)\n"
+            "_wire.send = lambda *_: say('asked')\n"
+            "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
+            str(handle),
+        )
+        assert "its socket belongs to another user (user 7)" in child.says()
+
+
+def test_the_silent_and_the_slow_keep_nobody_waiting(
+    x: Array, connect: Callable[[Handle], socket.socket], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_server, "PATIENCE", 1.0)
+    with export(x) as handle:
+        silent, slow = connect(handle), connect(handle)
+        slow.send(b"\0")
+        assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
+        assert ended(silent) and ended(slow), "they had their time"
+
+
+def test_strangers_are_not_collected_without_end(x: Array, connect: Callable[[Handle], socket.socket]) -> None:
+    with export(x) as handle:
+        strangers = [connect(handle) for _ in range(_server.STRANGERS)]
+        late = connect(handle)
+        assert ended(late)
+        late.close()
+        strangers.pop().close()
+        within(10, lambda: len(processes.hub()._strangers) < _server.STRANGERS)
+        again = connect(handle)
+        again.sendall(_wire.packed(_wire.asking(handle.token)))
+        message, fd = _wire.receive(again, 10)
+        assert fd is not None and message["shape"] == [3, 4]
+        os.close(fd)
+        assert handle.attached == 1
+        again.sendall(b"more")
+        assert ended(again), "it has its answer"
+        within(10, lambda: handle.attached == 0)
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"shape": [1 << 40, 4]}, "do not lie in memory"),
+    ({"offset": PIECE - 16}, "do not lie in memory"),
+    ({"strides": [-4, 1]}, "do not lie in memory"),
+    ({"kind": "block", "handle": "00" * 64}, "its memory did not come"),
+    ({"kind": "nothing"}, "its size contradicts"),
+    ({"dtype": "object"}, "its dtype is not known"),
+    ({"memguard": 3}, "no description"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), HOSTILE, ids=[str(change) for change, _ in HOSTILE])
+def test_an_exporters_answer_is_checked(
+    change: dict[str, Any], reason: str, doors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = _wire.Description("file", UUID, (3, 4), (4, 1), "float32", size=PIECE).message()
+    true = _wire.peer
+    monkeypatch.setattr(_wire, "peer", lambda connection: true(connection)._replace(pid=1))
+    path = doors / "hostile"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection, open(os.memfd_create("gpu"), "wb") as file:
+                file.truncate(PIECE)
+                connection.recv(1000)
+                _wire.send(connection, {**good, **change}, file.fileno())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(CannotShare, match=f"makes no sense: .*{reason}"):
+            attach(Handle(str(path), "0" * 32, UUID, (3, 4), "float32"), "cupy")
+        thread.join()
+    path.unlink()
+    assert not sharing_doors.mapped
+
+
+def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
+    doors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = _wire.peer
+    monkeypatch.setattr(_wire, "peer", lambda connection: true(connection)._replace(pid=1))
+    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(doors / "stopped"))
+        listener.listen()
+        with pytest.raises(CannotShare, match=r"did not answer within 0\.1 s"):
+            attach(Handle(str(doors / "stopped"), "0" * 32, UUID, (3, 4), "float32"), "cupy")
+    (doors / "stopped").unlink()
+
+
+def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array, start: Start, doors: Path) -> None:
+    before = sockets()
+    with export(x) as handle:
+        holder = start(HOLD + "wait()", str(handle))
+        holder.says()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(reader)
+                found = [handle.attached, dict(loans.kept), sockets(), serving()]
+                handle.close()
+                with export(x) as own:
+                    found += [own.attached, loans.kept[0], own.path != handle.path]
+                os.write(writer, json.dumps(found).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader) as pipe:
+            found = json.loads(pipe.read())
+        os.waitpid(child, 0)
+        assert found == [None, {}, before, False, 0, PIECE, True]
+        assert handle.attached == 1 and loans.kept == {0: PIECE} and Path(handle.path).exists()
+        assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
+
+
+def sockets() -> list[str]:
+    """This process's open ones."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(name for name in found if name.startswith("socket:"))
+
+
+def test_a_fork_of_who_attached_holds_nothing(x: Array, start: Start) -> None:
+    with export(x) as handle:
+        child = start(
+            HOLD + "import os\npid = os.fork()\nif not pid:\n  del y; time.sleep(30); os._exit(0)\n"
+            "say(pid); wait(); y = None; wait()",
+            str(handle),
+        )
+        child.says()
+        pid = child.says()
+        try:
+            time.sleep(0.1)
+            assert handle.attached == 1, "the fork let go of nothing"
+            child.kill()
+            within(10, lambda: handle.attached == 0, "the fork kept the connection")
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_many_exports_and_attachments_leave_nothing(start: Start) -> None:
+    child = start(
+        "import os, gc\nfor line in sys.stdin:\n"
+        "  y = exchange.attach(line.strip(), 'cupy'); total = y.values.sum().item()\n"
+        "  y = None; say(total)\n"
+        "gc.collect(); time.sleep(0.5); import threading\n"
+        "say([sharing_doors.mapped, [t.name for t in threading.enumerate()], len(os.listdir('/proc/self/fd'))])\n"
+        "wait()"
+    )
+    assert child.process.stdin is not None
+    for number in range(100):
+        with export(Array(numpy.full(5, number, "f4"))) as handle:
+            child.process.stdin.write(f"{handle}\n")
+            child.process.stdin.flush()
+            assert child.says() == 5 * number
+    child.process.stdin.close()
+    mapped, threads, files = child.says()
+    assert mapped == [] and threads == ["MainThread"] and files <= 4
+
+
+def test_threads_export_and_close_at_once(start: Start) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(20):
+                with export(Array(numpy.full(5, number, "f4"))) as handle:
+                    assert handle.attached == 0
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> None:
+    handle = export(x)
+    with processes.hub()._lock:
+        handle.close()
+    assert not loans.kept
+
+
+@pytest.fixture
+def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Array]:
+    """An array of `nbytes` in a block of `size`, which a file stands for."""
+
+    def make(nbytes: int, size: int, *, at: int = 0, base: int = 1 << 40, handle: bool = True) -> Array:
+        path = tmp_path / "b"
+        path.write_bytes(b"\0" * size)
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+        whole = numpy.frombuffer(memory, "u1")
+        found = Array(whole[at : at + nbytes].view("f4"))
+        start = found.values.ctypes.data - at
+        text = str(path).encode().ljust(64, b"\0") if handle else None
+        assert text is None or len(text) == 64
+        monkeypatch.setattr(sharing_doors, "blocks", [(start, size, text)])
+        monkeypatch.setattr(processes.shareable, "PAGE", 4096 if base else 1 << 60)
+        return found
+
+    return make
+
+
+def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[..., Array]) -> None:
+    x = block(PIECE - 16, PIECE)
+    x.values[:2] = 5, 7
+    handle = export(x, copy=False)
+    assert not loans.kept and loans.lent() == {0: {"sharing_doors": {"another process": PIECE - 16}}}
+    child = start(
+        "y = exchange.attach(sys.argv[1], 'cupy')\nsay(y.values[:2].tolist()); wait(); say(y.values[0].item())\nwait()",
+        str(handle),
+    )
+    assert child.says() == [5, 7]
+    x.values[0] = 9
+    child.go()
+    assert child.says() == 9, "it is the same memory"
+    handle.close()
+    assert handle.attached == 1 and loans.lent(), "it stays alive until the other is done with it"
+    late = start(
+        "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))", str(handle)
+    )
+    assert "the export is gone" in late.says()
+    child.kill()
+    within(10, lambda: not loans.lent())
+    assert handle.attached is None
+
+
+def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., Array]) -> None:
+    handle = export(block(PIECE, PIECE), copy=False)
+    handle.close()
+    assert not loans.lent()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nbytes": PIECE, "size": 10 * PIECE}, r"it lies in a block of 20\.0 MiB with other arrays; an IPC handle"),
+        ({"nbytes": PIECE, "size": 2 * PIECE, "at": PIECE}, r"it lies in a block of 4\.0 MiB with other arrays"),
+        ({"nbytes": PIECE - 256, "size": PIECE}, "with other arrays"),
+        ({"nbytes": 1 << 20, "size": 1 << 20}, r"its block of 1\.0 MiB shares a page with others"),
+        ({"nbytes": PIECE, "size": PIECE, "base": 0}, "shares a page with others"),
+        ({"nbytes": PIECE, "size": PIECE, "handle": False}, "the driver gives no IPC handle"),
+    ],
+)
+def test_a_block_with_others_in_it_is_not(options: dict[str, Any], reason: str, block: Callable[..., Array]) -> None:
+    with pytest.raises(CannotShare, match=reason) as caught:
+        export(block(**options), copy=False)
+    assert caught.value.remedy == "copy=True" and not loans.lent() and not serving()
+
+
+def test_handing_over_within_a_process_loads_no_sockets() -> None:
+    code = (
+        "import sys, memguard.exchange as exchange\nexchange.to\n"
+        "assert not any('memguard.exchange.' + name in sys.modules for name in ('processes', '_server', '_wire'))\n"
+        "assert 'socket' not in sys.modules\nexchange.export\nassert 'memguard.exchange.processes' in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(sharing_doors.ROOT)}
+    )
+
+
+def test_the_public_names() -> None:
+    assert {"Handle", "attach", "export"} < set(exchange.__all__) and all(
+        hasattr(exchange, n) for n in exchange.__all__
+    )
+    with pytest.raises(AttributeError, match="no attribute 'exprot'"):
+        exchange.exprot  # type: ignore[attr-defined]  # noqa: B018

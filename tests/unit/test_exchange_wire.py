@@ -1,0 +1,246 @@
+"""What processes say to each other about exported arrays: read with care, and nothing of it believed unread."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memguard.exchange import _wire
+from memguard.exchange._wire import Description, Garbage
+
+SENT = Description("file", "GPU-0a1b2c3d", (3, 4), (4, 1), "float32", size=2 << 20)
+GOOD = json.loads(json.dumps(SENT.message()))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair()
+    with here, there:
+        yield here, there
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_description_comes_back_as_it_was_sent() -> None:
+    found = _wire.described(GOOD)
+    assert found == SENT
+    assert found.view(4096, 1) == (4096, (3, 4), (4, 1), "float32", 1, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memguard": 2},
+        {"memguard": None},
+        {"more": 1},
+        {"kind": "pickle"},
+        {"kind": ["file"]},
+        {"kind": "nothing"},
+        {"kind": "block"},
+        {"kind": "block", "handle": "00" * 63},
+        {"handle": "00" * 64},
+        {"handle": "zz" * 64},
+        {"handle": 7},
+        {"uuid": ""},
+        {"uuid": "GPU 0"},
+        {"uuid": "GPU-0\n"},
+        {"uuid": None},
+        {"shape": [3, -4]},
+        {"shape": [3, 4.0]},
+        {"shape": [3, True]},
+        {"shape": [3, "4"]},
+        {"shape": "34"},
+        {"shape": None},
+        {"shape": [3]},
+        {"shape": [1] * 65, "strides": [1] * 65},
+        {"shape": [1 << 63, 1]},
+        {"shape": [1 << 40, 1 << 40], "strides": [0, 0]},
+        {"shape": [0, 4]},
+        {"strides": [4]},
+        {"strides": [1 << 63, 1]},
+        {"strides": [-4, 1]},
+        {"strides": [1 << 40, 1]},
+        {"dtype": "object"},
+        {"dtype": ["float32"]},
+        {"readonly": 0},
+        {"offset": -1},
+        {"offset": 2},
+        {"offset": 2 << 20},
+        {"offset": (2 << 20) - 47},
+        {"size": 47},
+        {"size": -1},
+        {"size": 1 << 70},
+        {"size": True},
+    ],
+    ids=str,
+)
+def test_what_lies_outside_its_memory_or_is_no_description_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Garbage):
+        _wire.described({**GOOD, **change})
+
+
+def test_each_field_is_needed() -> None:
+    for name in GOOD:
+        with pytest.raises(Garbage):
+            _wire.described({key: value for key, value in GOOD.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 48},
+        {"offset": (2 << 20) - 48},
+        {"offset": 32, "strides": [-4, 1]},
+        {"kind": "nothing", "shape": [0, 4], "size": 0},
+        {"kind": "block", "handle": "ab" * 64, "readonly": True},
+        {"shape": [], "strides": []},
+    ],
+    ids=str,
+)
+def test_what_lies_within_is_taken(change: dict[str, Any]) -> None:
+    assert _wire.described({**GOOD, **change}).uuid == "GPU-0a1b2c3d"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(list(GOOD)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(list(GOOD)), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(GOOD)), JSON))
+def test_no_description_gets_past_with_an_array_outside_its_memory(change: dict[str, Any]) -> None:
+    try:
+        found = _wire.described({**GOOD, **change})
+    except Garbage:
+        return
+    first, behind = found.view(0, 0).extent
+    assert not found.view(0, 0).size or 0 <= first <= behind <= found.size
+
+
+@given(st.binary(max_size=64))
+def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
+    try:
+        found = _wire.unpacked(data)
+    except Garbage:
+        return
+    assert found is None or isinstance(found, dict)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">I", 1 << 20),
+        struct.pack(">I", 2) + b"{}more",
+        struct.pack(">I", 2) + b"[]",
+        struct.pack(">I", 2) + b"\xff\xff",
+        struct.pack(">I", 10_000) + b"[" * 10_000,
+        struct.pack(">I", 8_000) + b"[" + b"9" * 7_998 + b"]",
+        b"GET / HTTP/1.1\r\n",
+    ],
+    ids=["too long", "more than it says", "no object", "no text", "deep", "long number", "another protocol"],
+)
+def test_garbage_is_garbage(data: bytes) -> None:
+    with pytest.raises(Garbage):
+        _wire.unpacked(data)
+
+
+def test_what_would_be_too_long_is_not_sent() -> None:
+    with pytest.raises(Garbage):
+        _wire.packed({"text": "x" * _wire.LIMIT})
+
+
+@pytest.mark.parametrize("token", [None, 7, "", "0" * 31, "0" * 33, "G" * 32, "0" * 31 + "\n", ["0" * 32]])
+def test_what_asks_for_nothing(token: object) -> None:
+    with pytest.raises(Garbage):
+        _wire.asked({"memguard": 1, "token": token})
+    assert _wire.asked(_wire.asking("0" * 32)) == "0" * 32
+    with pytest.raises(Garbage):
+        _wire.asked({"memguard": 2, "token": "0" * 32})
+
+
+def test_a_file_descriptor_comes_with_its_message_and_is_not_passed_on_to_programs(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = pair
+    with open(os.devnull) as file:
+        _wire.send(here, GOOD, file.fileno())
+        before = open_files()
+        message, fd = _wire.receive(there, 5)
+        assert message == GOOD and fd is not None and fd != file.fileno()
+        assert not os.get_inheritable(fd) and os.path.samestat(os.fstat(fd), os.fstat(file.fileno()))
+        assert open_files() == before + 1
+        os.close(fd)
+
+
+def test_a_message_may_come_byte_by_byte(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+
+    def trickle() -> None:
+        for byte in _wire.packed(GOOD):
+            here.send(bytes([byte]))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    assert _wire.receive(there, 5) == (GOOD, None)
+    thread.join()
+
+
+def test_several_file_descriptors_are_refused_and_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    before = open_files()
+    for count in (2, 4, 50):
+        with open(os.devnull) as file:
+            fds = array.array("i", [file.fileno()] * count)
+            here.sendmsg([_wire.packed(GOOD)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            with pytest.raises(Garbage, match="file descriptors"):
+                _wire.receive(there, 5)
+        assert open_files() == before
+
+
+def test_with_garbage_behind_it_a_file_descriptor_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    with open(os.devnull) as file:
+        before = open_files()
+        here.sendmsg([b"\xff" * 9], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))])
+        with pytest.raises(Garbage):
+            _wire.receive(there, 5)
+        assert open_files() == before
+
+
+def test_one_that_trickles_is_not_waited_for_for_ever(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    here.send(b"\0\0")
+    with pytest.raises(TimeoutError):
+        _wire.receive(there, 0.05)
+    here.close()
+    with pytest.raises(EOFError):
+        _wire.receive(there, 5)
+
+
+def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, _ = pair
+    here.setblocking(False)
+    with pytest.raises(ConnectionError):
+        for _ in range(10_000):
+            _wire.send(here, GOOD)
+
+
+def test_who_is_at_the_other_end(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    who = _wire.peer(pair[0])
+    assert who == (os.getpid(), os.geteuid()) and _wire.same_user(who)
+    assert not _wire.same_user(who._replace(uid=who.uid + 1))
+    monkeypatch.setattr(os, "geteuid", lambda: who.uid + 1)
+    assert not _wire.same_user(who)
