@@ -1,7 +1,7 @@
-"""The tables of README.md, made from the committed results, and whether those are of today's `memguard/`.
+"""The tables of README.md and docs/exchange.md, made from the committed results, and which of those are stale.
 
-python benchmarks/table.py            # print them
-python benchmarks/table.py --write    # put them into README.md
+python benchmarks/table.py            # print README's
+python benchmarks/table.py --write    # put them into README.md and docs/exchange.md
 python benchmarks/table.py --status   # which results are stale
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _exchange_tables
 from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,6 +26,7 @@ LABELS = {
     "numba": "Numba",
 }
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+EXCHANGE_BEGIN, EXCHANGE_END = "<!-- exchange: begin -->", "<!-- exchange: end -->"
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -254,6 +256,22 @@ def doctor() -> list[str]:
     ]
 
 
+def exchange() -> list[str]:
+    """README's part of the exchange; nothing where it was not measured yet."""
+    if not (RESULTS / "h200-exchange.json").exists():
+        return []
+    result = load("h200-exchange.json")
+    two = load("h200-x2-exchange.json") if (RESULTS / "h200-x2-exchange.json").exists() else None
+    return [*_exchange_tables.in_short(result, two), *missed(result, *([two] if two else [])), ""]
+
+
+def exchange_document() -> str:
+    """What stands between the marks of docs/exchange.md; nothing where it was not measured yet."""
+    if not (RESULTS / "h200-exchange.json").exists():
+        return ""
+    return "\n".join(_exchange_tables.whole(load("h200-exchange.json")))
+
+
 def missed(*results: dict[str, Any]) -> list[str]:
     """The checks that did not pass, each with its figure."""
     failed = [f"{name}: {what}" for result in results for name, (ok, what) in result["checks"].items() if not ok]
@@ -274,9 +292,8 @@ def ledger() -> list[str]:
 
 
 def tables() -> str:
-    return "\n".join(
-        [*main_job(), "", *all_frameworks(), "", *watch(), *doctor(), *gpu_tests(), "", *ledger(), "", *light()]
-    )
+    parts = (main_job(), [""], all_frameworks(), [""], watch(), exchange(), doctor(), gpu_tests(), [""], ledger(), [""])
+    return "\n".join([line for part in parts for line in part] + light())
 
 
 def status() -> list[str]:
@@ -291,15 +308,19 @@ def status() -> list[str]:
     return lines
 
 
+def _put(path: Path, begin: str, shown: str, end: str) -> None:
+    text = path.read_text()
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    path.write_text(f"{head}{begin}\n{shown}\n{end}{tail}")
+
+
 def main() -> int:
     if "--status" in sys.argv:
         print("\n".join(status()))
         return 0
     if "--write" in sys.argv:
-        readme = ROOT / "README.md"
-        text = readme.read_text()
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        readme.write_text(f"{head}{BEGIN}\n{tables()}\n{END}{tail}")
+        _put(ROOT / "README.md", BEGIN, tables(), END)
+        _put(ROOT / "docs" / "exchange.md", EXCHANGE_BEGIN, exchange_document(), EXCHANGE_END)
         return 0
     print(tables())
     return 0
