@@ -8,6 +8,7 @@ exit, of another where Python lets go of its thread-local values, which comes be
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import logging
 import sys
@@ -83,10 +84,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         if context is None:
             context = here.contexts[self.device] = _retained(self.device)
             _kept.setdefault(self.device, context)
-        if threading.current_thread() is threading.main_thread():
-            # Again each time, to be the last registered: what PyCUDA's own modules pop at exit is theirs.
-            atexit.unregister(_at_exit)
-            atexit.register(_at_exit)
+        _close_at_exit()
         context.push()
         here.blocks += 1
         return context
@@ -100,7 +98,13 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         _threads.open.pop()
 
 
-def _at_exit() -> None:
+@functools.cache
+def _close_at_exit() -> None:
+    """Once. PyCUDA's own modules pop at exit too: a pop takes whatever is on top, so that only their number counts."""
+    atexit.register(_close_here)
+
+
+def _close_here() -> None:
     _threads.open.close()
 
 

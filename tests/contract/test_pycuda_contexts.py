@@ -167,6 +167,7 @@ def test_contexts_beside_the_primary_one_are_found_with_who_made_them(setting: S
     assert _second_contexts.beside(0) == {}, "on no stack, it cannot be seen"
     assert _second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA"}, "but for what it holds"
     made = importlib.import_module("pycuda.autoinit").context
+    setting.primary(1)
     made.pop()
     assert _second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA", made.handle: "pycuda.autoinit"}
     assert _second_contexts.beside(1) == {}
@@ -178,6 +179,8 @@ def test_a_context_of_somebody_else_on_this_thread_is_found(setting: Setting, mo
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
     assert _second_contexts.beside(0) == {4711: "unknown"} and _second_contexts.beside(1) == {}
+    setting.primary(1)
+    assert _second_contexts.beside(1) == {}, "it is on the other GPU"
     monkeypatch.setattr(contexts, "current_handle", lambda: primary.handle)
     assert _second_contexts.beside(0) == {}
 

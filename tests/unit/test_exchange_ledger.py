@@ -151,6 +151,8 @@ def test_what_is_lent_is_in_the_lenders_row_and_charged_once(loans: Loans) -> No
     assert (row.bytes, row.lent) == (2 * GIB, GIB), "each byte once"
     assert row.note == "lends 1.00 GiB: to tensorflow 1.00 GiB, to jax 512.0 MiB"
     assert setting.row("pycuda").lent is None, "on another GPU"
+    loans.once["torch"] = 0
+    assert setting.row("torch").note == "", "it ended between two looks"
     loans.open = {}
     row = setting.row("torch")
     assert (row.lent, row.note) == (None, "")
@@ -314,6 +316,24 @@ def test_one_made_before_the_first_reading_is_told_from_the_primary_one(beside: 
     setting.live()
     setting.host.take(setting.gpu, CONTEXT)
     assert setting.figures("overhead", "second context", "unaccounted") == [612, 518, 0]
+
+
+def test_a_context_takes_all_at_once_and_nothing_later() -> None:
+    """Unlike a communicator, which leaves room for what it takes at its first collective."""
+    names = frozenset({"context", "torch"})
+    state = Overhead().after(612 * MIB, names).after(612 * MIB, names | {"second context"})
+    assert state.owed == 0 and state.charged == 612 * MIB
+
+
+def test_another_budget_begins_with_what_it_sees_itself(beside: dict[int, str]) -> None:
+    setting = Setting()
+    setting.live()
+    beside[7] = "PyCUDA"
+    setting.host.take(setting.gpu, CONTEXT)
+    setting.read()
+    beside.clear()
+    setting.books.clear()
+    assert setting.figures("second context") == [None]
 
 
 def test_it_goes_with_its_memory(beside: dict[int, str]) -> None:
