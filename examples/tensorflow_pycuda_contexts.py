@@ -1,20 +1,22 @@
 """TensorFlow and PyCUDA in one process: three ways that are recommended on the web, and what is true of each.
 
-    python examples/tensorflow_pycuda_contexts.py autoinit | make-context | limited
+    python examples/tensorflow_pycuda_contexts.py autoinit | make-context | limited | block | own
 
-Each is the recommended code with one line added, `memguard.init(...)`. With it all three do their work in one
-CUDA context, TensorFlow's, and neither library can take more than its part.
+The first three are the recommended code with one line added, `memguard.init(...)`. With it all three do their work in
+one CUDA context, TensorFlow's, and neither library can take more than its part. `block` does the same without touching
+the thread's contexts but for a block, which is what suits a library; `own` opts out (`context: own` in the budget), and
+the ledger then shows the second context with its cost.
 
 What is wrong with the usual advice:
 
 - "Get TensorFlow's context with tf.compat.v1.experimental.get_cuda_context_handle() and wrap it in
   pycuda.driver.Context(handle)": neither exists. TensorFlow works in the device's *primary* context, and PyCUDA
   joins it with `Device.retain_primary_context()`, which is what memguard makes `make_context()` and
-  `pycuda.autoinit` do.
+  `pycuda.autoinit` do, and what `memguard.exchange.pycuda_context()` does for a block, with or without a budget.
 - "Initialise TensorFlow first": the order does not matter. Without a limit TensorFlow takes the whole card at its
   first operation, whoever was first (141,350 of 143,156 MiB on an H200), and PyCUDA is then out of memory.
 - "It is a question of peer access": peer access is about two GPUs. On one, two contexts only cost memory: 518 MiB
-  for the second on an H200, while pointers of one are invalid in the other.
+  for the second on an H200. Memory of one can be read from the other there; streams and kernels cannot be used.
 - "memory_limit caps the process": it caps TensorFlow's pool. The context and cuBLAS and cuDNN come on top.
 """
 
@@ -29,7 +31,10 @@ import memguard
 budget = {
     "version": 1,
     "device": {"limit": "8GiB"},
-    "frameworks": {"tensorflow": {"share": "60%"}, "pycuda": {"limit": "1GiB"}},
+    "frameworks": {
+        "tensorflow": {"share": "60%"},
+        "pycuda": {"limit": "1GiB", "context": "own" if sys.argv[1:] == ["own"] else "primary"},
+    },
 }
 memguard.init(budget)  # the one line
 
@@ -85,8 +90,20 @@ def limited() -> float:
         context.pop()
 
 
+def block() -> float:
+    """The primary context for a block: nested, on any thread, and always popped."""
+    tensorflow_work()
+    with memguard.exchange.pycuda_context():
+        return add_one()
+
+
+def own() -> float:
+    """`context: own`: `pycuda.autoinit` makes its second context as ever, and the ledger says what it costs."""
+    return autoinit()
+
+
 def main() -> int:
-    ways = {"autoinit": autoinit, "make-context": make_context, "limited": limited}
+    ways = {"autoinit": autoinit, "make-context": make_context, "limited": limited, "block": block, "own": own}
     if len(sys.argv) != 2 or sys.argv[1] not in ways:
         print(f"usage: {sys.argv[0]} {' | '.join(ways)}", file=sys.stderr)
         return 2
@@ -94,8 +111,8 @@ def main() -> int:
     reading = memguard.ledger()
     print(reading)
     print(f"kernel result: {total:g} (32 expected)")
-    process = reading.devices[0].process
-    return 0 if total == 32 and process is not None else 1
+    second = any(row.name == "second context" for row in reading.devices[0].rows)
+    return 0 if total == 32 and second == (sys.argv[1] == "own") else 1
 
 
 if __name__ == "__main__":
