@@ -1,4 +1,4 @@
-"""The exchange's benchmark without a GPU: its bars and tables from made-up results, and what it expects of odd arrays."""
+"""The exchange's benchmark without a GPU: bars and tables from made-up results, and what it expects of odd arrays."""
 
 from __future__ import annotations
 

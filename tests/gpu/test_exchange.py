@@ -1,0 +1,300 @@
+"""Arrays handed between frameworks on a real GPU. The same at length, and its figures: benchmarks/exchange.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Run = Callable[..., dict[str, Any]]
+BENCH = """
+import sys
+sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
+import _arrays, exchange as bench
+from memguard import exchange
+"""
+SOME = {
+    "MEMGUARD_EXCHANGE_ROUNDS": "60",
+    "MEMGUARD_EXCHANGE_HAND_OVERS": "900",
+    "MEMGUARD_EXCHANGE_BYTES": str(1 << 26),
+}
+
+
+def _gpus() -> int:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except Exception:
+        return 0
+
+
+def test_every_pair_shares_its_pointer_each_dtype_and_nothing_is_lost(run: Run) -> None:
+    found = run(
+        BENCH
+        + """
+result.update(bench.pairs())
+result["dtypes"] = bench.dtypes()
+result["leak"] = bench.leak()
+""",
+        env={**SOME, "JAX_ENABLE_X64": "1"},
+        timeout=200,
+    )
+    assert len(found["pairs"]) == 30 + 6 * (2 - len(found["not_installed"]))
+    for name, one in found["pairs"].items():
+        assert {one.get(key) for key in ("same_pointer", "right", "copy", "outlives")} == {True}, (name, one)
+    assert found["open"] == found["dtypes"]["open"] == 0
+    for name, outcomes in found["dtypes"]["dtypes"].items():
+        wrong = {dtype: said for dtype, said in outcomes.items() if said.startswith("wrong")}
+        assert not wrong, (name, wrong)
+        assert {outcomes[dtype] for dtype in ("bool", "int8", "int64", "float16", "float32", "complex64")} == {
+            "shared"
+        }, (name, outcomes)
+    leak = found["leak"]
+    assert leak["nvml_after"] == leak["nvml_before"] > 0 and leak["open"] == 0
+    assert leak["rss_growth_kib"] < 16 << 10
+
+
+def test_a_process_ends_well_with_views_of_every_pair_alive(run: Run) -> None:
+    found = run(
+        BENCH
+        + """
+import numpy as np
+_arrays.start(*_arrays.NAMES)
+values = np.arange(1024, dtype=np.float32)
+keep = [exchange.to(_arrays.make(a, values), b) for a, b in _arrays.PAIRS]
+keep.append(keep)  # nothing lets go of them before the end
+result["views"] = len(keep) - 1
+""",
+        timeout=120,
+    )
+    assert found["views"] == 30
+    for sign in ("Exception ignored", "Traceback", "terminate called", "Fatal"):
+        assert sign not in found["stderr"], found["stderr"][-3000:]
+
+
+@pytest.mark.parametrize("source", ["torch", "cupy"])
+def test_odd_arrays_get_the_documented_answer_and_no_process_dies(run: Run, source: str) -> None:
+    found = run(BENCH + f"\nresult.update(bench.edges({source!r}))\n", timeout=240)
+    assert not found["deaths"] and found["open"] == 0
+    assert len(found["cases"]) > 80
+    wrong = [one for one in found["cases"] if one["outcome"] != one["expected"] or one["copy"] != one["expected_copy"]]
+    assert not wrong, wrong
+    assert {one["outcome"] for one in found["cases"] if one["case"] == "misaligned by 4"} == {"shared", "refused"}
+
+
+def test_by_hand_a_misaligned_array_ends_the_process(run: Run) -> None:
+    """Or what memguard refuses need not be refused."""
+    found = run(
+        BENCH
+        + """
+import subprocess
+done = subprocess.run(
+    [sys.executable, bench.__file__, "--scenario", "control: misaligned into TensorFlow"], capture_output=True
+)
+result["rc"] = done.returncode
+"""
+    )
+    assert found["rc"] < 0
+
+
+def test_none_is_stale_while_the_producer_still_works(run: Run) -> None:
+    found = run(
+        BENCH
+        + """
+result["torch"] = bench.order("torch")["order"]
+result["numba"] = bench.order("numba")["order"]
+import _order
+result["by hand"] = _order.controls(20)["ways"]
+""",
+        env=SOME,
+        timeout=200,
+    )
+    for name, one in {**found["torch"], **found["numba"]}.items():
+        assert one["stale"] == 0 and one["rounds"] == 60 and one["running_before"] >= 54, (name, one)
+    # The host does not wait where both tell their streams.
+    assert found["torch"]["torch > cupy"]["running_after"] >= 54
+    assert any(one["stale"] for one in found["by hand"].values()), found["by hand"]
+
+
+def test_memory_is_not_used_again_while_a_dropped_view_is_still_read(run: Run) -> None:
+    found = run(BENCH + "\nresult.update(bench.dropped())\n", env=SOME, timeout=150)
+    assert len(found["dropped"]) == 5
+    for name, one in found["dropped"].items():
+        assert one["wrong"] == 0 and one["rounds"] == 60, (name, one)
+    assert any(one["wrong"] for one in found["without"].values()), found["without"]
+    assert found["open"] == 0
+
+
+def test_eight_threads_hand_over_for_ten_seconds(run: Run) -> None:
+    """A deadlock ends the process after a minute, with every thread's traceback."""
+    found = run(
+        BENCH
+        + """
+import faulthandler, threading, time
+_arrays.start("torch", "tensorflow", "jax", "cupy", "numba")
+faulthandler.dump_traceback_later(60, exit=True)
+import cupy, jax, jax.numpy as jnp, numpy as np, tensorflow as tf, torch
+from numba import cuda
+twice = jax.jit(lambda v: (v * 2).sum())
+shape = (256, 1024)
+
+def ones():
+    return torch.ones(shape, device="cuda")
+
+ways = [
+    ("torch", "tensorflow", ones, lambda y: tf.linalg.matmul(y, y, transpose_b=True)),
+    ("torch", "jax", ones, twice),
+    ("cupy", "tensorflow", lambda: cupy.ones(shape, "f4"), lambda y: tf.reduce_sum(y * 2)),
+    ("jax", "torch", lambda: jnp.ones(shape), lambda y: (y * 2).sum()),
+    ("jax", "cupy", lambda: jnp.ones(shape), lambda y: (y * 2).sum()),
+    ("numba", "tensorflow", lambda: cuda.device_array(shape, np.float32), lambda y: y * 2),
+    ("numba", "jax", lambda: cuda.device_array(shape, np.float32), twice),
+    ("tensorflow", "torch", lambda: tf.ones(shape), lambda y: (y * 2).sum()),
+]
+counts, errors, ends = {}, [], time.monotonic() + 10
+
+def work(source, target, make, use):
+    count = 0
+    try:
+        while time.monotonic() < ends:
+            x = make()
+            y = exchange.to(x, target)
+            del x
+            z = use(y)
+            del y
+            count += 1
+            if count % 50 == 0:
+                del z
+    except Exception as error:
+        errors.append(f"{source} > {target}: {error!r}"[:400])
+    counts[f"{source} > {target}"] = count
+
+threads = [threading.Thread(target=work, args=way) for way in ways]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+result.update(counts=counts, errors=errors, open=bench.still_open())
+""",
+        timeout=150,
+    )
+    assert not found["errors"]
+    assert len(found["counts"]) == 8 and min(found["counts"].values()) > 100
+    assert found["open"] == 0
+
+
+def test_graphs_of_tensorflow_are_fed_from_torch_without_the_host(run: Run) -> None:
+    found = run(
+        BENCH
+        + """
+_arrays.start("torch", "tensorflow")
+import tensorflow as tf, torch
+x = torch.arange(1024, dtype=torch.float32, device="cuda").reshape(32, 32) / 1024
+y = exchange.to(x, "tensorflow")
+seen = []
+
+def look(t):
+    seen.append([t.backing_device, _arrays.facts(t).address])
+    return t
+
+@tf.function
+def modern(v):
+    with tf.device("/GPU:0"):
+        v = tf.py_function(look, [v], tf.float32)
+        return tf.linalg.matmul(tf.ensure_shape(v, (32, 32)), tf.ones((32, 32)))
+
+def old(v):
+    return tf.compat.v1.matmul(v, v) + tf.compat.v1.ones((32, 32))
+
+wrapped = tf.compat.v1.wrap_function(old, [tf.TensorSpec((32, 32), tf.float32)])
+first, second = modern(y), wrapped(y)
+back = [exchange.to(out, "torch") for out in (first, second)]
+result["address"] = x.data_ptr()
+result["seen"] = seen
+result["devices"] = [out.backing_device for out in (first, second)]
+result["torch devices"] = [str(out.device) for out in back]
+wanted = [x @ torch.ones(32, 32, device="cuda"), x @ x + 1]
+result["close"] = [bool(torch.allclose(out, one, rtol=1e-2)) for out, one in zip(back, wanted)]
+
+@tf.function
+def building(v):
+    return exchange.to(v, "torch")
+
+try:
+    building(y)
+except Exception as error:
+    result["symbolic"] = f"{type(error).__name__}: {error}"
+"""
+    )
+    assert found["close"] == [True, True]
+    assert all(device.endswith("GPU:0") for device in found["devices"])
+    assert found["torch devices"] == ["cuda:0", "cuda:0"]
+    assert found["seen"] and all(device.endswith("GPU:0") for device, _ in found["seen"])
+    assert {address for _, address in found["seen"]} == {found["address"]}
+    assert "graph" in found["symbolic"]
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_capture_of_torchs_in_another_thread_is_not_spoilt(run: Run, mode: str) -> None:
+    found = run(
+        BENCH
+        + f"MODE = {mode!r}\n"
+        + """
+import threading, time
+_arrays.start("torch", "cupy")
+import cupy, torch
+x, c = torch.arange(4096.0, device="cuda"), cupy.arange(4096, dtype="f4")
+ready, ended, errors, count = threading.Event(), threading.Event(), [], 0
+
+def hand_over():
+    global count
+    one, other = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    try:
+        with torch.cuda.stream(one), other:
+            while not ended.is_set():
+                y, z = exchange.to(x, "cupy"), exchange.to(c, "torch")
+                del y, z
+                count += 1
+                if count == 50:
+                    ready.set()
+                time.sleep(0.0005)
+    except Exception as error:
+        errors.append(repr(error)[:500])
+        ready.set()
+
+thread = threading.Thread(target=hand_over)
+total = torch.zeros(16, device="cuda")
+torch.cuda.synchronize()
+thread.start()
+ready.wait(20)
+before = count
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph, capture_error_mode=MODE):
+        for _ in range(100):
+            total.add_(1)
+            time.sleep(0.002)
+    result["during"] = count - before
+    for _ in range(3): graph.replay()
+    torch.cuda.synchronize()
+    result["total"] = float(total[0])
+except Exception as error:
+    errors.append("capture: " + repr(error)[:500])
+ended.set()
+thread.join()
+result["errors"] = errors
+"""
+    )
+    assert not found["errors"]
+    assert found["during"] > 20 and found["total"] == 300
+
+
+@pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+def test_copies_go_from_one_gpu_to_the_other(run: Run) -> None:
+    found = run(BENCH + "\nresult.update(bench.peers())\n", env=SOME, timeout=200)
+    assert set(found["peers"]) == {"torch", "tensorflow", "cupy", "jax", "pycuda", "numba"}
+    for name, one in found["peers"].items():
+        assert one.get("right") is True and "cuda:0 to cuda:1" in one["route"], (name, one)
+        assert one["without_copy"].startswith("CannotShare"), (name, one)
+    assert found["open"] == 0
