@@ -148,12 +148,12 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding
         "second-context",
         Severity.WARNING,
         f"PyCUDA makes a second CUDA context beside that of {listing(others)}: 518 MiB more (measured on an H200), and "
-        "pointers that the other side cannot use",
+        "streams and kernels that the other side cannot use",
         tuple(evidence),
         "push `Device(0).retain_primary_context()` instead of importing pycuda.gl.autoinit"
         if any(_AUTOINIT[1] in line for line in evidence)
         else "write `import pycuda.autoprimaryctx` instead of `import pycuda.autoinit`, "
-        "or use `Device(0).retain_primary_context()`",
+        "or work in `memguard.exchange.pycuda_context()`",
         "pycuda",
     )
 
