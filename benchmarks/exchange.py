@@ -168,7 +168,8 @@ def lent() -> dict[str, Any]:
         still_open()
         held, before = nvml_bytes(), said(source)
         y = exchange().to(x, target)
-        one = {"nbytes": values.nbytes, "before": before or 0, "lent": said(source), "nvml_growth": nvml_bytes() - held}
+        one = {"nbytes": values.nbytes, "nvml": held, "before": before or 0, "lent": said(source)}
+        one["nvml_growth"] = nvml_bytes() - held
         reading = None if ON_CPU else memguard.ledger().devices[0]
         if reading is not None:
             one["sum_minus_total"] = sum(row.bytes or 0 for row in reading.rows) - reading.device.total

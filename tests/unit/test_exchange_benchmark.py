@@ -58,7 +58,10 @@ def _good() -> dict[str, Any]:
         },
         "lent": {
             "lent": {
-                name: {"nbytes": 32, "before": 0, "lent": 32, "after": 0, "nvml_growth": 0, "sum_minus_total": 0}
+                name: {
+                    "nbytes": 32, "nvml": 9, "before": 0, "lent": 32, "after": 0, "nvml_growth": 0,
+                    "sum_minus_total": 0,
+                }
                 for name in PAIRS
             }
         },
@@ -120,6 +123,7 @@ def test_what_is_right_passes_every_bar() -> None:
         (("lent", "lent", "torch > jax", "lent"), None, "lent: in the ledger"),
         (("lent", "lent", "torch > jax", "after"), 32, "lent: in the ledger"),
         (("lent", "lent", "torch > jax", "nvml_growth"), 4096, "lent: in the ledger"),
+        (("lent", "lent", "torch > jax", "nvml"), -1, "lent: in the ledger"),
         (("leak", "nvml_after"), 10, "10,000 hand-overs"),
         (("leak", "nvml_before"), -1, "10,000 hand-overs"),
         (("leak", "hand_overs"), 9_999, "10,000 hand-overs"),
