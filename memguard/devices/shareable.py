@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from memguard.devices import contexts, copies
 from memguard.errors import DeviceError
 from memguard.units import MIB, format_size
 
+_log = logging.getLogger("memguard")
 _PINNED, _ON_DEVICE, _FILE, _READ_WRITE = 1, 1, 1, 3  # CU_MEM_…
 _LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _OUT_OF_MEMORY = 2
@@ -80,14 +82,14 @@ class Allocation:
 class Mapping:
     """Another process's memory at `address`, until `close`."""
 
-    __slots__ = ("_undo", "address")
+    __slots__ = ("_context", "_undo", "address")
 
-    def __init__(self, address: int, undo: contextlib.ExitStack) -> None:
-        self.address, self._undo = address, undo
+    def __init__(self, address: int, context: int, undo: contextlib.ExitStack) -> None:
+        self.address, self._context, self._undo = address, context, undo
 
     def close(self) -> None:
-        """Take it out of this process. All work on it has to be done."""
-        with contexts.beside_captures():
+        """Take it out of this process. All work on it has to be done. On any thread."""
+        with contexts.beside_captures(), contexts.entered(self._context):
             self._undo.close()
 
 
@@ -107,10 +109,10 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
 
     `context` is one that the memory can be read in; None for the GPU's primary one. Raises NoRoom, DeviceError.
     """
-    cuda = _driver()
-    with contexts.entered(context or contexts.primary(ordinal) or 0), contextlib.ExitStack() as undo:
+    cuda, here = _driver(), contexts.entered(context or contexts.primary(ordinal) or 0)
+    with contexts.beside_captures(), here, contextlib.ExitStack() as undo:
         size, handle = _create(cuda, ordinal, nbytes)
-        undo.callback(cuda.cuMemRelease, handle)
+        undo.callback(_undone, "cuMemRelease", cuda.cuMemRelease, handle)
         with contextlib.ExitStack() as unmap:
             copied = _map(cuda, unmap, ordinal, handle, size)
             rest = size - nbytes
@@ -124,7 +126,7 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
         undo.callback(os.close, fd.value)
         os.set_inheritable(fd.value, False)
         undo.pop_all()
-    return Allocation(ordinal, size, fd.value, lambda: cuda.cuMemRelease(handle))
+    return Allocation(ordinal, size, fd.value, lambda: _undone("cuMemRelease", cuda.cuMemRelease, handle))
 
 
 def block_handle(address: int, context: int | None, ordinal: int) -> tuple[int, int, bytes | None]:
@@ -145,9 +147,9 @@ def map_file(ordinal: int, fd: int, size: int) -> Mapping:
         handle = ctypes.c_uint64()
         taken = cuda.cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _FILE)
         _check("cuMemImportFromShareableHandle", taken)
-        undo.callback(cuda.cuMemRelease, handle)
+        undo.callback(_undone, "cuMemRelease", cuda.cuMemRelease, handle)
         address = _map(cuda, undo, ordinal, handle, size)
-        return Mapping(address, undo.pop_all())
+        return Mapping(address, _retained[ordinal], undo.pop_all())
 
 
 def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
@@ -156,19 +158,20 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
         address = ctypes.c_uint64()
         opened = cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEERS)
         _check("cuIpcOpenMemHandle", opened)
-        undo.callback(_closed, cuda, _retained[ordinal], address)
+        undo.callback(_undone, "cuIpcCloseMemHandle", cuda.cuIpcCloseMemHandle, address)
         found = contexts.allocation(address.value)
         if found is None or found[1] < size:
             raise DeviceError(
                 f"CUDA: the block has {found[1] if found else 0} bytes, not the {size} that were promised\n"
                 "    fix: export the array again"
             )
-        return Mapping(address.value, undo.pop_all())
+        return Mapping(address.value, _retained[ordinal], undo.pop_all())
 
 
-def _closed(cuda: Any, context: int, address: ctypes.c_uint64) -> None:
-    with contexts.entered(context):
-        cuda.cuIpcCloseMemHandle(address)
+def _undone(name: str, call: Callable[..., int], *given: object) -> None:
+    """Nobody can do anything about it, so it is only said."""
+    if code := call(*given):
+        _log.debug("CUDA: %s: error %d", name, code)
 
 
 def _create(cuda: Any, ordinal: int, nbytes: int) -> tuple[int, ctypes.c_uint64]:
@@ -194,9 +197,9 @@ def _map(cuda: Any, undo: contextlib.ExitStack, ordinal: int, handle: ctypes.c_u
     access = _Access(_Place(_ON_DEVICE, ordinal), _READ_WRITE)
     got = cuda.cuMemAddressReserve(ctypes.byref(address), length, ctypes.c_size_t(0), none, zero)
     _check("cuMemAddressReserve", got)
-    undo.callback(cuda.cuMemAddressFree, address, length)
+    undo.callback(_undone, "cuMemAddressFree", cuda.cuMemAddressFree, address, length)
     _check("cuMemMap", cuda.cuMemMap(address, length, ctypes.c_size_t(0), handle, zero))
-    undo.callback(cuda.cuMemUnmap, address, length)
+    undo.callback(_undone, "cuMemUnmap", cuda.cuMemUnmap, address, length)
     allowed = cuda.cuMemSetAccess(address, length, ctypes.byref(access), ctypes.c_size_t(1))
     _check("cuMemSetAccess", allowed)
     return address.value
@@ -214,7 +217,7 @@ def _present(ordinal: int) -> Iterator[Any]:
         _check("cuDevicePrimaryCtxRetain", retained)
         _retained[ordinal] = context.value or 0
     try:
-        with contexts.entered(_retained[ordinal]):
+        with contexts.beside_captures(), contexts.entered(_retained[ordinal]):
             yield cuda
     except BaseException:
         if new:

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -256,7 +257,7 @@ def _ask(connection: socket.socket, handle: Handle, framework: str) -> tuple[Des
     """What the exporter answers, and the file descriptor that came with it: the caller's, to close."""
     connection.settimeout(PATIENCE)
     with _understood(framework):
-        connection.connect(handle.path)
+        _connect(connection, handle.path)
         who = _wire.peer(connection)
         if not _wire.same_user(who):
             raise PermissionError(f"user {who.uid}")
@@ -270,6 +271,18 @@ def _ask(connection: socket.socket, handle: Handle, framework: str) -> tuple[Des
             if fd is not None:
                 os.close(fd)
             raise
+
+
+def _connect(connection: socket.socket, path: str) -> None:
+    """Where many come at once, the exporter's queue may be full for a moment: Unix sockets do not wait for that."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return connection.connect(path)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError from None
+            time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -484,8 +484,19 @@ def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(doors / "stopped"))
         listener.listen()
+        stopped = Handle(str(doors / "stopped"), "0" * 32, UUID, (3, 4), "float32")
         with pytest.raises(CannotShare, match=r"did not answer within 0\.1 s"):
-            attach(Handle(str(doors / "stopped"), "0" * 32, UUID, (3, 4), "float32"), "cupy")
+            attach(stopped, "cupy")
+        waiting = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            for connection in waiting:
+                connection.setblocking(False)
+                connection.connect(stopped.path)
+        with pytest.raises(CannotShare, match=r"did not answer within 0\.1 s"):  # its queue is full
+            attach(stopped, "cupy")
+        for connection in waiting:
+            connection.close()
     (doors / "stopped").unlink()
 
 
