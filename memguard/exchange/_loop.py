@@ -86,15 +86,19 @@ class Loop:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._until()):
-                _safely(key.data)
-            while self._calls:
-                _safely(self._calls.popleft())
+            self._round()
             if self._over():
                 with self._lock:
                     if self._over():
                         self._stop()
                         return
+
+    def _round(self) -> None:
+        """A frame of its own: while the next one waits, nothing here keeps what the last one was about alive."""
+        for key, _ in self._selector.select(self._until()):
+            _safely(key.data)
+        while self._calls:
+            _safely(self._calls.popleft())
 
     def _until(self) -> float | None:
         """Seconds until something has to be done though nobody rings."""

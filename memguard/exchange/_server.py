@@ -36,16 +36,25 @@ _LONGEST = 107
 
 
 class Export:
-    """One array that others may attach. `fd` is its memory's, `release` lets go of it, once.
+    """One array that others may attach. `fd` is its memory's, `release` lets go of it.
 
     `outlasts`: who has attached it keeps the memory when this process lets go. Else that waits for the last of them.
     """
 
     def __init__(self, description: Description, fd: int | None, outlasts: bool, release: Callable[[], None]) -> None:
-        self.description, self.fd, self.outlasts, self.release = description, fd, outlasts, release
+        self.description, self.fd, self.outlasts, self._release = description, fd, outlasts, release
         self.token = secrets.token_hex(16)
         self.closed = False
         self.peers: set[_Peer] = set()
+
+    def release(self) -> None:
+        """Let go of the memory, and of what knows how to."""
+        release, self._release = self._release, _nothing
+        release()
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Peer:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -417,7 +418,10 @@ def test_the_silent_and_the_slow_keep_nobody_waiting(
         assert ended(silent) and ended(slow), "they had their time"
 
 
-def test_strangers_are_not_collected_without_end(x: Array, connect: Callable[[Handle], socket.socket]) -> None:
+def test_strangers_are_not_collected_without_end(
+    x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_server, "PATIENCE", 60.0)
     with export(x) as handle:
         strangers = [connect(handle) for _ in range(_server.STRANGERS)]
         late = connect(handle)
@@ -621,7 +625,9 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arra
 
 
 def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[..., Array]) -> None:
-    x = block(PIECE - 16, PIECE)
+    x: Array | None = block(PIECE - 16, PIECE)
+    assert x is not None
+    alive = weakref.ref(x)
     x.values[:2] = 5, 7
     handle = export(x, copy=False)
     assert not loans.kept and loans.lent() == {0: {"sharing_doors": {"another process": PIECE - 16}}}
@@ -639,15 +645,21 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
         "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))", str(handle)
     )
     assert "the export is gone" in late.says()
+    x = None
+    assert alive() is not None
     child.kill()
-    within(10, lambda: not loans.lent())
+    within(10, lambda: not loans.lent() and alive() is None)
     assert handle.attached is None
 
 
 def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., Array]) -> None:
-    handle = export(block(PIECE, PIECE), copy=False)
+    x = block(PIECE, PIECE)
+    alive = weakref.ref(x)
+    handle = export(x, copy=False)
+    del x
+    assert alive() is not None
     handle.close()
-    assert not loans.lent()
+    assert not loans.lent() and alive() is None
 
 
 @pytest.mark.parametrize(
