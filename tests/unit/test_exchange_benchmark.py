@@ -172,6 +172,9 @@ ODD = {
     "a dimension of one": (0x1000, (1, 64), (9999 * 4, 4)),
     "nothing in it": (0x1004, (0, 3), (12, 4)),
     "0-d": (0x1000, (), ()),
+    "three dimensions": (0x1000, (2, 3, 4), (48, 16, 4)),
+    "three, permuted": (0x1000, (4, 2, 3), (4, 48, 16)),
+    "three, with gaps": (0x1000, (2, 3, 4), (64, 16, 4)),
 }
 
 
@@ -240,6 +243,13 @@ def test_the_tables_say_who_waits_and_what_is_shared() -> None:
     assert "| stepped | refused | refused | refused | refused | refused | refused |" in lines
     widths = {line.count("|") for line in lines[3:12]}
     assert widths == {8}
+
+
+def test_a_dtype_that_only_some_lenders_can_hand_over_is_told_apart() -> None:
+    result = copy.deepcopy(_result())
+    result["scenarios"]["dtypes"]["dtypes"]["torch > jax"]["int8"] = "CannotShare: why"
+    row = next(line for line in _exchange_tables.whole(result) if line.startswith("| int8 |"))
+    assert row.split(" | ")[1:] == ["all six", "yes", "yes", "in part", "yes", "yes", "yes |"]
 
 
 def test_the_tables_tell_lenders_apart_where_they_differ() -> None:
