@@ -383,6 +383,28 @@ memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 """
 
 
+@pytest.mark.parametrize(("context", "served"), [("primary", True), ("own", False)])
+def test_the_budget_decides_and_the_ledger_shows_it(context: str, served: bool) -> None:
+    asked = BUDGET.replace('"64MiB"', f'"64MiB", "context": "{context}"')
+    done = program(
+        f"""
+import memguard
+{asked}
+import pycuda.driver as drv
+from memguard.devices import contexts
+drv.init()
+shared = drv.Device(0).retain_primary_context()
+contexts.primary = lambda ordinal: shared.handle if ordinal == 0 else None
+import pycuda.autoinit
+rows = {{row.name: row.note for row in memguard.ledger().devices[0].rows}}
+print(pycuda.autoinit.context.handle == shared.handle, "second context" not in rows, drv.gpus[0].contexts)
+print(rows.get("second context", "made by pycuda.autoinit").startswith("made by pycuda.autoinit"))
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [str(served), str(served), "1" if served else "2", "True"]
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -34,7 +34,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> None:
-    assert contexts.current() is None and contexts.initialised() is False
+    assert contexts.current() is None and contexts.initialised() is False and contexts.current_handle() is None
     with contexts.pushed(0) as there:
         assert there is False
     ran = []
@@ -77,6 +77,10 @@ class LibCUDA:
         if self.here is None:
             return 201
         ordinal.value = self.here
+        return 0
+
+    def _cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context.value = None if self.here is None else 100 + self.here
         return 0
 
     def _cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
@@ -123,9 +127,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LibCUDA]:
 
 def test_the_current_gpu(library: Callable[..., LibCUDA]) -> None:
     driver = library()
-    assert contexts.current() == 1
+    assert contexts.current() == 1 and contexts.current_handle() == 101
     driver.here = None
-    assert contexts.current() is None
+    assert contexts.current() is None and contexts.current_handle() is None
 
 
 def test_ordinals_are_found_by_uuid_whatever_bytes_it_has(library: Callable[..., LibCUDA]) -> None:
