@@ -8,6 +8,7 @@ context, so a stream is better where one is known; recording on a stream that is
 from __future__ import annotations
 
 import ctypes
+import os
 from types import TracebackType
 from typing import Any
 
@@ -30,31 +31,79 @@ class Captured(DeviceError):
     """A CUDA graph is being captured, which what was asked for would end."""
 
 
+class Handle(int):
+    """A stream's handle that keeps the stream: the driver crashes over the handle of one that was destroyed."""
+
+    owner: Any
+
+    def __new__(cls, value: int, owner: Any) -> Handle:
+        made = super().__new__(cls, value)
+        made.owner = owner
+        return made
+
+
+class _Calls:
+    """The driver's calls of a hand-over, each found once. With their types given ctypes takes plain numbers."""
+
+    __slots__ = ("capturing", "create", "destroy", "query", "record", "record_context", "synchronize", "wait")
+
+    def __init__(self, cuda: Any) -> None:
+        if isinstance(cuda, ctypes.CDLL):  # types are of a library's object: others go on without
+            cuda = ctypes.CDLL(cuda._name, mode=getattr(os, "RTLD_NOLOAD", 4))
+        any_, uint = ctypes.c_void_p, ctypes.c_uint
+        self.create = _typed(cuda, "cuEventCreate", any_, uint)
+        self.destroy = _typed(cuda, "cuEventDestroy_v2", any_)
+        self.record = _typed(cuda, "cuEventRecord", any_, any_)
+        self.record_context = _typed(cuda, "cuCtxRecordEvent", any_, any_)
+        self.query = _typed(cuda, "cuEventQuery", any_)
+        self.wait = _typed(cuda, "cuStreamWaitEvent", any_, any_, uint)
+        self.synchronize = _typed(cuda, "cuEventSynchronize", any_)
+        self.capturing = _typed(cuda, "cuStreamIsCapturing", any_, any_)
+
+
+def _typed(cuda: Any, name: str, *types: Any) -> Any:
+    """The call; None where the driver is too old for it."""
+    call = getattr(cuda, name, None)
+    if call is not None:
+        call.argtypes = types
+    return call
+
+
+_bound: tuple[Any, _Calls | None] = None, None
+
+
+def _calls() -> _Calls:
+    global _bound
+    cuda = loaded()
+    known, calls = _bound
+    if calls is None or known is not cuda:
+        calls = _Calls(cuda)
+        _bound = cuda, calls
+    return calls
+
+
 class Mark:
     """Everything that `stream` was given so far, on the GPU `ordinal`; without a stream everything of the context.
 
     `context` is another than the GPU's primary one. Raises DeviceError where CUDA refuses.
     """
 
-    __slots__ = ("_cuda", "_event", "_of", "_ordinal")
+    __slots__ = ("_calls", "_event", "_of", "_primary")
 
     def __init__(self, ordinal: int, stream: int | None = None, context: int | None = None) -> None:
-        self._cuda, self._ordinal, self._event = loaded(), ordinal, 0
-        self._of = context if context is not None else contexts.primary(ordinal) or 0
+        calls = self._calls = _calls()
+        self._event, self._primary = 0, contexts.primary(ordinal) or 0
+        self._of = self._primary if context is None else context
         if not self._of:
             return  # no context: nothing was ever given to the GPU
-        cuda = self._cuda
         with contexts.entered(self._of):
-            if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before 12.5
-                _check("cuCtxSynchronize", cuda.cuCtxSynchronize())
+            if stream is None and calls.record_context is None:  # a driver before 12.5
+                _check("cuCtxSynchronize", loaded().cuCtxSynchronize())
                 return
-            self._event = _event(cuda, self._of)
-            if stream is None:
-                code = cuda.cuCtxRecordEvent(ctypes.c_void_p(self._of), ctypes.c_void_p(self._event))
-            else:
-                code = cuda.cuEventRecord(ctypes.c_void_p(self._event), ctypes.c_void_p(stream))
+            event = self._event = _event(calls, self._of)
+            code = calls.record_context(self._of, event) if stream is None else calls.record(event, stream)
         if code:
-            cuda.cuEventDestroy_v2(ctypes.c_void_p(self._event))  # in whatever state it is, it is no use any more
+            calls.destroy(event)  # in whatever state it is, it is no use any more
             self._event = 0
             _check("recording an event", code)
 
@@ -62,7 +111,7 @@ class Mark:
         """Whether all of it is done. Never waits."""
         if not self._event:
             return True
-        code = self._cuda.cuEventQuery(ctypes.c_void_p(self._event))
+        code = self._calls.query(self._event)
         if code not in (0, _NOT_READY):
             _check("cuEventQuery", code)
         return bool(code == 0)
@@ -70,23 +119,22 @@ class Mark:
     def before(self, stream: int) -> None:
         """What `stream` of the same GPU is given from now on runs after it. The host does not wait."""
         if self._event:
-            primary = contexts.primary(self._ordinal)  # handles 0 to 2 name a stream of the current context
-            with contexts.entered(primary or self._of):
-                code = self._cuda.cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(self._event), 0)
+            with contexts.entered(self._primary or self._of):  # handles 0 to 2 name a stream of the current context
+                code = self._calls.wait(stream, self._event, 0)
             _check("cuStreamWaitEvent", code)
 
     def wait(self) -> None:
         """The host waits for it, without the GIL and without spoiling a CUDA graph that is captured meanwhile."""
         if self._event and not self.passed():
             with contexts.beside_captures():
-                _check("cuEventSynchronize", self._cuda.cuEventSynchronize(ctypes.c_void_p(self._event)))
+                _check("cuEventSynchronize", self._calls.synchronize(self._event))
 
     def close(self) -> None:
         event, self._event = self._event, 0
-        if event and self._of == contexts.primary(self._ordinal):
+        if event and self._of == self._primary:
             _idle.setdefault(self._of, []).append(event)
         elif event:  # another context may end, and its events with it
-            self._cuda.cuEventDestroy_v2(ctypes.c_void_p(event))
+            self._calls.destroy(event)
 
     def __enter__(self) -> Mark:
         return self
@@ -103,27 +151,29 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
     `first` None: the whole context. `then` None: the host.
     """
     if first is None or then is None or (first or LEGACY) != (then or LEGACY):  # 0 and 1 are the same stream
-        captured = [stream is not None and capturing(ordinal, stream) for stream in (first, then)]
-        if captured[0] != captured[1]:
+        captured = first is not None and capturing(ordinal, first)
+        if captured != (then is not None and capturing(ordinal, then)):
             raise Captured("a CUDA graph is being captured, and may not wait for what is outside it, nor be waited for")
         with Mark(ordinal, first, context) as mark:
             if then is None:
                 mark.wait()
-            else:
+            elif captured or not mark.passed():  # of an event in a capture nothing may be asked
                 mark.before(then)
 
 
 def capturing(ordinal: int, stream: int) -> bool:
-    """Whether the stream is recording a CUDA graph. Asking does not disturb it."""
-    cuda, status = loaded(), ctypes.c_int()
+    """Whether the stream is recording a CUDA graph. Asking does not disturb it. The legacy default stream never is."""
+    if stream in (0, LEGACY):
+        return False
+    status = ctypes.c_int()
     if stream > _NAMED:
-        code = cuda.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+        code = _calls().capturing(stream, ctypes.byref(status))
         return bool(code == 0 and status.value)
     primary = contexts.primary(ordinal)
     if primary is None:
         return False
     with contexts.entered(primary):
-        code = cuda.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+        code = _calls().capturing(stream, ctypes.byref(status))
     return bool(code == 0 and status.value)
 
 
@@ -148,13 +198,13 @@ def loaded() -> Any:
     return cuda
 
 
-def _event(cuda: Any, context: int) -> int:
+def _event(calls: _Calls, context: int) -> int:
     """An event of the context, which is the current one."""
     try:
         return _idle[context].pop()
     except (KeyError, IndexError):
         event = ctypes.c_void_p()
-        _check("cuEventCreate", cuda.cuEventCreate(ctypes.byref(event), _NO_TIMING))
+        _check("cuEventCreate", calls.create(ctypes.byref(event), _NO_TIMING))
         return event.value or 0
 
 

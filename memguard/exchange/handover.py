@@ -108,6 +108,9 @@ def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | Non
     if rules.obstacle(writable.view, taker.taker, view.device) is not None or not (view.compact or taker.taker.strided):
         giver, x = _compacted(x, giver, writable)
         writable = giver.offer(x)
+        left = rules.obstacle(writable.view, taker.taker, view.device)
+        if left is not None:
+            raise CannotShare(writable.lender, taker.name, left.reason, left.remedy)
     if view.device is None or where is None:
         return taker.copy(_shared(giver, taker, writable, None), where), _way(view.device, where)
     shown = _shared(giver, taker, writable, None)  # on the target's own stream: its copy runs there
@@ -168,9 +171,9 @@ def _handle(stream: Any, taker: Arrays) -> int | None:
         return stream
     if hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
-        return int((protocol() if callable(protocol) else protocol)[1])
+        return streams.Handle((protocol() if callable(protocol) else protocol)[1], stream)
     for name in ("cuda_stream", "ptr", "handle"):  # PyTorch's, CuPy's, PyCUDA's and Numba's
         found = getattr(stream, name, None)
         if found is not None:
-            return int(getattr(found, "value", found) or 0)
+            return streams.Handle(int(getattr(found, "value", found) or 0), stream)
     raise ValueError(f"{stream!r} is no stream\n    fix: a stream of the framework's, or its handle as an int")

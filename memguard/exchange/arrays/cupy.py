@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
+from memguard.devices import streams
 from memguard.exchange import dlpack
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
@@ -43,8 +44,8 @@ class CuPy(Arrays):
         import cupy
 
         with cupy.cuda.Device(device):
-            handle: int = cupy.cuda.get_current_stream().ptr
-        return handle
+            stream = cupy.cuda.get_current_stream()
+        return streams.Handle(stream.ptr, stream)
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import cupy

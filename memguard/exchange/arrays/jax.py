@@ -56,9 +56,7 @@ class JAX(Arrays):
             raise self.cannot(f"it lies on {device}", "jax.device_put it on a GPU")
         ordinal = None if device.platform == "cpu" else device.local_hardware_id
         shape = tuple(x.shape)
-        strides = row_major(shape)
-        if len(shape) > 1:  # one that was imported transposed still lies so, which the capsule alone tells
-            strides = dlpack.read(_capsule(x, streams.LEGACY if ordinal is not None else None)).strides
+        strides = row_major(shape) if len(shape) < 2 else _strides(x, shape, ordinal)
         return Offer(self.name, View(x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal), [x])
 
     def ready(self, offer: Offer, then: int | None) -> None:
@@ -107,3 +105,15 @@ class JAX(Arrays):
 def _capsule(x: Any, stream: int | None) -> Any:
     """JAX's capsule, of which `stream` waits for the array; None: the host does."""
     return x.__dlpack__() if stream is None else x.__dlpack__(stream=stream)
+
+
+def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, ...]:
+    """An array that was imported transposed still lies so, which JAX tells by its layout, or in the capsule."""
+    try:
+        order = x.format.layout.major_to_minor
+    except AttributeError:  # JAX before 0.7
+        return dlpack.read(_capsule(x, None if ordinal is None else streams.LEGACY)).strides
+    found, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        found[axis], step = step, step * max(shape[axis], 1)
+    return tuple(found)

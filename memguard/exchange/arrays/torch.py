@@ -56,14 +56,14 @@ class Torch(Arrays):
     def stream(self, device: int) -> int | None:
         import torch
 
-        handle: int = torch.cuda.current_stream(device).cuda_stream
+        quick = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # a tenth of the time
+        handle: int = torch.cuda.current_stream(device).cuda_stream if quick is None else quick(device)
         return handle
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import torch
 
-        if view.device is not None:
-            before(stream)
+        before(stream)
         return torch.utils.dlpack.from_dlpack(dlpack.capsule(view, loan, device=view.device))
 
     def copy(self, array: Any, device: int | None) -> Any:
