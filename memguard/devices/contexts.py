@@ -152,6 +152,12 @@ def primary(ordinal: int) -> int | None:
     return context.value
 
 
+def primary_now(ordinal: int) -> int | None:
+    """`primary`, asked for again: one that everybody let go of was made anew, with another handle or none."""
+    _primaries.pop(ordinal, None)
+    return primary(ordinal)
+
+
 class entered:  # noqa: N801 (a context manager, by hand: it is entered several times in each hand-over)
     """A context current on this thread for a block, by its handle. DeviceError where CUDA refuses."""
 

@@ -29,7 +29,7 @@ def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
 
 
 def _beside(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
-    primary = contexts.primary(ordinal)
+    primary = contexts.primary_now(ordinal)
     if primary is None:
         return {}
     found = {}

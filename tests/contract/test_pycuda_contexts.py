@@ -185,6 +185,17 @@ def test_a_context_of_somebody_else_on_this_thread_is_found(setting: Setting, mo
     assert _second_contexts.beside(0) == {}
 
 
+def test_a_primary_context_that_was_made_anew_is_no_second_one(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handle is remembered elsewhere, and may be another by now."""
+    setting.primary()
+    monkeypatch.setattr(contexts, "primary_now", lambda ordinal: 4711)
+    monkeypatch.setattr(contexts, "current", lambda: 0)
+    monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
+    assert _second_contexts.beside(0) == {}
+
+
 def test_looking_never_raises(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.primary()
 

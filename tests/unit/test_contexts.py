@@ -132,6 +132,15 @@ def test_the_current_gpu(library: Callable[..., LibCUDA]) -> None:
     assert contexts.current() is None and contexts.current_handle() is None
 
 
+def test_a_primary_context_is_remembered_until_it_is_asked_for_again(library: Callable[..., LibCUDA]) -> None:
+    driver = library()
+    assert [contexts.primary(1), contexts.primary(1)] == [101, 101]
+    assert driver.done == ["retain 1", "release 1"], "it is kept by nobody here"
+    assert contexts.primary_now(1) == 101 and len(driver.done) == 4
+    driver.active = 0
+    assert contexts.primary(1) == 101 and contexts.primary_now(1) is None and contexts.primary(1) is None
+
+
 def test_ordinals_are_found_by_uuid_whatever_bytes_it_has(library: Callable[..., LibCUDA]) -> None:
     """CuPy's own figure ends at a byte that is zero, which one GPU in sixteen has: it went uncapped."""
     driver = library(initialised=False)
