@@ -233,10 +233,8 @@ class Hub:
             part = peer.connection.recv(4096)
             if not part:
                 raise EOFError("it left")
-            if peer.export is not None:
-                raise _wire.Garbage("it has its answer")
             peer.data += part
-            message = _wire.unpacked(peer.data)
+            message = _wire.unpacked(peer.data)  # one message and no more
             if message is not None:
                 self._answer(peer, _wire.asked(message))
         except BlockingIOError:

@@ -505,7 +505,7 @@ def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
 
 
 def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array, start: Start, doors: Path) -> None:
-    before = sockets()
+    before = descriptors()
     with export(x) as handle:
         holder = start(HOLD + "wait()", str(handle))
         holder.says()
@@ -514,7 +514,7 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array
         if not child:
             try:
                 os.close(reader)
-                found = [handle.attached, dict(loans.kept), sockets(), serving()]
+                found = [handle.attached, dict(loans.kept), descriptors(), serving()]
                 handle.close()
                 with export(x) as own:
                     found += [own.attached, loans.kept[0], own.path != handle.path]
@@ -530,13 +530,13 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array
         assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
 
 
-def sockets() -> list[str]:
-    """This process's open ones."""
+def descriptors() -> list[str]:
+    """This process's open sockets and pieces of memory."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sorted(name for name in found if name.startswith("socket:"))
+    return sorted(name for name in found if name.startswith(("socket:", "/memfd:")))
 
 
 def test_a_fork_of_who_attached_holds_nothing(x: Array, start: Start) -> None:
@@ -641,10 +641,11 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
     assert child.says() == 9, "it is the same memory"
     handle.close()
     assert handle.attached == 1 and loans.lent(), "it stays alive until the other is done with it"
-    late = start(
-        "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))", str(handle)
-    )
-    assert "the export is gone" in late.says()
+    refused = "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))"
+    with export(Array(numpy.ones(3, "f4"))) as other:
+        again = Handle(other.path, handle.token, handle.uuid, handle.shape, handle.dtype)
+        assert "the export is gone" in start(refused, str(again)).says()
+    assert "the export is gone" in start(refused, str(handle)).says()
     x = None
     assert alive() is not None
     child.kill()
@@ -679,7 +680,7 @@ def test_a_block_with_others_in_it_is_not(options: dict[str, Any], reason: str, 
     assert caught.value.remedy == "copy=True" and not loans.lent() and not serving()
 
 
-def test_handing_over_within_a_process_loads_no_sockets() -> None:
+def test_handing_over_within_a_process_loads_no_descriptors() -> None:
     code = (
         "import sys, memguard.exchange as exchange\nexchange.to\n"
         "assert not any('memguard.exchange.' + name in sys.modules for name in ('processes', '_server', '_wire'))\n"
