@@ -243,7 +243,7 @@ def _edge(name: str, x: Any, values: Any, target: str) -> dict[str, Any]:
     about = None
     if values is not None:
         about = facts(x) if values.size else _arrays.Facts(0, values.shape, None, str(values.dtype))
-    share, copy = expected(name, about, target, _arrays.owner(x))
+    share, copy = expected(name, about, target)
     found = {"expected": share, "expected_copy": copy}
 
     def hand(**settings: Any) -> str:

@@ -129,9 +129,11 @@ def _compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
         if giver.waits == "host":
             giver.ready(offer, None)
         return giver, giver.compact(x)
+    forwards, axes = view.forwards()
     for carrier in (registry.by_name(name) for name in _CARRIERS if name in sys.modules):
-        if rules.obstacle(view, carrier.taker, view.device) is None:
-            return carrier, carrier.compact(_shared(giver, carrier, offer, None))
+        if rules.obstacle(forwards, carrier.taker, view.device) is None:
+            shown = _shared(giver, carrier, offer._replace(view=forwards), None)
+            return carrier, carrier.compact(carrier.flipped(shown, axes) if axes else shown)
     raise CannotShare(
         offer.lender,
         None,

@@ -28,6 +28,7 @@ class Taker:
     alignment, host_alignment  what its addresses must be a multiple of, in bytes, on a GPU and on the host
     writes        whether an array can be written through: read-only memory may not become one
     on_gpu, on_host   where its arrays may lie
+    repeats       whether a stride may be 0
     strided       whether it copies arrays that are not compact
     settles       whether it lets go of memory only once its work on it is done; else the lender has to wait for that
     """
@@ -41,6 +42,7 @@ class Taker:
     writes: bool = True
     on_gpu: bool = True
     on_host: bool = False
+    repeats: bool = True
     strided: bool = True
     settles: bool = False
 
@@ -73,6 +75,10 @@ def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
         return Obstacle(f"{taker.title} takes arrays without gaps only, its strides are {view.strides}", copy)
     if view.backwards:
         return Obstacle(f"its strides are negative: {view.strides}", copy)
+    if view.repeats and not taker.repeats:
+        return Obstacle(
+            f"{taker.title} misreads arrays that repeat their elements: its strides are {view.strides}", copy
+        )
     alignment = taker.host_alignment if view.device is None else taker.alignment
     if view.address % alignment:
         past = view.address % alignment

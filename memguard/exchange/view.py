@@ -123,6 +123,20 @@ class View(NamedTuple):
         return min(self.strides, default=0) < 0 and any(stride < 0 for stride, _ in _matters(self.shape, self.strides))
 
     @property
+    def repeats(self) -> bool:
+        """Whether a dimension shows the same element again and again, as a broadcast one does."""
+        return 0 in self.strides and any(not stride for stride, _ in _matters(self.shape, self.strides))
+
+    def forwards(self) -> tuple[View, tuple[int, ...]]:
+        """The same elements with no stride negative, and the axes that are turned round in that."""
+        axes = tuple(axis for axis, stride in enumerate(self.strides) if stride < 0)
+        if not axes:
+            return self, ()
+        back = sum((self.shape[axis] - 1) * self.strides[axis] for axis in axes)
+        address = self.address + back * self.itemsize
+        return self._replace(address=address, strides=tuple(abs(stride) for stride in self.strides)), axes
+
+    @property
     def byte_strides(self) -> tuple[int, ...]:
         return tuple(stride * self.itemsize for stride in self.strides)
 

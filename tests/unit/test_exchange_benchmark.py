@@ -201,12 +201,6 @@ def test_it_expects_refusals_of_what_has_no_memory_to_show() -> None:
     assert _edges.expected("64-bit", plain._replace(dtype="float64"), "torch") == ("shared", "equal")
 
 
-def test_it_expects_no_copy_of_what_its_library_cannot_gather_and_no_other_can_be_shown() -> None:
-    backwards = _arrays.Facts(0x10FC, (64,), (-4,), "float32")
-    assert _edges.expected("reversed", backwards, "cupy", "numba") == ("refused", "refused")
-    assert _edges.expected("reversed", backwards, "torch", "cupy") == ("refused", "equal")
-
-
 def test_scenarios_are_chosen_by_their_beginning() -> None:
     assert benchmark.chosen("edges") == [f"edges from {name}" for name in (*SIX, "rmm", "cuda.core")]
     assert len(benchmark.chosen("order")) == 7

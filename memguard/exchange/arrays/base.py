@@ -84,6 +84,10 @@ class Arrays(ABC):
     def compact(self, x: Any) -> Any:
         """The same values, row-major and without gaps, in new memory that an allocator has aligned. See `gathers`."""
 
+    def flipped(self, array: Any, axes: tuple[int, ...]) -> Any:
+        """One of its arrays, turned round along these axes."""
+        raise NotImplementedError(self.name)
+
     def upload(self, host: Any, device: int) -> Any:
         """A copy on the GPU of a NumPy array."""
         raise NotImplementedError(self.name)

@@ -62,6 +62,11 @@ class CuPy(Arrays):
     def compact(self, x: Any) -> Any:
         return x.copy(order="C")
 
+    def flipped(self, array: Any, axes: tuple[int, ...]) -> Any:
+        import cupy
+
+        return cupy.flip(array, axes)
+
     def upload(self, host: Any, device: int) -> Any:
         import cupy
 

@@ -18,7 +18,7 @@ _DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr 
 class Numba(Arrays):
     """Arrays of `numba.cuda`."""
 
-    taker: ClassVar[Taker] = Taker("numba", "Numba", _DTYPES, Layout.FORWARD, strided=False)
+    taker: ClassVar[Taker] = Taker("numba", "Numba", _DTYPES, Layout.FORWARD, repeats=False, strided=False)
     module: ClassVar[str] = "numba"
     call: ClassVar[str] = "numba.cuda.as_cuda_array"
     waits: ClassVar[str] = "host"

@@ -28,6 +28,8 @@ class NumPy(Arrays):
         return isinstance(x, sys.modules["numpy"].ndarray)
 
     def offer(self, x: Any) -> Offer:
+        if hasattr(x, "mask"):
+            raise self.cannot("it is masked, which no framework here reads", "x.filled()")
         dtype, itemsize = dtype_name(x.dtype), x.dtype.itemsize
         if dtype not in DTYPES or not x.dtype.isnative:
             raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it with x.astype")

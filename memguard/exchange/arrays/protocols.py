@@ -46,7 +46,7 @@ class ArrayInterface(_Lender):
 
 
 class DLPack(_Lender):
-    """Anything with `__dlpack__`. It is asked to make the legacy default stream wait, and that is waited for."""
+    """Anything with `__dlpack__`. The whole context is waited for: cuda.core's buffers know no stream to ask about."""
 
     taker: ClassVar[Taker] = Taker("__dlpack__", "DLPack", frozenset())
 
@@ -61,5 +61,4 @@ class DLPack(_Lender):
             view = dlpack.read(capsule)
         except (dlpack.Unreadable, BufferError) as error:
             raise self.cannot(str(error), "hand over an array of a plain dtype and layout") from error
-        owner = type(x).__module__.partition(".")[0]
-        return Offer(owner, view, capsule, streams.LEGACY if on_gpu else None)
+        return Offer(type(x).__module__.partition(".")[0], view, capsule)

@@ -77,6 +77,9 @@ class Torch(Arrays):
 
         return x.detach().clone(memory_format=torch.contiguous_format)
 
+    def flipped(self, array: Any, axes: tuple[int, ...]) -> Any:
+        return array.flip(axes)
+
     def upload(self, host: Any, device: int) -> Any:
         import torch
 

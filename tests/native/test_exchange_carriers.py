@@ -1,0 +1,56 @@
+"""Arrays of unknown libraries: what has gaps, or runs backwards, is copied by a framework that is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Run = Callable[..., dict[str, Any]]
+
+SETUP = """
+import numpy
+from memguard import exchange
+from memguard.errors import CannotShare
+from memguard.exchange import loans
+
+class Unknown:
+    def __init__(self, array): self._array = array
+    def __dlpack__(self, **asked): return self._array.__dlpack__(**asked)
+    def __dlpack_device__(self): return self._array.__dlpack_device__()
+
+base = numpy.arange(48, dtype="float32").reshape(6, 8)
+odd = {"reversed": base[::-1], "both": base[::-1, ::-2], "stepped": base[::2], "transposed": base.T, "plain": base}
+"""
+
+
+def test_pytorch_copies_what_its_own_library_is_not_known_for(with_torch: Run) -> None:
+    found = with_torch(
+        SETUP
+        + """
+for name, array in odd.items():
+    copied = exchange.to(Unknown(array), "numpy", copy=True)
+    result[name] = bool((copied == array).all()), not numpy.shares_memory(copied, base), copied.flags.c_contiguous
+    tensor = exchange.to(Unknown(array), "torch", copy=True)
+    result[name] += (bool((tensor.numpy() == array).all()), tensor.is_contiguous())
+result["lent"] = len(loans._open)
+"""
+    )
+    assert found.pop("lent") == 0
+    assert found == dict.fromkeys(("reversed", "both", "stepped", "transposed", "plain"), [True] * 5)
+
+
+def test_without_one_the_refusal_says_what_would_help(alone: Run) -> None:
+    found = alone(
+        SETUP
+        + """
+try:
+    from memguard.exchange import handover
+    from memguard.exchange.arrays import registry
+    lender = registry.of(Unknown(base[::-1]))
+    handover._compacted(Unknown(base[::-1]), lender, lender.offer(Unknown(base[::-1])))
+except CannotShare as error:
+    result["reason"], result["remedy"] = error.reason, error.remedy
+"""
+    )
+    assert "no framework is imported that could copy it" in found["reason"]
+    assert found["remedy"] == "make it contiguous first, or import torch or cupy"
