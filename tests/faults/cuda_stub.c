@@ -1,4 +1,4 @@
-/* A libcuda.so.1 for tests: what the doctor's survey asks of it. CUDA_STUB_INIT is cuInit's code, CUDA_STUB_COUNT the
+/* A libcuda.so.1 for tests: what the doctor's survey asks of it, and the calls of streams and copies at the end. CUDA_STUB_INIT is cuInit's code, CUDA_STUB_COUNT the
  * number of GPUs, CUDA_STUB_DOES what cuInit does before it answers: crash or hang. GPU 1 cannot reach GPU 0's memory. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,3 +40,156 @@ int cuDeviceGetAttribute(int *out, int which, int device) {
     *out = which == 16 ? 132 : which == 75 ? 9 : 0;
     return device > 1;
 }
+
+/* Streams and copies. Every call is written down and may be told to fail, once or from now on: stub_fail. A stream's
+ * work is over when stub_finish says so. */
+#define CALLS 64
+enum { EVENTS = 4096, DEEP = 64, NOT_READY = 600, INVALID = 1, NO_CONTEXT = 201 };
+static char asked[CALLS][40], failing[40];
+static int asked_count, fail_code, fail_left;
+static int live_events, live_pinned, live_streams, depth, mode;
+static void *stack[DEEP];
+static char event_state[EVENTS]; /* 0 none, 1 made, 2 recorded and under way, 3 over */
+
+static int call(const char *name) {
+    if (asked_count < CALLS) snprintf(asked[asked_count++], sizeof *asked, "%s", name);
+    if (fail_left && !strcmp(name, failing)) return fail_left--, fail_code;
+    return 0;
+}
+#define CALL(name) do { int code_ = call(name); if (code_) return code_; } while (0)
+
+void stub_fail(const char *name, int code, int times) {
+    snprintf(failing, sizeof failing, "%s", name);
+    fail_code = code;
+    fail_left = times;
+}
+void stub_forget(void) { asked_count = 0; fail_left = 0; }
+const char *stub_asked(int number) { return number < asked_count ? asked[number] : 0; }
+void stub_finish(void) { for (int i = 1; i < EVENTS; i++) if (event_state[i] == 2) event_state[i] = 3; }
+int stub_live(int what) { return what == 0 ? live_events : what == 1 ? live_pinned : what == 2 ? live_streams : depth; }
+int stub_mode(void) { return mode; }
+
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    CALL("cuDevicePrimaryCtxGetState");
+    *flags = 0;
+    *active = device == 0;
+    return 0;
+}
+int cuDevicePrimaryCtxRetain(void **out, int device) {
+    CALL("cuDevicePrimaryCtxRetain");
+    *out = (void *)(0x7f0000001000 + device); /* above 32 bits: a handle that is cut is not this one */
+    return 0;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
+int cuCtxGetDevice(int *out) { CALL("cuCtxGetDevice"); if (!depth) return NO_CONTEXT; *out = 0; return 0; }
+int cuCtxGetCurrent(void **out) { CALL("cuCtxGetCurrent"); *out = depth ? stack[depth - 1] : 0; return 0; }
+int cuCtxPushCurrent_v2(void *context) {
+    CALL("cuCtxPushCurrent_v2");
+    if (((size_t)context & ~0xfffUL) != 0x7f0000001000 || depth == DEEP) return INVALID;
+    stack[depth++] = context;
+    return 0;
+}
+int cuCtxPopCurrent_v2(void **out) { if (!depth) return NO_CONTEXT; *out = stack[--depth]; return 0; }
+int cuCtxSynchronize(void) { CALL("cuCtxSynchronize"); if (!depth) return NO_CONTEXT; stub_finish(); return 0; }
+int cuThreadExchangeStreamCaptureMode(int *wanted) {
+    CALL("cuThreadExchangeStreamCaptureMode");
+    int before = mode;
+    mode = *wanted;
+    *wanted = before;
+    return 0;
+}
+
+static int number_of(void *event) {
+    size_t at = (size_t)event - 0x7f0000100000;
+    return at % 64 == 0 && at / 64 > 0 && at / 64 < EVENTS && event_state[at / 64] ? (int)(at / 64) : 0;
+}
+int cuEventCreate(void **out, unsigned flags) {
+    CALL("cuEventCreate");
+    if (!depth || flags != 2) return depth ? INVALID : NO_CONTEXT;
+    for (int i = 1; i < EVENTS; i++) if (!event_state[i]) {
+        event_state[i] = 1;
+        live_events++;
+        *out = (void *)(0x7f0000100000 + 64 * (size_t)i);
+        return 0;
+    }
+    return 2;
+}
+int cuEventDestroy_v2(void *event) {
+    CALL("cuEventDestroy_v2");
+    int i = number_of(event);
+    if (!i) return INVALID;
+    event_state[i] = 0;
+    live_events--;
+    return 0;
+}
+static int record(void *event) {
+    int i = number_of(event);
+    if (!i) return INVALID;
+    event_state[i] = 2;
+    return 0;
+}
+int cuEventRecord(void *event, void *stream) { (void)stream; CALL("cuEventRecord"); return record(event); }
+#ifndef OLD_DRIVER
+int cuCtxRecordEvent(void *context, void *event) {
+    CALL("cuCtxRecordEvent");
+    return ((size_t)context & ~0xfffUL) == 0x7f0000001000 ? record(event) : INVALID;
+}
+#endif
+int cuEventQuery(void *event) {
+    CALL("cuEventQuery");
+    int i = number_of(event);
+    return !i ? INVALID : event_state[i] == 2 ? NOT_READY : 0;
+}
+int cuEventSynchronize(void *event) {
+    CALL("cuEventSynchronize");
+    int i = number_of(event);
+    if (!i) return INVALID;
+    event_state[i] = 3;
+    return 0;
+}
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+    CALL("cuStreamWaitEvent");
+    if ((size_t)stream <= 2 && !depth) return NO_CONTEXT;
+    return flags == 0 && number_of(event) ? 0 : INVALID;
+}
+int cuStreamIsCapturing(void *stream, int *out) {
+    CALL("cuStreamIsCapturing");
+    *out = (size_t)stream == 0x7f0000ca0000;
+    return 0;
+}
+int cuPointerGetAttribute(void *out, int which, unsigned long long address) {
+    CALL("cuPointerGetAttribute");
+    if (address < 0x1000) return INVALID;
+    if (which == 9) *(int *)out = 0;
+    else *(void **)out = (void *)0x7f0000001000;
+    return 0;
+}
+
+int cuMemcpy(unsigned long long to, unsigned long long from, size_t size) {
+    CALL("cuMemcpy");
+    memcpy((void *)to, (void *)from, size);
+    return 0;
+}
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t size, void *stream) {
+    CALL("cuMemcpyDtoHAsync_v2");
+    if ((size_t)stream != 0x7f0000500000) return INVALID;
+    memcpy(to, (void *)from, size);
+    return 0;
+}
+int cuStreamCreate(void **out, unsigned flags) {
+    CALL("cuStreamCreate");
+    if (flags != 1) return INVALID;
+    live_streams++;
+    *out = (void *)0x7f0000500000;
+    return 0;
+}
+int cuStreamDestroy_v2(void *stream) { CALL("cuStreamDestroy_v2"); if (!stream) return INVALID; live_streams--; return 0; }
+int cuStreamSynchronize(void *stream) { (void)stream; CALL("cuStreamSynchronize"); return 0; }
+int cuMemHostAlloc(void **out, size_t size, unsigned flags) {
+    CALL("cuMemHostAlloc");
+    if (flags) return INVALID;
+    *out = malloc(size);
+    live_pinned++;
+    return 0;
+}
+int cuMemFreeHost(void *address) { CALL("cuMemFreeHost"); free(address); live_pinned--; return 0; }

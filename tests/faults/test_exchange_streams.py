@@ -1,0 +1,306 @@
+"""Streams and copies over a stub of libcuda, through ctypes as they are: each of the driver's calls fails in turn.
+
+gcc is needed, as for the rest of this folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+Stubbed = Callable[..., dict[str, Any]]
+PREAMBLE = """
+import ctypes, json, os, sys
+stub = ctypes.CDLL("libcuda.so.1")
+stub.stub_asked.restype = ctypes.c_char_p
+from memguard.devices import contexts, copies, streams
+from memguard.devices.streams import Mark
+from memguard.errors import DeviceError
+result = {}
+SIDE, OTHER, CAPTURED = 0x7f0000000040, 0x7f0000000080, 0x7f0000ca0000
+
+def asked():
+    found, number = [], 0
+    while (name := stub.stub_asked(number)) is not None:
+        found.append(name.decode())
+        number += 1
+    return found
+
+def live():
+    idle = sum(len(events) for events in streams._idle.values())
+    return {"lost": stub.stub_live(0) - idle, "pinned": stub.stub_live(1), "streams": stub.stub_live(2),
+            "depth": stub.stub_live(3), "mode": stub.stub_mode()}
+
+def fails(name, code, call, times=1):
+    contexts._primaries.clear()
+    stub.stub_forget()
+    stub.stub_fail(name.encode(), code, times)
+    try:
+        call()
+        return None
+    except DeviceError as error:
+        return str(error)
+    finally:
+        stub.stub_forget()
+        stub.stub_finish()
+
+SOURCE = ctypes.create_string_buffer(bytes(range(256)) * 16)
+TARGET = ctypes.create_string_buffer(4096)
+AT, TO = ctypes.addressof(SOURCE), ctypes.addressof(TARGET)
+
+def held():
+    with Mark(0, SIDE) as mark:
+        mark.passed()
+        mark.before(OTHER)
+        mark.wait()
+
+WAYS = {
+    "stream to stream": lambda: streams.follow(0, SIDE, OTHER),
+    "stream to default": lambda: streams.follow(0, SIDE, 0),
+    "stream to host": lambda: streams.follow(0, SIDE, None),
+    "context to stream": lambda: streams.follow(0, None, SIDE),
+    "context to host": lambda: streams.follow(0, None, None),
+    "another context": lambda: streams.follow(0, None, SIDE, 0x7f0000001010),
+    "a mark": held,
+    "copy": lambda: copies.device(TO, AT, 4096),
+    "copy to the host": lambda: copies.to_host(TO, AT, 4096),
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, flags in (("new", []), ("old", ["-DOLD_DRIVER"])):
+        made[name] = tmp_path_factory.mktemp(name)
+        source = str(Path(__file__).with_name("cuda_stub.c"))
+        library = str(made[name] / "libcuda.so.1")
+        subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", *flags, "-o", library, source], check=True)
+    return made
+
+
+@pytest.fixture
+def stubbed(libraries: dict[str, Path]) -> Stubbed:
+    """Run code over the stub; it leaves its findings in `result`."""
+
+    def run(code: str, driver: str = "new") -> dict[str, Any]:
+        program = f"{PREAMBLE}\n{textwrap.dedent(code)}\nprint('RESULT', json.dumps(result))"
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries[driver]), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, env=environment
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.split("RESULT ", 1)[1])
+        return found
+
+    return run
+
+
+CLEAN = {"lost": 0, "pinned": 0, "streams": 0, "depth": 0, "mode": 0}
+GIVEN_BACK = {"cuThreadExchangeStreamCaptureMode", "cuStreamDestroy_v2", "cuMemFreeHost", "cuEventDestroy_v2"}
+"""Calls with which something is given back: where they fail there is nothing more to do."""
+ASKED = {
+    "stream to stream": {"cuEventRecord", "cuStreamWaitEvent"},
+    "stream to default": {"cuEventRecord", "cuStreamWaitEvent"},
+    "stream to host": {"cuEventRecord", "cuEventSynchronize"},
+    "context to stream": {"cuCtxRecordEvent", "cuStreamWaitEvent"},
+    "context to host": {"cuCtxRecordEvent", "cuEventSynchronize"},
+    "another context": {"cuCtxRecordEvent", "cuStreamWaitEvent", "cuEventDestroy_v2"},
+    "a mark": {"cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuEventSynchronize"},
+    "copy": {"cuMemcpy", "cuStreamSynchronize"},
+    "copy to the host": {"cuMemHostAlloc", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuStreamCreate"},
+}
+
+
+def test_each_way_asks_the_driver_for_what_it_should(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    for name, way in WAYS.items():
+        stub.stub_forget()
+        way()
+        result[name] = [asked(), live()]
+        stub.stub_finish()
+    result["copied"] = TARGET.raw == SOURCE.raw[:4096]
+    """)
+    assert found.pop("copied") and set(found) == set(ASKED)
+    for name, (asked, live) in found.items():
+        assert ASKED[name] <= set(asked), (name, asked)
+        assert live == CLEAN, name
+
+
+@pytest.mark.parametrize("code", [1, 700, 719, 999])
+def test_each_call_that_fails_once_is_a_device_error_and_leaves_nothing(stubbed: Stubbed, code: int) -> None:
+    found = stubbed(f"""
+    for name, way in WAYS.items():
+        for events in streams._idle.values():
+            while events:
+                stub.cuEventDestroy_v2(ctypes.c_void_p(events.pop()))
+        contexts._primaries.clear()
+        stub.stub_forget()
+        way()
+        calls = sorted(set(asked()) - set({sorted(GIVEN_BACK)!r}))
+        stub.stub_finish()
+        result[name] = {{}}
+        for call in calls:
+            for events in streams._idle.values():
+                while events:
+                    stub.cuEventDestroy_v2(ctypes.c_void_p(events.pop()))
+            said = fails(call, {code}, way)
+            result[name][call] = [said, live()]
+            fails("", 0, way)
+            assert live() == result[name][call][1], "and afterwards all is well again"
+    """)
+    for name, calls in found.items():
+        assert ASKED[name] - GIVEN_BACK <= set(calls)
+        for call, (said, live) in calls.items():
+            assert live == CLEAN, (name, call, live)
+            if call in ASKED[name]:
+                assert said is not None and f"error {code}" in said and "fix:" in said, (name, call, said)
+
+
+def test_what_cannot_be_given_back_changes_nothing(stubbed: Stubbed) -> None:
+    found = stubbed(f"""
+    for name, way in WAYS.items():
+        for call in {sorted(GIVEN_BACK)!r}:
+            result[name + " " + call] = [fails(call, 719, way), live()["depth"], live()["mode"]]
+    result["same"] = TARGET.raw == SOURCE.raw[:4096]
+    """)
+    assert found.pop("same") and set(map(tuple, found.values())) <= {(None, 0, 0)}
+
+
+def test_a_capture_that_was_ended_is_said_by_name(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    result["said"] = fails("cuCtxRecordEvent", 900, lambda: streams.follow(0, None, SIDE))
+    try:
+        streams.follow(0, SIDE, CAPTURED)
+    except streams.Captured as error:
+        result["captured"] = str(error)
+    stub.stub_forget()
+    streams.follow(0, CAPTURED, CAPTURED + 0)
+    result["itself"], result["live"] = asked(), live()
+    result["default"] = [streams.capturing(0, 0), streams.capturing(0, 1), streams.capturing(0, CAPTURED)]
+    """)
+    assert "capture of a CUDA graph" in found["said"] and "being captured" in found["captured"]
+    assert found["itself"] == [] and found["live"] == CLEAN, "one stream has nothing to wait for in itself"
+    assert found["default"] == [False, False, True]
+
+
+def test_an_event_that_could_not_be_recorded_is_destroyed(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    result["said"] = fails("cuEventRecord", 719, lambda: Mark(0, SIDE))
+    result["events"] = stub.stub_live(0)
+    result["idle"] = sum(map(len, streams._idle.values()))
+    """)
+    assert found["said"] is not None and found["events"] == found["idle"] == 0
+
+
+def test_events_are_used_again(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    for _ in range(5000):  # more than the stub has
+        streams.follow(0, SIDE, OTHER)
+        stub.stub_finish()
+    marks = [Mark(0, SIDE) for _ in range(100)]
+    for mark in marks:
+        mark.close()
+        mark.close()
+    result["events"], result["live"] = stub.stub_live(0), live()
+    """)
+    assert found == {"events": 100, "live": CLEAN}
+
+
+def test_a_driver_before_12_5_waits_for_the_whole_context(stubbed: Stubbed) -> None:
+    found = stubbed(
+        """
+        streams.follow(0, None, SIDE)
+        result["asked"], result["live"] = asked(), live()
+        result["said"] = fails("cuCtxSynchronize", 700, lambda: streams.follow(0, None, SIDE))
+        result["after"] = live()
+        """,
+        "old",
+    )
+    assert "cuCtxSynchronize" in found["asked"] and "cuEventCreate" not in found["asked"]
+    assert "error 700" in found["said"] and found["live"] == found["after"] == CLEAN
+
+
+def test_a_gpu_without_a_context_waits_for_nothing(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    streams.follow(1, None, None)
+    with Mark(1, SIDE) as mark:
+        result["passed"] = mark.passed()
+    result["asked"], result["live"] = asked(), live()
+    """)
+    assert found["passed"] and found["live"] == CLEAN
+    assert not {"cuEventCreate", "cuCtxPushCurrent_v2", "cuDevicePrimaryCtxRetain"} & set(found["asked"])
+
+
+def test_a_context_that_is_current_is_not_pushed_again(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    primary = contexts.primary(0)
+    with contexts.entered(primary):
+        stub.stub_forget()
+        streams.follow(0, SIDE, OTHER)
+        result["asked"], result["depth"] = asked(), live()["depth"]
+    result["live"] = live()
+    """)
+    assert "cuCtxPushCurrent_v2" not in found["asked"] and found["depth"] == 1 and found["live"] == CLEAN
+
+
+def test_where_an_address_lies(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    result["known"], result["unknown"] = streams.place(AT), streams.place(64)
+    stub.stub_fail(b"cuPointerGetAttribute", 1, 1)
+    result["refused"] = streams.place(AT)
+    """)
+    assert found == {"known": [0, 0x7F0000001000], "unknown": None, "refused": None}
+
+
+@pytest.mark.parametrize("size", [1, 999, 1000, 1001, 2000, 2500, 4096])
+def test_a_copy_to_the_host_goes_in_parts_and_is_whole(stubbed: Stubbed, size: int) -> None:
+    found = stubbed(f"""
+    copies.STAGE = 1000
+    copies.to_host(TO, AT, {size})
+    result["same"] = TARGET.raw[:{size}] == SOURCE.raw[:{size}]
+    result["rest"] = TARGET.raw[{size}:4096].strip(b"\\0") == b""
+    result["parts"], result["live"] = asked().count("cuMemcpyDtoHAsync_v2"), live()
+    """)
+    assert found == {"same": True, "rest": True, "parts": -(-size // 1000), "live": CLEAN}
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuMemHostAlloc", "cuStreamCreate"])
+def test_a_copy_that_fails_midway_gives_everything_back(stubbed: Stubbed, call: str) -> None:
+    """The second of several such calls fails."""
+    found = stubbed(f"""
+    copies.STAGE = 1000
+    import functools
+    real = getattr(stub, "{call}")
+    done = []
+    class Second:
+        def __getattr__(self, name):
+            found = getattr(contexts_driver, name)
+            if name != "{call}":
+                return found
+            def call(*args):
+                done.append(1)
+                return 719 if len(done) == 2 else found(*args)
+            return call
+    contexts_driver = contexts.loaded()
+    contexts._initialised = Second()
+    try:
+        copies.to_host(TO, AT, 4096)
+    except DeviceError as error:
+        result["said"] = str(error)
+    contexts._initialised = contexts_driver
+    result["live"], result["calls"] = live(), len(done)
+    """)
+    if call == "cuStreamCreate":
+        assert found["calls"] == 1 and found["live"] == CLEAN
+    else:
+        assert "error 719" in found["said"] and found["live"] == CLEAN
