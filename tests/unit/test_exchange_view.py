@@ -28,6 +28,7 @@ class Limits(NamedTuple):
     gpu: int | None = 1
     host: int | None = None
     read_only: bool = False
+    repeats: bool = True
     lacks: str = ""
 
 
@@ -37,7 +38,7 @@ LIMITS = {
     "cupy": Limits(lacks="float8"),
     "jax": Limits(order="any without gaps", gpu=16, host=64, read_only=True),
     "pycuda": Limits(lacks="float8 bfloat16"),
-    "numba": Limits(lacks="float8 bfloat16"),
+    "numba": Limits(repeats=False, lacks="float8 bfloat16"),
     "numpy": Limits(gpu=None, host=1, read_only=True, lacks="float8 bfloat16"),
 }
 """`gpu`, `host`: what addresses have to be a multiple of there; None where its arrays never lie there."""
@@ -185,6 +186,8 @@ def allowed(view: View, limits: Limits, device: int | None) -> bool:
         return True
     orders = {"any": min(at) >= 0, "row-major": at == sorted(at) and at == list(range(len(at)))}
     orders["any without gaps"] = sorted(at) == list(range(len(at)))
+    if not limits.repeats and any(n > 1 and not stride for n, stride in zip(view.shape, view.strides, strict=True)):
+        return False
     return orders[limits.order] and view.address % alignment == 0 and (not view.readonly or limits.read_only)
 
 
@@ -202,6 +205,9 @@ def test_every_framework_has_its_limits_here() -> None:
 @example(View(64, (2, 2), (1, 2), "float32", 0), "jax", True)
 @example(View(64, (4,), (-1,), "float32", 0), "torch", True)
 @example(View(1, (0,), (-1,), "float32", 0, True), "torch", True)
+@example(View(64, (2,), (0,), "float32", 0), "numba", True)
+@example(View(64, (1, 2), (0, 1), "float32", 0), "numba", True)
+@example(View(64, (2, 3), (0, 1), "float32", 0), "cupy", True)
 def test_what_is_let_through_is_within_the_limits_and_the_rest_is_refused(view: View, name: str, there: bool) -> None:
     device = view.device if there else 1
     found = obstacle(view, TAKERS[name], device)
@@ -225,6 +231,7 @@ def test_what_is_let_through_is_within_the_limits_and_the_rest_is_refused(view: 
         (View(0, (2, 2), (1, 2), "int8", 0), "tensorflow", 0, "row-major arrays without gaps only", "copy=True"),
         (View(0, (2, 2), (4, 1), "int8", 0), "jax", 0, "without gaps only", "copy=True"),
         (View(9, (2,), (-1,), "int8", 0), "cupy", 0, r"negative: \(-1,\)", "copy=True"),
+        (View(64, (2, 2), (0, 1), "int8", 0), "numba", 0, "misreads arrays that repeat their elements", "copy=True"),
         (View(68, (2,), (1,), "int8", 0), "tensorflow", 0, "multiples of 64 bytes, this one is 4 past", "copy=True"),
         (View(24, (2,), (1,), "int8", 0), "jax", 0, "multiples of 16 bytes, this one is 8 past", "copy=True"),
         (View(80, (2,), (1,), "int8", None), "jax", None, "multiples of 64 bytes, this one is 16 past", "copy=True"),
