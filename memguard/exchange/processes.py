@@ -150,8 +150,6 @@ def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, st
     """
     handle = Handle.parse(handle) if isinstance(handle, str) else handle
     registry.by_name(framework)
-    if hub().find(handle.token) is not None:
-        raise _own(framework)
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
         found, fd = _ask(connection, handle, framework)
@@ -262,7 +260,8 @@ def _ask(connection: socket.socket, handle: Handle, framework: str) -> tuple[Des
         if not _wire.same_user(who):
             raise PermissionError(f"user {who.uid}")
         if who.pid == os.getpid():
-            raise _own(framework)
+            remedy = f"memguard.exchange.to(x, {framework!r})"
+            raise CannotShare("this process", framework, "it was exported by this very process", remedy)
         _wire.send(connection, _wire.asking(handle.token))
         message, fd = _wire.receive(connection, PATIENCE)
         try:
@@ -316,12 +315,6 @@ def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
     if found.kind == FILE and fd is not None:
         return shareable.map_file(ordinal, fd, found.size)
     return shareable.map_block(ordinal, bytes.fromhex(found.handle), found.size) if found.kind == BLOCK else None
-
-
-def _own(framework: str) -> CannotShare:
-    return CannotShare(
-        "this process", framework, "it was exported by this very process", f"memguard.exchange.to(x, {framework!r})"
-    )
 
 
 def _unreadable(framework: str, what: str) -> CannotShare:

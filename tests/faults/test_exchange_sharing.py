@@ -209,6 +209,19 @@ def test_a_copy_that_fails_anywhere_leaves_nothing(cuda: Driver) -> None:
     assert cuda.nothing_held()
 
 
+def test_a_file_descriptor_that_cannot_be_kept_from_programs_is_closed(
+    cuda: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shareable.os, "set_inheritable", lambda fd, yes: refused() if not yes else None)
+        with pytest.raises(OSError, match="not now"):
+            shareable.duplicate(0, 4096, 3 * MIB)
+    assert cuda.nothing_held()
+
+
 def test_a_copy_is_of_whole_pieces_and_the_rest_of_the_last_is_cleared(cuda: Driver) -> None:
     made = shareable.duplicate(0, 4096, 3 * MIB)
     assert made.size == 4 * MIB and not os.get_inheritable(made.fd)

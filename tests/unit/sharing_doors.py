@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = "import sys, json, time\nimport sharing_doors\nsharing_doors.install()\nfrom memguard import exchange\n"
 mapped: list[int] = []
 """Addresses that are mapped now."""
+done: list[str] = []
+"""What was waited for and copied, in order."""
 free = 1 << 40
 
 
@@ -79,6 +81,7 @@ class Device:
 
 
 def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = None) -> shareable.Allocation:
+    done.append("copied")
     size = -(-nbytes // PIECE) * PIECE
     if size > free:
         raise shareable.NoRoom(size, free)
@@ -131,7 +134,7 @@ def install(
     patch(shareable, "uuid", lambda ordinal: UUID)
     patch(shareable, "ordinal", lambda uuid: {UUID: 0}.get(uuid))
     patch(streams, "place", lambda address: (0, None))
-    patch(streams, "follow", lambda *_: None)
+    patch(streams, "follow", lambda *given: done.append(f"waited {given}"))
     patch(streams, "capturing", lambda *_: False)
     patch(streams, "Mark", Passed)
     patch(contexts, "primary", lambda ordinal: 1)

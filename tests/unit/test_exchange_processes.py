@@ -285,6 +285,19 @@ def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: py
         assert child.says() == whole.T.tolist()
 
 
+def test_the_host_waits_for_the_exported_array_and_for_nothing_else(
+    x: Array, block: Callable[..., Array], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing_doors, "done", done := [])
+    with export(x) as handle:
+        assert done == ["waited (0, None, None, None)", "copied"]
+        child = start("y = exchange.attach(sys.argv[1], 'cupy')\nsay(sharing_doors.done); wait()", str(handle))
+        assert child.says() == []
+    done.clear()
+    export(block(PIECE, PIECE), copy=False).close()
+    assert done == ["waited (0, None, None, None)"]
+
+
 def test_a_copy_of_ones_own_maps_nothing_for_longer_than_it_takes(x: Array, start: Start) -> None:
     with export(x) as handle:
         child = start(
@@ -669,6 +682,7 @@ def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., 
         ({"nbytes": PIECE, "size": 10 * PIECE}, r"it lies in a block of 20\.0 MiB with other arrays; an IPC handle"),
         ({"nbytes": PIECE, "size": 2 * PIECE, "at": PIECE}, r"it lies in a block of 4\.0 MiB with other arrays"),
         ({"nbytes": PIECE - 256, "size": PIECE}, "with other arrays"),
+        ({"nbytes": PIECE - 64, "size": PIECE, "at": 64}, "with other arrays"),
         ({"nbytes": 1 << 20, "size": 1 << 20}, r"its block of 1\.0 MiB shares a page with others"),
         ({"nbytes": PIECE, "size": PIECE, "base": 0}, "shares a page with others"),
         ({"nbytes": PIECE, "size": PIECE, "handle": False}, "the driver gives no IPC handle"),
