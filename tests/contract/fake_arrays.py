@@ -318,7 +318,7 @@ class World:
         )  # fmt: skip
 
     def _cupy(self) -> Any:
-        current = lambda: types.SimpleNamespace(ptr=self.own["cupy"])  # noqa: E731
+        current = lambda device=None: types.SimpleNamespace(ptr=self.own["cupy"])  # noqa: E731
         cuda = types.SimpleNamespace(get_current_stream=current, Device=lambda number: contextlib.nullcontext())
         return _module("cupy", ndarray=ndarray, from_dlpack=ndarray.from_dlpack, cuda=cuda)
 

@@ -532,7 +532,9 @@ def test_an_error_of_the_borrowers_leaves_nothing_lent(world: Any, monkeypatch: 
     for borrower in ("torch", "cupy"):
         with pytest.raises(RuntimeError, match="no"):
             to(x, borrower)
-        assert not loans._open
+        gc.collect()  # what the error's frames kept
+        assert not loans._open and not loans._parked
+        assert not {"cuEventRecord", "cuCtxRecordEvent"} & set(world.driver.asked), "nobody saw it: nothing to wait for"
     address = x.ptr
     del x
     gc.collect()

@@ -436,6 +436,17 @@ def test_the_default_stream_that_waits_is_the_primary_contexts(driver: Driver) -
     driver.finish()
 
 
+def test_the_default_stream_waits_in_the_primary_context_for_another_one(driver: Driver) -> None:
+    other = driver.context()
+    hidden, address = driver.stream(other), driver.alloc(8, context=other)
+    driver.write(hidden, address)
+    streams.follow(0, None, 0, other)
+    assert not driver.stack
+    driver.read(0, address)
+    assert driver.wrong == [] and not driver.events
+    driver.finish()
+
+
 def test_a_gpu_without_a_context_was_given_nothing(driver: Driver) -> None:
     del driver.contexts[PRIMARY + 1]
     with Mark(1, None) as mark:

@@ -124,6 +124,18 @@ def test_numpy_says_the_same(layout: tuple[tuple[int, ...], tuple[int, ...]], dt
     assert offered.shape == view.shape and offered.extent == view.extent and offered.compact == view.compact
 
 
+@given(views)
+def test_turned_round_it_is_the_same_elements(view: View) -> None:
+    turned, axes = view.forwards()
+    assert min(turned.strides, default=0) >= 0 and turned.shape == view.shape
+    assert set(axes) == {axis for axis, stride in enumerate(view.strides) if stride < 0}
+    assert turned._replace(address=0, strides=()) == view._replace(address=0, strides=())
+    ranges = [reversed(range(n)) if axis in axes else range(n) for axis, n in enumerate(view.shape)]
+    at = [sum(i * s for i, s in zip(index, turned.strides, strict=True)) for index in itertools.product(*ranges)]
+    size = view.itemsize
+    assert [turned.address + size * i for i in at] == [view.address + size * i for i in offsets(view)]
+
+
 @given(st.lists(st.integers(0, 5), max_size=5))
 def test_row_major_is_compact(shape: list[int]) -> None:
     view = View(64, tuple(shape), row_major(shape), "float32", 0)
