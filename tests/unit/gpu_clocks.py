@@ -17,12 +17,15 @@ NOT_READY, INVALID, NO_CONTEXT, CAPTURE = 600, 1, 201, 900
 
 
 class Driver:
-    """`asked` has every call by name, `fails` the code of those that shall fail."""
+    """`asked` has every call by name, `fails` the code of those that shall fail, `waits` counts how often the host had to
+    wait in one of them for work that was not over.
+    """
 
     def __init__(self, gpus: int = 2) -> None:
         self.asked: list[str] = []
         self.fails: dict[str, int] = {}
         self.wrong: list[str] = []
+        self.waits = 0
         self.freed: list[int] = []
         self.over: set[int] = set()
         self.capturing: set[int] = set()
@@ -111,6 +114,10 @@ class Driver:
             return self._known[self.stack[-1] if self.stack else PRIMARY, 0]
         return self._known[self._of[stream], stream]
 
+    def _wait(self, work: set[int]) -> None:
+        self.waits += not work <= self.over
+        self.over |= work
+
     # the driver's calls
 
     def __getattribute__(self, name: str) -> Any:
@@ -195,14 +202,14 @@ class Driver:
     def cuCtxSynchronize(self) -> int:  # noqa: N802
         if not self.stack:
             return NO_CONTEXT
-        self.over |= set().union(*(known for (of, _), known in self._known.items() if of == self.stack[-1]))
+        self._wait(set().union(*(known for (of, _), known in self._known.items() if of == self.stack[-1])))
         return 0
 
     def cuEventQuery(self, event: int) -> int:  # noqa: N802
         return 0 if self.events[event] <= self.over else NOT_READY
 
     def cuEventSynchronize(self, event: int) -> None:  # noqa: N802
-        self.over |= self.events[event]
+        self._wait(self.events[event])
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:  # noqa: N802
         if stream in (0, 1, 2) and not self.stack:
@@ -225,7 +232,7 @@ class Driver:
         ctypes.memmove(to, source, nbytes)
 
     def cuStreamSynchronize(self, stream: int) -> None:  # noqa: N802
-        self.over |= self._at(stream)
+        self._wait(self._at(stream))
 
     def cuStreamCreate(self, out: Any, flags: int) -> None:  # noqa: N802
         out.value = self.stream(self.stack[-1] if self.stack else PRIMARY)
