@@ -68,7 +68,7 @@ def cases(source: str, not_made: Callable[[str, Exception], None]) -> Iterator[t
 
     square = np.arange(4096, dtype=np.float32).reshape(64, 64) % 97
     if source in ("rmm", "cuda.core"):
-        whole = square.view(np.uint8).reshape(-1)
+        whole = square.view(np.uint8 if source == "rmm" else np.int8).reshape(-1)  # as each calls its bytes
         makers: dict[str, Callable[[], tuple[Any, Any]]] = {
             "a whole buffer": lambda: (make(source, whole), whole),
             "zero-size": lambda: (make(source, whole[:0]), whole[:0]),

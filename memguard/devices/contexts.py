@@ -232,18 +232,20 @@ def relax() -> bool:
     return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
 
 
-@contextlib.contextmanager
-def beside_captures() -> Iterator[None]:
+class beside_captures:  # noqa: N801 (a context manager)
     """Calls of this thread that free memory do not spoil a CUDA graph that another thread captures meanwhile.
 
     `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a capture
     of torch's without this, and does not with it.
     """
-    driver = loaded()
-    mode = ctypes.c_int(_RELAXED)
-    changed = driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
-    try:
-        yield
-    finally:
-        if changed and driver is not None:
-            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    __slots__ = ("_changed", "_mode")
+
+    def __enter__(self) -> None:
+        driver, self._mode = loaded(), ctypes.c_int(_RELAXED)
+        self._changed = driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode)) == 0
+
+    def __exit__(self, *_: object) -> None:
+        driver = loaded()
+        if self._changed and driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))

@@ -108,13 +108,11 @@ class Mark:
             _check("recording an event", code)
 
     def passed(self) -> bool:
-        """Whether all of it is done. Never waits."""
+        """Whether all of it is done. Never waits, and spoils no CUDA graph that is captured meanwhile."""
         if not self._event:
             return True
-        code = self._calls.query(self._event)
-        if code not in (0, _NOT_READY):
-            _check("cuEventQuery", code)
-        return bool(code == 0)
+        with contexts.beside_captures():
+            return self._over()
 
     def before(self, stream: int) -> None:
         """What `stream` of the same GPU is given from now on runs after it. The host does not wait."""
@@ -125,9 +123,16 @@ class Mark:
 
     def wait(self) -> None:
         """The host waits for it, without the GIL and without spoiling a CUDA graph that is captured meanwhile."""
-        if self._event and not self.passed():
+        if self._event:
             with contexts.beside_captures():
-                _check("cuEventSynchronize", self._calls.synchronize(self._event))
+                if not self._over():
+                    _check("cuEventSynchronize", self._calls.synchronize(self._event))
+
+    def _over(self) -> bool:
+        code = self._calls.query(self._event)
+        if code not in (0, _NOT_READY):
+            _check("cuEventQuery", code)
+        return bool(code == 0)
 
     def close(self) -> None:
         event, self._event = self._event, 0
@@ -157,7 +162,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
         with Mark(ordinal, first, context) as mark:
             if then is None:
                 mark.wait()
-            elif captured or not mark.passed():  # of an event in a capture nothing may be asked
+            else:
                 mark.before(then)
 
 

@@ -7,6 +7,7 @@ may run on any thread, and takes the GIL there.
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 from memguard.exchange.loans import Loan
@@ -16,46 +17,17 @@ CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
-class _Device(ctypes.Structure):
-    _fields_ = (("kind", ctypes.c_int32), ("id", ctypes.c_int32))
-
-
-class _DType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-class _Versioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
-    )
-
-
+_TENSOR = struct.Struct("@QiiiBBHQQQ")
+"""A `DLTensor`: address, device's kind and number, dimensions, dtype's code, bits and lanes, shape, strides, offset."""
+_VERSION = struct.Struct("@IIQQQ")
+"""What comes before it in a versioned capsule: major and minor version, context, deleter, flags."""
 _valid = ctypes.pythonapi.PyCapsule_IsValid
 _valid.restype, _valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
+_HEAD = struct.Struct("@QiiiB")
+"""How a `DLTensor` begins, up to the dtype's code."""
 _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 """NumPy's dtypes by size: what the elements mean is written into the capsule afterwards."""
 
@@ -71,27 +43,29 @@ def read(capsule: Any) -> View:
     """
     readonly = False
     if _valid(capsule, b"dltensor"):
-        tensor = _Managed.from_address(_pointer(capsule, b"dltensor")).tensor
+        at = _pointer(capsule, b"dltensor")
     elif _valid(capsule, b"dltensor_versioned"):
-        versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
-        if versioned.major != 1:
-            raise Unreadable(f"its capsule is of DLPack {versioned.major}")
-        tensor, readonly = versioned.tensor, bool(versioned.flags & _READ_ONLY)
+        at = _pointer(capsule, b"dltensor_versioned")
+        major, _, _, _, flags = _VERSION.unpack(ctypes.string_at(at, _VERSION.size))
+        if major != 1:
+            raise Unreadable(f"its capsule is of DLPack {major}")
+        at, readonly = at + _VERSION.size, bool(flags & _READ_ONLY)
     else:
         raise Unreadable("its DLPack capsule was used before")
-    kind, number = tensor.device.kind, tensor.device.id
+    address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack(
+        ctypes.string_at(at, _TENSOR.size)
+    )
     if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise Unreadable(f"it lies on a device of DLPack's kind {kind}, neither the host nor a CUDA GPU")
-    dtype = dtype_of_code(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
+    dtype = dtype_of_code(code, bits, lanes)
     if dtype is None:
         raise Unreadable(
-            f"its dtype (DLPack code {tensor.dtype.code}, {tensor.dtype.bits} bits, {tensor.dtype.lanes} lanes) "
-            "is not one that can be handed over"
+            f"its dtype (DLPack code {code}, {bits} bits, {lanes} lanes) is not one that can be handed over"
         )
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else row_major(shape)
+    shape = struct.unpack(f"@{ndim}q", ctypes.string_at(extents, 8 * ndim)) if ndim else ()
+    strides = struct.unpack(f"@{ndim}q", ctypes.string_at(steps, 8 * ndim)) if steps and ndim else row_major(shape)
     device = number if kind in (CUDA, CUDA_MANAGED) else None
-    return View((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, device, readonly)
+    return View(address + offset, shape, strides, dtype, device, readonly)
 
 
 def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
@@ -104,11 +78,9 @@ def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
     import numpy
 
     made = numpy.asarray(_Block(view, loan)).__dlpack__()
-    tensor = _Managed.from_address(_pointer(made, b"dltensor")).tensor
-    tensor.data = view.address
-    tensor.dtype.code = DTYPES[view.dtype][0]
-    if device is not None:
-        tensor.device.kind, tensor.device.id = CUDA, device
+    head = (ctypes.c_char * _HEAD.size).from_address(_pointer(made, b"dltensor"))
+    place = (CPU, 0) if device is None else (CUDA, device)
+    _HEAD.pack_into(head, 0, view.address, *place, len(view.shape), DTYPES[view.dtype][0])
     return made
 
 

@@ -32,6 +32,7 @@ class Offer(NamedTuple):
     stream   the lender's: memory that goes back is used next on it; None where it has none to tell
     context  that the memory belongs to, where it is not the GPU's primary one
     thread   the only one that may let go of `owner`; None for any
+    done     whether its values are there already, so that nobody has to wait for them
     """
 
     lender: str
@@ -40,6 +41,7 @@ class Offer(NamedTuple):
     stream: int | None = None
     context: int | None = None
     thread: int | None = None
+    done: bool = False
 
 
 class Loan:
@@ -65,14 +67,19 @@ class Loan:
         """The last view is gone. Any thread, any moment; a second call does nothing."""
         if _open.pop(id(self), None) is None:
             return
-        offer = self.offer
         mark = None
-        if offer.view.device is not None and not self.settles:
-            mark = _under_way(offer, self.stream)
-        if mark is None and offer.thread in (None, threading.get_ident()):
-            return  # the owner goes with this frame
-        _parked.append((offer, mark))
+        if self.offer.view.device is not None and not self.settles:
+            mark = _under_way(self.offer, self.stream)
+        if mark is None and self.offer.thread in (None, threading.get_ident()):
+            return  # the owner goes with the loan
+        _parked.append((self._hand_on(), mark))
         _sweeper.wake()
+
+    def _hand_on(self) -> Offer:
+        """The offer, which nobody here holds any more: its owner goes on the thread that takes it from the parked."""
+        offer = self.offer
+        del self.offer
+        return offer
 
 
 class _Entry(NamedTuple):
@@ -150,10 +157,8 @@ def _under_way(offer: Offer, stream: int | None) -> Mark | None:
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # what is next done with the memory comes after it anyway
         mark = Mark(device, stream)
-        if _passed(mark):
-            return None
         if offer.stream is None:
-            return mark
+            return None if _passed(mark) else mark
     except DeviceError as error:
         _log.debug("exchange: %s", error)
         return None

@@ -59,6 +59,16 @@ class Obstacle:
 def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
     """What keeps `taker` from sharing this memory; None where nothing does. `device` is where its array should lie."""
     copy = "copy=True"
+    alignment = taker.host_alignment if view.device is None else taker.alignment
+    placed = view.device == device and (taker.on_host if device is None else taker.on_gpu)
+    if (
+        placed
+        and view.dtype in taker.dtypes
+        and view.compact
+        and not view.address % alignment
+        and not (view.readonly and taker.writes)
+    ):
+        return None  # most are: the rest is for the others
     if view.dtype not in taker.dtypes:
         return Obstacle(f"{taker.title} has no arrays of dtype {view.dtype} that can be shared", _cast(view), False)
     if view.device is None and not taker.on_host:
@@ -79,7 +89,6 @@ def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
         return Obstacle(
             f"{taker.title} misreads arrays that repeat their elements: its strides are {view.strides}", copy
         )
-    alignment = taker.host_alignment if view.device is None else taker.alignment
     if view.address % alignment:
         past = view.address % alignment
         return Obstacle(

@@ -43,8 +43,7 @@ class CuPy(Arrays):
     def stream(self, device: int) -> int | None:
         import cupy
 
-        with cupy.cuda.Device(device):
-            stream = cupy.cuda.get_current_stream()
+        stream = cupy.cuda.get_current_stream(device)
         return streams.Handle(stream.ptr, stream)
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:

@@ -74,7 +74,8 @@ class JAX(Arrays):
                 f"JAX makes a narrower copy of {view.dtype} as long as its 64-bit types are off",
                 'jax.config.update("jax_enable_x64", True), or cast it where it comes from',
             )
-        array = jax.dlpack.from_dlpack(dlpack.Exporter(view, loan, view.device, before))
+        exporter = _Done if loan.offer.done else dlpack.Exporter
+        array = jax.dlpack.from_dlpack(exporter(view, loan, view.device, before))
         if view.size and array.unsafe_buffer_pointer() != view.address:
             raise CannotShare(
                 loan.offer.lender, self.name, "JAX copied it instead of sharing it", "copy=True, if that is wanted"
@@ -117,3 +118,12 @@ def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, 
     for axis in reversed(order):
         found[axis], step = step, step * max(shape[axis], 1)
     return tuple(found)
+
+
+class _Done(dlpack.Exporter):
+    """Of memory that nobody has to wait for. JAX makes no stream ready for what it knows TensorFlow's tensors by, which
+    takes it half the time; under any other name this works too.
+    """
+
+
+_Done.__qualname__, _Done.__module__ = "EagerTensor", "tensorflow.python.framework.ops"

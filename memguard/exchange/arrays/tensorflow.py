@@ -59,10 +59,10 @@ class TensorFlow(Arrays):
         if view.device is not None and view.size:  # the capsule's is TensorFlow's own number of the GPU
             found = streams.place(view.address)
             view = View(view.address, view.shape, view.strides, view.dtype, found[0] if found else view.device)
-        return Offer(self.name, view, capsule)
+        return Offer(self.name, view, capsule, done=True)
 
     def ready(self, offer: Offer, then: int | None) -> None:
-        """`to_dlpack` has waited."""
+        """`to_dlpack` has waited: the values are there."""
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import tensorflow as tf

@@ -73,5 +73,5 @@ class _Stream:
         return bool(fake_card.capturing)
 
 
-def get_current_stream():
+def get_current_stream(device_id=-1):
     return _Stream()
