@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -574,6 +575,41 @@ result["broken"] = refused(lambda: to(Broken(plain), "torch"))
     assert found["subclass"] == "shared" and "not today" in found["broken"][2]
     for borrower in NAMES:
         assert found[borrower] == [True, True, "test"], "named by the module it is of"
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_the_models_of_the_arrays_have_nothing_that_the_frameworks_have_not(beside_all: Run) -> None:
+    """`tests/contract/fake_arrays.py`, by its names."""
+    found = beside_all(f"""
+import sys
+sys.path += [{str(TESTS / "unit")!r}, {str(TESTS / "contract")!r}]
+import fake_arrays, gpu_clocks, types
+fake_arrays.World(gpu_clocks.Driver())
+import cupy, numba.cuda
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+real = {{"torch": torch.zeros(2), "tensorflow": tf.zeros(2), "jax": jnp.zeros(2), "cupy": cupy.ndarray,
+         "numba.cuda": DeviceNDArray}}
+lacking, seen = [], 0
+def compare(fake, real, path):
+    global seen
+    for name in vars(fake):
+        if not name.startswith("_"):
+            seen += 1
+            if not hasattr(real, name):
+                lacking.append(path + "." + name)
+            elif isinstance(vars(fake)[name], types.SimpleNamespace):
+                compare(vars(fake)[name], getattr(real, name), path + "." + name)
+for name, array in real.items():
+    compare(fake_arrays.now.modules[name], sys.modules[name], name)
+    for member in vars(fake_arrays.CLASSES[name.partition(".")[0]]):
+        if member not in ("of", "named", "from_dlpack", "to_dlpack", "as_cuda_array") and not hasattr(array, member):
+            lacking.append(name + " array." + member)
+result["lacking"], result["seen"] = lacking, seen
+""")
+    assert found["lacking"] == ["numba.cuda array.dtype"], "which its instances have"
+    assert found["seen"] > 20
 
 
 EXIT = """

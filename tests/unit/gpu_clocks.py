@@ -17,8 +17,9 @@ NOT_READY, INVALID, NO_CONTEXT, CAPTURE = 600, 1, 201, 900
 
 
 class Driver:
-    """`asked` has every call by name, `fails` the code of those that shall fail, `waits` counts how often the host had to
-    wait in one of them for work that was not over.
+    """`asked` has every call by name, `fails` the code of those that shall fail.
+
+    `waits` counts how often the host had to wait in one of them for work that was not over.
     """
 
     def __init__(self, gpus: int = 2) -> None:
