@@ -106,7 +106,7 @@ def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | Non
             giver.ready(offer, None)
         return giver.copy(x, where), _way(view.device, where)
     if rules.obstacle(writable.view, taker.taker, view.device) is not None or not (view.compact or taker.taker.strided):
-        giver, x = _compacted(x, giver, writable)
+        giver, x = compacted(x, giver, writable)
         writable = giver.offer(x)
         left = rules.obstacle(writable.view, taker.taker, view.device)
         if left is not None:
@@ -122,7 +122,7 @@ def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | Non
     return made, _way(view.device, where)
 
 
-def _compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
+def compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
     """The array without gaps: by its own framework, or by one of those that are imported and can."""
     view = offer.view
     if giver.gathers is Layout.FORWARD or (giver.gathers is Layout.COMPACT and view.compact):
@@ -148,7 +148,7 @@ def _downloaded(x: Any, giver: Arrays, offer: Offer) -> Any:
 
     view = offer.view
     if not view.compact:
-        giver, x = _compacted(x, giver, offer._replace(view=view._replace(readonly=False)))
+        giver, x = compacted(x, giver, offer._replace(view=view._replace(readonly=False)))
         offer = giver.offer(x)
         giver.ready(offer, None)
     made: Any = numpy.empty(view.shape, numpy.dtype(view.dtype))

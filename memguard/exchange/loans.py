@@ -8,6 +8,7 @@ own, and PyCUDA, whose memory must be freed where it was taken, on the thread th
 
 from __future__ import annotations
 
+import _thread
 import logging
 import sys
 import threading
@@ -193,9 +194,15 @@ class _Sweeper:
         if self._running or not any(offer.thread is None for offer, _ in list(_parked)):
             return
         self._running = True
+        try:  # a thread of `threading` takes locks to begin, which may be held where a destructor runs
+            _thread.start_new_thread(self._begin, ())
+        except RuntimeError:  # the interpreter is ending
+            self._running = False
+
+    def _begin(self) -> None:
         try:
             threading.Thread(target=self._run, name="memguard-exchange", daemon=True).start()
-        except RuntimeError:  # the interpreter is ending
+        except RuntimeError:
             self._running = False
 
     def _run(self) -> None:

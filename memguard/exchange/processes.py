@@ -205,7 +205,7 @@ def _nothing(view: View, uuid: str) -> Export:
 def _copied(x: Any, giver: Arrays, offer: Offer, uuid: str) -> Export:
     if not offer.view.compact:
         shown = offer._replace(view=offer.view._replace(readonly=False))
-        giver, x = handover._compacted(x, giver, shown)
+        giver, x = handover.compacted(x, giver, shown)
         offer = giver.offer(x)
     view, device = offer.view, offer.view.device or 0
     giver.ready(offer, None)

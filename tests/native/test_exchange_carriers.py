@@ -47,7 +47,7 @@ try:
     from memguard.exchange import handover
     from memguard.exchange.arrays import registry
     lender = registry.of(Unknown(base[::-1]))
-    handover._compacted(Unknown(base[::-1]), lender, lender.offer(Unknown(base[::-1])))
+    handover.compacted(Unknown(base[::-1]), lender, lender.offer(Unknown(base[::-1])))
 except CannotShare as error:
     result["reason"], result["remedy"] = error.reason, error.remedy
 """

@@ -278,7 +278,7 @@ def test_the_sweeper_is_one_daemon_and_starts_again(driver: Driver) -> None:
         for lending in lendings:
             driver.read(theirs, lending.address)
             lending.end()
-        assert [thread.daemon for thread in sweepers()] == [True]
+        assert until(lambda: [thread.daemon for thread in sweepers()] == [True])
         driver.finish()
         assert until(lambda lendings=lendings: all(lending.given_back() for lending in lendings))  # type: ignore[misc]
         assert until(lambda: not sweepers())
@@ -297,11 +297,12 @@ def test_a_thread_that_cannot_start_is_tried_again(driver: Driver, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", Ending)
         lending.end()
+        assert until(lambda: not loans._sweeper._running)
     assert not lending.given_back() and not sweepers()
     second = Lending(driver, theirs, None)
     driver.read(theirs, second.address)
     second.end()
-    assert len(sweepers()) == 1
+    assert until(lambda: len(sweepers()) == 1)
     driver.finish()
     assert until(lambda: lending.given_back() and second.given_back())
 
@@ -502,3 +503,21 @@ def test_a_captured_stream_neither_waits_nor_is_waited_for(driver: Driver, who: 
     assert "cuEventRecord" not in driver.asked and driver.capturing, "and the capture goes on"
     driver.capturing |= set(both)
     streams.follow(0, *both)
+
+
+def test_a_loan_may_end_where_threadings_own_lock_is_held(driver: Driver) -> None:
+    """As when the collector runs inside `threading.enumerate()`."""
+    theirs = driver.stream()
+    lending = Lending(driver, theirs, None)
+    driver.read(theirs, lending.address)
+
+    def ends() -> None:
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            lending.end()
+
+    thread = threading.Thread(target=ends, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    driver.finish()
+    assert until(lambda: lending.given_back())

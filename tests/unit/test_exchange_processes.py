@@ -279,7 +279,7 @@ def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: py
     def compacted(x: Any, giver: Any, offer: Any) -> tuple[Any, Any]:
         return giver, Array(numpy.ascontiguousarray(x.values))
 
-    monkeypatch.setattr(handover, "_compacted", compacted)
+    monkeypatch.setattr(handover, "compacted", compacted)
     with export(Array(whole.T)) as handle:
         child = start(HOLD + "wait()", str(handle))
         assert child.says() == whole.T.tolist()
