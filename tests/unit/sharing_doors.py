@@ -47,8 +47,8 @@ class Array:
 class Shown:
     """What the fake CuPy makes of a capsule: `values` lie in the memory that it was shown."""
 
-    def __init__(self, exporter: Any) -> None:
-        self.taken = Taken(exporter.__dlpack__(stream=-1))
+    def __init__(self, capsule: Any) -> None:
+        self.taken = Taken(capsule)
         values = (ctypes.c_char * self.nbytes).from_address(self.taken.address) if self.nbytes else b""
         kind = {(2, 32): "f4", (0, 64): "i8"}[self.taken.code, self.taken.bits]
         self.values = numpy.frombuffer(values, kind).reshape(self.taken.shape)
@@ -66,7 +66,7 @@ def cupy() -> types.ModuleType:
     made.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     here = types.SimpleNamespace(ptr=7)
     made.ndarray = made.from_dlpack = Shown
-    made.cuda = types.SimpleNamespace(Device=Device, get_current_stream=lambda: here)
+    made.cuda = types.SimpleNamespace(Device=Device, get_current_stream=lambda device: here)
     module: types.ModuleType = made
     return module
 
