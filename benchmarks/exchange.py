@@ -517,11 +517,12 @@ class Child:
 
     def __init__(self, target: str) -> None:
         code = _CHILD.format(benchmarks=str(Path(__file__).resolve().parent), names=(target,), target=target)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
         self._said("READY")

@@ -137,16 +137,17 @@ class UnderPressure(MemguardError):
 class CannotShare(MemguardError):
     """An array cannot be handed to another framework as it was asked for. Nothing was copied, nothing is lost.
 
-    `source` and `target` are frameworks; `target` is None where no other would get it either.
+    `source` and `target` are frameworks; `target` is None where no other would get it either. `copied` where a copy
+    was asked for.
     """
 
-    def __init__(self, source: str, target: str | None, reason: str, remedy: str) -> None:
-        self.source, self.target, self.reason, self.remedy = source, target, reason, remedy
+    def __init__(self, source: str, target: str | None, reason: str, remedy: str, copied: bool = False) -> None:
+        self.source, self.target, self.reason, self.remedy, self.copied = source, target, reason, remedy, copied
         pair = source if target is None else f"{source} to {target}"
-        super().__init__(f"{pair}: cannot share this array: {reason}\n    fix: {remedy}")
+        super().__init__(f"{pair}: cannot {'copy' if copied else 'share'} this array: {reason}\n    fix: {remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.source, self.target, self.reason, self.remedy)
+        return type(self), (self.source, self.target, self.reason, self.remedy, self.copied)
 
 
 class NotActive(MemguardError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
-from memguard.devices import contexts
+from memguard.devices import contexts, streams
 from memguard.errors import DeviceError
 from memguard.units import MIB
 
@@ -14,21 +15,26 @@ STAGE = 16 * MIB
 """Bytes of each of the two pinned buffers that a copy from a GPU to the host goes through."""
 
 
-def device(to: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses on GPUs, the same one or two (`cuMemcpy`), and wait for it.
+def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
+    """Copy between two addresses on GPUs (`cuMemcpy`), the same one or two, and wait for it. `ordinal` is one of them.
 
     Measured: between two GPUs it makes this process a context on the other one, 518 MiB on an H200.
     """
-    cuda = _cuda()
-    with contexts.beside_captures():
+    cuda = streams.loaded()
+    with contexts.entered(_context(ordinal)), contexts.beside_captures():
         _check("cuMemcpy", cuda.cuMemcpy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)))
         _check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # from GPU to GPU the host does not wait
 
 
-def to_host(to: int, source: int, nbytes: int) -> None:
-    """Copy from a GPU to pageable memory, through two pinned buffers: one is filled while the other is emptied."""
-    cuda = _cuda()
-    with contexts.beside_captures(), _pinned(cuda, min(nbytes, STAGE)) as first, _pinned(cuda, STAGE) as second:
+def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
+    """Copy from the GPU `ordinal` to pageable memory, through two pinned buffers: one is filled, the other emptied."""
+    cuda = streams.loaded()
+    with (
+        contexts.entered(_context(ordinal)),
+        contexts.beside_captures(),
+        _pinned(cuda, min(nbytes, STAGE)) as first,
+        _pinned(cuda, min(max(nbytes - STAGE, 1), STAGE)) as second,
+    ):
         buffers, stream = (first, second), _stream(cuda)
         try:
             parts = [(start, min(STAGE, nbytes - start)) for start in range(0, nbytes, STAGE)]
@@ -50,8 +56,16 @@ def to_host(to: int, source: int, nbytes: int) -> None:
             cuda.cuStreamDestroy_v2(stream)
 
 
+def _context(ordinal: int) -> int:
+    """The context to copy in: this thread may have none, also where its framework has just been used."""
+    context = contexts.primary(ordinal) or contexts.current_handle()
+    if context is None:
+        raise DeviceError(f"cuda:{ordinal} has no context in this process\n    fix: make an array on it first")
+    return context
+
+
 @contextlib.contextmanager
-def _pinned(cuda: ctypes.CDLL, size: int) -> Iterator[int]:
+def _pinned(cuda: Any, size: int) -> Iterator[int]:
     address = ctypes.c_void_p()
     _check("cuMemHostAlloc", cuda.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0))
     try:
@@ -60,17 +74,10 @@ def _pinned(cuda: ctypes.CDLL, size: int) -> Iterator[int]:
         cuda.cuMemFreeHost(address)
 
 
-def _stream(cuda: ctypes.CDLL) -> ctypes.c_void_p:
+def _stream(cuda: Any) -> ctypes.c_void_p:
     stream = ctypes.c_void_p()
     _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), 1))  # CU_STREAM_NON_BLOCKING
     return stream
-
-
-def _cuda() -> ctypes.CDLL:
-    cuda = contexts.loaded()
-    if cuda is None:
-        raise DeviceError("nothing has initialised CUDA in this process\n    fix: make an array on the GPU first")
-    return cuda
 
 
 def _check(call: str, code: int) -> None:

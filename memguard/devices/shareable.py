@@ -119,7 +119,7 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
             if rest:  # what others had in it is nobody's business
                 behind = ctypes.c_uint64(copied + nbytes)
                 _check("cuMemsetD8", cuda.cuMemsetD8_v2(behind, ctypes.c_ubyte(0), ctypes.c_size_t(rest)))
-            copies.device(copied, address, nbytes)
+            copies.device(copied, address, nbytes, ordinal)
         fd = ctypes.c_int(-1)
         given = cuda.cuMemExportToShareableHandle(ctypes.byref(fd), handle, _FILE, ctypes.c_ulonglong(0))
         _check("cuMemExportToShareableHandle", given)
@@ -221,7 +221,7 @@ def _present(ordinal: int) -> Iterator[Any]:
             yield cuda
     except BaseException:
         if new:
-            del _retained[ordinal]
+            _retained.pop(ordinal, None)
             cuda.cuDevicePrimaryCtxRelease_v2(device)
         raise
 

@@ -19,8 +19,8 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _CAPTURED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-_NAMED = 2
-"""Handles up to this name a default stream of the current context."""
+PER_THREAD = _NAMED = 2
+"""CU_STREAM_PER_THREAD. Handles up to this name a default stream of the current context."""
 LEGACY = 1
 """CU_STREAM_LEGACY, as DLPack and the CUDA array interface name the default stream."""
 _idle: dict[int, list[int]] = {}
@@ -105,6 +105,7 @@ class Mark:
         if code:
             calls.destroy(event)  # in whatever state it is, it is no use any more
             self._event = 0
+            _idle.pop(self._of, None)  # of a context that was reset, none is any more
             _check("recording an event", code)
 
     def passed(self) -> bool:

@@ -177,6 +177,8 @@ def receive(connection: socket.socket, seconds: float) -> tuple[dict[str, Any], 
                     fds.extend(came)
                     for fd in came:
                         undo.callback(os.close, fd)
+            if flags & socket.MSG_CTRUNC and not fds:
+                raise Garbage("this process has no file descriptor left for it (ulimit -n)")
             if flags & socket.MSG_CTRUNC or len(fds) > 1:
                 raise Garbage("more file descriptors than one")
             if not part:

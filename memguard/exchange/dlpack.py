@@ -51,7 +51,11 @@ def read(capsule: Any) -> View:
             raise Unreadable(f"its capsule is of DLPack {major}")
         at, readonly = at + _VERSION.size, bool(flags & _READ_ONLY)
     else:
-        raise Unreadable("its DLPack capsule was used before")
+        raise Unreadable(
+            "its DLPack capsule was used before"
+            if type(capsule).__name__ == "PyCapsule"
+            else f"its library gives a {type(capsule).__name__} for a DLPack capsule"
+        )
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack(
         ctypes.string_at(at, _TENSOR.size)
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from memguard.devices import copies, streams
 from memguard.errors import CannotShare
-from memguard.exchange import loans, rules
+from memguard.exchange import arguments, loans, rules
 from memguard.exchange.arrays import registry
 from memguard.exchange.arrays.base import Arrays
 from memguard.exchange.loans import Offer
@@ -47,11 +47,14 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
     `stream` is the one that will use the result (a handle, or any object with `__cuda_stream__`); without it the
     framework's current one, or the host where it has none to tell. The memory lives as long as any view of it.
     """
-    taker, giver = registry.by_name(framework), registry.of(x)
-    then = _handle(stream, taker)
+    taker = registry.by_name(framework)
+    arguments.check(copy, device, taker)
+    giver, then = registry.of(x), arguments.handle(stream, taker)
     if giver is taker and device is None and not copy:
         return x
     offer = giver.offer(x)
+    if giver.immutable and copy is None and taker.keeps_readonly:
+        offer = offer._replace(view=offer.view._replace(readonly=True))
     view = offer.view
     where = taker.place(view, device)
     if giver is taker and view.device == where and not copy:
@@ -62,11 +65,18 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
         if giver.reservation(x) is None and rules.obstacle(writable, taker.taker, where) is None:
             hindrance = None
     if hindrance is not None and not (copy and hindrance.copied):
-        raise CannotShare(offer.lender, taker.name, hindrance.reason, hindrance.remedy)
-    if copy:
-        made, way = _copied(x, giver, taker, offer, where, then)
-    else:
-        made, way = _shared(giver, taker, offer, then), "shared"
+        raise CannotShare(offer.lender, taker.name, hindrance.reason, hindrance.remedy, copied=bool(copy))
+    try:
+        if copy:
+            made, way = _copied(x, giver, taker, offer, where)
+            if then is not None and where is not None:  # the copy was made on the framework's own stream
+                streams.follow(where, taker.stream(where), then)
+        else:
+            made, way = _shared(giver, taker, offer, then), "shared"
+    except streams.Captured as error:
+        raise CannotShare(
+            offer.lender, taker.name, str(error), "hand arrays over before the capture begins", copied=bool(copy)
+        ) from error
     _last.route = Route(offer.lender, taker.name, way, view.nbytes, hindrance.reason if hindrance else "")
     _log.debug("exchange: %s", _last.route)
     return made
@@ -80,46 +90,57 @@ def last_route() -> Route | None:
 def _shared(giver: Arrays, taker: Arrays, offer: Offer, then: int | None) -> Any:
     device = offer.view.device
     uses = then if then is not None or device is None else taker.stream(device)
-    loan = loans.begin(offer, taker.name, uses, taker.taker.settles)
+    loan = loans.begin(offer, taker.name, uses, taker.taker.settles, taker.context(device))
     try:
         return taker.take(offer.view, loan, lambda stream: giver.ready(offer, stream), uses)
-    except streams.Captured as error:
-        loan.cancel()
-        raise CannotShare(offer.lender, taker.name, str(error), "hand arrays over before the capture begins") from error
     except BaseException:
         loan.cancel()
         raise
 
 
-def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | None, then: int | None) -> tuple[Any, str]:
+def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | None) -> tuple[Any, str]:
     """A copy in the target's own memory. What it cannot be shown is compacted first, by the framework it is of."""
     view = offer.view
-    if where is None and view.device is not None:
+    if view.device is not None and where is None:
         giver.ready(offer, None)
         return _downloaded(x, giver, offer), f"copied from cuda:{view.device} through pinned host memory"
-    if where is not None and view.device is None:
-        host = _shared(giver, registry.by_name("numpy"), offer._replace(view=view._replace(readonly=False)), None)
-        return taker.upload(host, where), f"copied from the host to cuda:{where}"
-    writable = offer._replace(view=view._replace(readonly=False))
+    if view.device is None and where is not None:
+        return _uploaded(x, giver, taker, offer, where), f"copied from the host to cuda:{where}"
     if giver is taker:
-        if giver.waits == "host":
+        if where != view.device or giver.waits == "host":
             giver.ready(offer, None)
-        return giver.copy(x, where), _way(view.device, where)
-    if rules.obstacle(writable.view, taker.taker, view.device) is not None or not (view.compact or taker.taker.strided):
-        giver, x = compacted(x, giver, writable)
-        writable = giver.offer(x)
-        left = rules.obstacle(writable.view, taker.taker, view.device)
-        if left is not None:
-            raise CannotShare(writable.lender, taker.name, left.reason, left.remedy)
-    if view.device is None or where is None:
-        return taker.copy(_shared(giver, taker, writable, None), where), _way(view.device, where)
-    shown = _shared(giver, taker, writable, None)  # on the target's own stream: its copy runs there
-    made = taker.copy(shown, where)
-    if where != view.device:  # on streams of both GPUs, which the loan knows nothing of
+        made = giver.copy(x, where)
+    else:
+        writable = offer._replace(view=view._replace(readonly=False))
+        if rules.obstacle(writable.view, taker.taker, view.device) or not (view.compact or taker.taker.strided):
+            giver, x = compacted(x, giver, writable)
+            writable = giver.offer(x)
+            left = rules.obstacle(writable.view, taker.taker, view.device)
+            if left is not None:
+                raise CannotShare(writable.lender, taker.name, left.reason, left.remedy, copied=True)
+        if where != view.device:  # the copy may run on a stream of the other GPU
+            giver.ready(writable, None)
+        made = taker.copy(_shared(giver, taker, writable, None), where)  # on the target's own stream, as its views
+    if where is not None and where != view.device:  # on streams of both, which a loan knows nothing of
         streams.follow(where, None, None)
-    elif then is not None:
-        streams.follow(where, taker.stream(where), then)
     return made, _way(view.device, where)
+
+
+def _uploaded(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int) -> Any:
+    """By the target, from a NumPy array: in that form all of them take host memory."""
+    numpy = registry.by_name("numpy")
+    if offer.view.dtype not in numpy.taker.dtypes:
+        raise CannotShare(
+            offer.lender,
+            taker.name,
+            f"NumPy, by which it would go, has no dtype {offer.view.dtype}",
+            "bring it to a GPU in its own framework first",
+            copied=True,
+        )
+    if not offer.view.compact:
+        giver, x = compacted(x, giver, offer._replace(view=offer.view._replace(readonly=False)))
+        offer = giver.offer(x)
+    return taker.upload(_shared(giver, numpy, offer, None), where)
 
 
 def compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
@@ -153,7 +174,7 @@ def _downloaded(x: Any, giver: Arrays, offer: Offer) -> Any:
         giver.ready(offer, None)
     made: Any = numpy.empty(view.shape, numpy.dtype(view.dtype))
     if view.size:
-        copies.to_host(made.ctypes.data, offer.view.address, view.nbytes)
+        copies.to_host(made.ctypes.data, offer.view.address, view.nbytes, view.device or 0)
     return made
 
 
@@ -161,21 +182,3 @@ def _way(source: int | None, where: int | None) -> str:
     if source == where:
         return "copied" if source is None else f"copied on cuda:{source}"
     return f"copied from cuda:{source} to cuda:{where}"
-
-
-def _handle(stream: Any, taker: Arrays) -> int | None:
-    """The handle of a stream, whoever made it."""
-    if stream is None:
-        return None
-    if not taker.told:
-        raise ValueError(f"{taker.name} chooses its streams itself: stream= cannot be given\n    fix: leave it out")
-    if isinstance(stream, int):
-        return stream
-    if hasattr(stream, "__cuda_stream__"):
-        protocol = stream.__cuda_stream__
-        return streams.Handle((protocol() if callable(protocol) else protocol)[1], stream)
-    for name in ("cuda_stream", "ptr", "handle"):  # PyTorch's, CuPy's, PyCUDA's and Numba's
-        found = getattr(stream, name, None)
-        if found is not None:
-            return streams.Handle(int(getattr(found, "value", found) or 0), stream)
-    raise ValueError(f"{stream!r} is no stream\n    fix: a stream of the framework's, or its handle as an int")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from memguard.devices import streams
-from memguard.devices.streams import LEGACY, Mark
+from memguard.devices.streams import LEGACY, PER_THREAD, Mark
 from memguard.errors import DeviceError
 from memguard.exchange.view import View
 
@@ -49,12 +49,21 @@ class Loan:
     """One hand-over. `stream` is the borrower's, None where its work may be on any.
 
     `settles`: the borrower lets go only once its work is done (JAX; measured), so that nobody has to wait.
+    `context`: the borrower's, where that is not the GPU's primary one.
     """
 
-    __slots__ = ("borrower", "offer", "settles", "stream")
+    __slots__ = ("borrower", "context", "offer", "settles", "stream")
 
-    def __init__(self, offer: Offer, borrower: str, stream: int | None = None, settles: bool = False) -> None:
+    def __init__(
+        self,
+        offer: Offer,
+        borrower: str,
+        stream: int | None = None,
+        settles: bool = False,
+        context: int | None = None,
+    ) -> None:
         self.offer, self.borrower, self.stream, self.settles = offer, borrower, stream, settles
+        self.context = context
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # then this module's names may be gone
@@ -70,17 +79,25 @@ class Loan:
             return
         mark = None
         if self.offer.view.device is not None and not self.settles:
-            mark = _under_way(self.offer, self.stream)
+            mark = _under_way(self.offer, self.stream, self.context)
         if mark is None and self.offer.thread in (None, threading.get_ident()):
             return  # the owner goes with the loan
-        _parked.append((self._hand_on(), mark))
+        parked = _Parked(self.offer, mark)
+        del self.offer
+        _parked.append(parked)
         _sweeper.wake()
 
-    def _hand_on(self) -> Offer:
-        """The offer, which nobody here holds any more: its owner goes on the thread that takes it from the parked."""
-        offer = self.offer
-        del self.offer
-        return offer
+
+class _Parked:
+    """Memory that cannot go back yet. Whoever looks at it holds this and not the offer: its owner goes on the thread
+    that sets that to None.
+    """
+
+    __slots__ = ("mark", "offer", "thread")
+
+    def __init__(self, offer: Offer, mark: Mark | None) -> None:
+        self.offer: Offer | None = offer
+        self.mark, self.thread = mark, offer.thread
 
 
 class _Entry(NamedTuple):
@@ -93,12 +110,12 @@ kept: Counter[int] = Counter()
 """Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row has them."""
 _open: dict[int, _Entry] = {}
 """What is lent, without what keeps it alive."""
-_parked: list[tuple[Offer, Mark | None]] = []
+_parked: list[_Parked] = []
 
 
-def begin(offer: Offer, borrower: str, stream: int | None, settles: bool = False) -> Loan:
+def begin(offer: Offer, borrower: str, stream: int | None, settles: bool = False, context: int | None = None) -> Loan:
     """A loan that lasts until its `end`, or until nothing refers to it any more."""
-    loan = Loan(offer, borrower, stream, settles)
+    loan = Loan(offer, borrower, stream, settles, context)
     _open[id(loan)] = _Entry(offer.lender, borrower, offer.view)
     if _parked:
         sweep()
@@ -110,12 +127,13 @@ def sweep() -> None:
     here = threading.get_ident()
     for _ in range(len(_parked)):
         try:
-            offer, mark = _parked.pop(0)
+            parked = _parked.pop(0)
         except IndexError:  # another thread was faster
             return
-        if (mark is None or _passed(mark)) and offer.thread in (None, here):
-            continue
-        _parked.append((offer, mark))
+        if parked.thread in (None, here) and (parked.mark is None or _passed(parked.mark)):
+            parked.offer = None
+        else:
+            _parked.append(parked)
 
 
 def lent() -> dict[int, dict[str, dict[str, int]]]:
@@ -147,17 +165,18 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _under_way(offer: Offer, stream: int | None) -> Mark | None:
+def _under_way(offer: Offer, stream: int | None, context: int | None = None) -> Mark | None:
     """What the borrower still does, where the lender has no stream that could be made to wait for it."""
     device = offer.view.device
     if device is None or not offer.view.size:
         return None
+    stream = None if stream == PER_THREAD else stream  # another thread than this may have used it
     try:
         if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
             return None  # neither may wait for the other; who replays the graph keeps what it was captured with
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # what is next done with the memory comes after it anyway
-        mark = Mark(device, stream)
+        mark = Mark(device, stream, context)
         if offer.stream is None:
             return None if _passed(mark) else mark
     except DeviceError as error:
@@ -191,7 +210,7 @@ class _Sweeper:
         self._running = False
 
     def wake(self) -> None:
-        if self._running or not any(offer.thread is None for offer, _ in list(_parked)):
+        if self._running or not any(parked.thread is None for parked in list(_parked)):
             return
         self._running = True
         try:  # a thread of `threading` takes locks to begin, which may be held where a destructor runs
@@ -206,7 +225,7 @@ class _Sweeper:
             self._running = False
 
     def _run(self) -> None:
-        while any(offer.thread is None for offer, _ in list(_parked)):
+        while any(parked.thread is None for parked in list(_parked)):
             time.sleep(_PATIENCE)
             sweep()
         self._running = False

@@ -23,7 +23,7 @@ from typing import Any
 from memguard.devices import shareable, streams
 from memguard.devices.shareable import Allocation, Mapping
 from memguard.errors import CannotShare
-from memguard.exchange import _wire, handover, loans
+from memguard.exchange import _wire, arguments, handover, loans
 from memguard.exchange._server import Export, charge, hub
 from memguard.exchange._wire import BLOCK, FILE, NOTHING, Description
 from memguard.exchange.arrays import registry
@@ -148,8 +148,8 @@ def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, st
     stays mapped as long as any view of it lives, also when the exporter closes it or ends. CUDA is initialised where
     nothing has. Raises CannotShare; DeviceError where there is no driver; ValueError for what is no handle.
     """
-    handle = Handle.parse(handle) if isinstance(handle, str) else handle
-    registry.by_name(framework)
+    arguments.check(copy, None, registry.by_name(framework))
+    handle = handle if isinstance(handle, Handle) else Handle.parse(handle)
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
         found, fd = _ask(connection, handle, framework)

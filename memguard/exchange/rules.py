@@ -70,7 +70,9 @@ def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
     ):
         return None  # most are: the rest is for the others
     if view.dtype not in taker.dtypes:
-        return Obstacle(f"{taker.title} has no arrays of dtype {view.dtype} that can be shared", _cast(view), False)
+        return Obstacle(
+            f"{taker.title} has no arrays of dtype {view.dtype} that can be handed over", _cast(view), False
+        )
     if view.device is None and not taker.on_host:
         return Obstacle(f"it lies in host memory, and {taker.title}'s arrays lie on a GPU", f"{copy} uploads it")
     if view.device is not None and not taker.on_gpu:
@@ -95,7 +97,9 @@ def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
             f"{taker.title} takes addresses that are multiples of {alignment} bytes, this one is {past} past one", copy
         )
     if view.readonly and taker.writes:
-        return Obstacle(f"it is read-only, and {taker.title} would write through it", copy)
+        return Obstacle(
+            f"it is read-only, and {taker.title} would write through it", f"{copy}, or copy=False if nothing will write"
+        )
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard.devices import contexts
@@ -188,3 +188,14 @@ class Pool:
             if self._witness is not None and self._witness[0] == address:
                 self._witness = None
             self._pages.gone(address, size)
+
+
+def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str]) -> list[int]:
+    """The handles of contexts on this GPU that are gone, with their pools' memory. The primary one is not asked about:
+    other frameworks keep it, and this runs with each reading.
+    """
+    on_it = [handle for handle, pool in pools.items() if pool.uuid == uuid]
+    if not on_it:
+        return []
+    primary = next((contexts.primary(ordinal) for ordinal, known in by_ordinal.items() if known == uuid), None)
+    return [handle for handle in on_it if handle != primary and pools[handle].dead()]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 from memguard.errors import CapNotApplied
 from memguard.frameworks._driver_bytes import DriverPages, slabs
 from memguard.frameworks._pycuda_contexts import current_context, served_by_primary
-from memguard.frameworks._pycuda_pool import Active, Pitched, Pool
+from memguard.frameworks._pycuda_pool import Active, Pitched, Pool, destroyed
 from memguard.frameworks.base import Framework, with_size
 from memguard.model import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard.units import format_size, round_up
@@ -252,8 +252,7 @@ class PyCUDA(Framework):
         with self._lock:
             pool = self._own.get(current.handle)
             if pool is not None and pool.dead():  # another context has the handle of one that was destroyed
-                pool.forget()
-                _kept.append(self._own.pop(current.handle))
+                self._bury(current.handle)
                 pool = None
             if pool is None:
                 made = make()
@@ -345,7 +344,15 @@ class PyCUDA(Framework):
             count, address, size = self._gone.popleft()
             count.gone(address, size)
 
+    def _bury(self, handle: int) -> None:
+        """The pool of a context that was destroyed: its memory is gone, and freeing it would abort."""
+        pool = self._own.pop(handle)
+        pool.forget()
+        _kept.append(pool)
+
     def _pools(self, uuid: str) -> list[Pool]:
+        for handle in destroyed(self._own, uuid, self._by_ordinal):
+            self._bury(handle)
         for reference in [r for r in self._others if r() is None]:
             self._others.pop(reference).forget()
         return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]

@@ -126,7 +126,7 @@ class Tensor(Array):
 
     __module__ = "torch"
     of = "torch"
-    is_quantized, layout, requires_grad = False, "strided", False
+    is_quantized, is_nested, layout, requires_grad = False, False, "strided", False
     device = property(lambda self: types.SimpleNamespace(type="cuda", index=self.gpu))
     dtype = property(lambda self: f"torch.{self.kind}")
 

@@ -559,3 +559,108 @@ def test_an_offer_is_of_any_thread_but_pycudas(world: Any) -> None:
         offer: Offer = registry.by_name(name).offer(x)
         assert offer.thread == (threading.get_ident() if name == "pycuda" else None)
         assert offer.stream == (world.own[name] if name in TELLS else None)
+
+
+def _elsewhere(world: Any, call: Any) -> Any:
+    """On a thread that has no current context."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    world.driver.finish()
+    return found[0]
+
+
+@pytest.mark.parametrize("lender", ["torch", "tensorflow", "jax", "cupy", "numba", "pycuda"])
+def test_a_copy_to_the_host_needs_no_context_on_the_thread(world: Any, lender: str) -> None:
+    x = world.array(lender)
+    x.work()
+    found = _elsewhere(world, lambda: to(x, "numpy", copy=True))
+    assert getattr(found, "shape", found) == x.shape
+
+
+def test_numbas_own_copy_needs_no_context_on_the_thread(world: Any) -> None:
+    x = world.array("numba")
+    found = _elsewhere(world, lambda: to(x, "numba", copy=True).shape)
+    assert found == x.shape
+
+
+@pytest.mark.parametrize(("lender", "borrower"), [("torch", "torch"), ("cupy", "cupy"), ("torch", "cupy")])
+def test_the_stream_that_is_named_waits_for_a_copy_too(world: Any, lender: str, borrower: str) -> None:
+    x = world.array(lender)
+    x.work()
+    side = world.driver.stream()
+    y = to(x, borrower, copy=True, stream=side)
+    world.driver.read(side, y.address)
+    assert world.driver.wrong == []
+    world.driver.finish()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_pycudas_work_in_a_context_of_its_own_is_waited_for_at_the_end(world: Any, told: bool) -> None:
+    world.driver.stack.append(world.driver.context())
+    try:
+        world.own["pycuda"] = world.driver.stream(world.driver.stack[-1])
+        x = world.array("torch")
+        x.work()
+        y = to(x, "pycuda", **({"stream": world.own["pycuda"]} if told else {}))
+        y.look()
+        del y
+        gc.collect()
+        x.work()
+        assert world.driver.wrong == []
+    finally:
+        world.driver.stack.pop()
+        world.driver.finish()
+
+
+@pytest.mark.parametrize(("lender", "borrower"), [("torch", "numpy"), ("torch", "pycuda"), ("pycuda", "pycuda")])
+def test_a_copy_in_a_capture_is_refused_as_any_hand_over(world: Any, lender: str, borrower: str) -> None:
+    x = world.array(lender)
+    world.driver.capturing.add(world.own["torch"])
+    with pytest.raises(CannotShare) as refusal:
+        to(x, borrower, copy=True)
+    assert "before the capture" in refusal.value.remedy and refusal.value.copied
+    world.driver.capturing.clear()
+    world.driver.finish()
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu", -1, True, 1.0, 1 << 40])
+def test_a_device_is_a_number(world: Any, device: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match=r"no number of a GPU\n    fix: CUDA's ordinal"):
+        to(x, "cupy", device=device)
+
+
+@pytest.mark.parametrize("copy", ["no", 0, 1, "True"])
+def test_copy_is_one_of_three(world: Any, copy: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match="none of None, True and False"):
+        to(x, "cupy", copy=copy)
+
+
+@pytest.mark.parametrize("stream", [True, -1, "0", types.SimpleNamespace(), type("Event", (), {"ptr": 7})()])
+def test_a_stream_is_one(world: Any, stream: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match=r"is no stream\n    fix:"):
+        to(x, "cupy", stream=stream)
+
+
+def test_a_framework_is_named_and_installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = world.array("torch")
+    for name, hint in {"tf": "'tensorflow'", "np": "'numpy'", "pytorch": "'torch'", "cuda": "one of"}.items():
+        with pytest.raises(ValueError, match=hint):
+            to(x, name)
+    with pytest.raises(ValueError, match="by its name, not as Tensor"):
+        to("torch", x)
+    monkeypatch.delitem(sys.modules, "pycuda", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="fix: pip install pycuda"):
+        to(x, "pycuda")

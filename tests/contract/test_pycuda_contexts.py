@@ -433,3 +433,20 @@ print(rows.get("second context", "made by pycuda.autoinit").startswith("made by 
 def test_a_block_that_is_open_at_exit_ends_nothing(code: str) -> None:
     done = program(code)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_the_pool_of_a_destroyed_context_is_off_the_books(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = setting.drv.card
+    monkeypatch.setattr(contexts, "buffer", card.buffer)
+    setting.apply(context="own")
+    setting.drv.init()
+    setting.primary()
+    own = setting.drv.Device(0).make_context()
+    array = setting.drv.mem_alloc(8 * MIB)
+    del array
+    assert setting.framework.usage(setting.gpu).held
+    own.detach()
+    setting.drv.gpus[0].clear()
+    usage = setting.framework.usage(setting.gpu)
+    assert usage is None or not usage.held
+    assert _second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}

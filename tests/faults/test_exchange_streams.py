@@ -71,8 +71,8 @@ WAYS = {
     "context to host": lambda: streams.follow(0, None, None),
     "another context": lambda: streams.follow(0, None, SIDE, 0x7f0000001010),
     "a mark": held,
-    "copy": lambda: copies.device(TO, AT, 4096),
-    "copy to the host": lambda: copies.to_host(TO, AT, 4096),
+    "copy": lambda: copies.device(TO, AT, 4096, 0),
+    "copy to the host": lambda: copies.to_host(TO, AT, 4096, 0),
 }
 """
 
@@ -266,7 +266,7 @@ def test_where_an_address_lies(stubbed: Stubbed) -> None:
 def test_a_copy_to_the_host_goes_in_parts_and_is_whole(stubbed: Stubbed, size: int) -> None:
     found = stubbed(f"""
     copies.STAGE = 1000
-    copies.to_host(TO, AT, {size})
+    copies.to_host(TO, AT, {size}, 0)
     result["same"] = TARGET.raw[:{size}] == SOURCE.raw[:{size}]
     result["rest"] = TARGET.raw[{size}:4096].strip(b"\\0") == b""
     result["parts"], result["live"] = asked().count("cuMemcpyDtoHAsync_v2"), live()
@@ -294,7 +294,7 @@ def test_a_copy_that_fails_midway_gives_everything_back(stubbed: Stubbed, call: 
     contexts_driver = contexts.loaded()
     contexts._initialised = Second()
     try:
-        copies.to_host(TO, AT, 4096)
+        copies.to_host(TO, AT, 4096, 0)
     except DeviceError as error:
         result["said"] = str(error)
     contexts._initialised = contexts_driver

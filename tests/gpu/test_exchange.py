@@ -290,6 +290,72 @@ result["errors"] = errors
     assert found["during"] > 20 and found["total"] == 300
 
 
+def test_a_thread_without_a_context_copies_to_the_host(run: Run) -> None:
+    found = run(
+        """
+        import threading
+        import torch, cupy, jax.numpy as jnp, numpy as np
+        from numba import cuda
+        values = np.arange(100_000, dtype=np.float32)
+        made = {"torch": torch.from_numpy(values).cuda(), "cupy": cupy.asarray(values), "jax": jnp.asarray(values),
+                "numba": cuda.to_device(values)}
+        right = {}
+        def go(name, x):
+            try:
+                right[name] = bool((memguard.exchange.to(x, "numpy", copy=True) == values).all())
+                if name == "numba":
+                    y = memguard.exchange.to(x, "numba", copy=True)
+                    right["numba to numba"] = bool((y.copy_to_host() == values).all())
+            except Exception as error:
+                right[name] = repr(error)
+        for name, x in made.items():
+            thread = threading.Thread(target=go, args=(name, x))
+            thread.start()
+            thread.join()
+        result["right"] = right
+        """,
+        env=SOME,
+    )
+    assert found["right"] == dict.fromkeys(("torch", "cupy", "jax", "numba", "numba to numba"), True)
+
+
+@pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+def test_a_copy_to_the_other_gpu_is_made_after_the_lenders_work(run: Run) -> None:
+    found = run(
+        """
+        import torch, cupy, jax, numpy as np, tensorflow as tf
+        from memguard.exchange.arrays import registry
+        torch.zeros(1, device="cuda:1")
+        cupy.cuda.Device(1).use(); cupy.zeros(1); cupy.cuda.Device(0).use()
+        side, stale = torch.cuda.Stream(), {}
+        for target in ("torch", "cupy", "jax", "tensorflow", "numba"):
+            wrong = 0
+            for number in range(10):
+                x = torch.zeros(1 << 20, device="cuda:0")
+                torch.cuda.synchronize(0)
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(20_000_000)
+                    x.fill_(number + 1.0)
+                    y = memguard.exchange.to(x, target, device=1, copy=True)
+                registry.of(y).ready(registry.of(y).offer(y), None)
+                back = memguard.exchange.to(y, "numpy", copy=True)
+                wrong += not bool((back == number + 1.0).all())
+            stale[target] = wrong
+        with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+            x = cupy.zeros(1 << 20, dtype=cupy.float32)
+            with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+                torch.cuda._sleep(50_000_000)
+            x.fill(7)
+            y = memguard.exchange.to(x, "cupy", device=1, copy=True)
+        stale["cupy itself"] = not bool((memguard.exchange.to(y, "numpy", copy=True) == 7).all())
+        result["stale"] = stale
+        """,
+        env=SOME,
+        timeout=200,
+    )
+    assert not any(found["stale"].values()), found["stale"]
+
+
 @pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
 def test_copies_go_from_one_gpu_to_the_other(run: Run) -> None:
     found = run(BENCH + "\nresult.update(bench.peers())\n", env=SOME, timeout=200)

@@ -403,3 +403,21 @@ child.done(); handle.close()
     )
     assert found["sum"] == 600_000
     assert found["torch"] - found["cupy"] < 300, "another context would be 518 MiB"
+
+
+def test_a_child_with_numpy_alone_gets_a_copy_on_the_host(run: Run) -> None:
+    found = run(
+        PROLOGUE
+        + """
+import torch
+x = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+with exchange.export(x) as handle:
+    child = Child('''
+y = exchange.attach(sys.argv[1], "numpy", copy=True)
+say([float(y.sum(dtype="float64")), "torch" in sys.modules, "cupy" in sys.modules])
+''', handle)
+    result["said"] = child.says()
+    child.done()
+"""
+    )
+    assert found["said"] == [float(sum(range(1 << 20))), False, False]

@@ -103,7 +103,7 @@ for dtype in DTYPES:
         if dtype in lacking.get(lender, set()):
             fine = way in ("lacks", "shared") or f"has no arrays of dtype {dtype}" in way or "dlpack" in way
         elif dtype in lacking.get(borrower, set()):
-            fine = f"has no arrays of dtype {dtype} that can be shared" in way
+            fine = f"has no arrays of dtype {dtype} that can be handed over" in way
         else:
             fine = way == "shared"
         if not fine:
@@ -292,7 +292,7 @@ result["sharded"] = refused(lambda: to(x, "torch"))
 result["shards"] = [values(to(s.data, "torch")).tolist() for s in x.addressable_shards]
 """)
     assert "tracer, which has no memory" in found["tracer"][2] and "outside jax.jit" in found["tracer"][3]
-    assert "deleted or donated" in found["deleted"][2] and "sharded over 2 devices" in found["sharded"][2]
+    assert "deleted or donated" in found["deleted"][2] and "it lies on 2 devices" in found["sharded"][2]
     assert "addressable_shards" in found["sharded"][3] and found["shards"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert all(found[name][:2] == ["jax", None] and found[name][4] == 0 for name in ("tracer", "deleted", "sharded"))
 

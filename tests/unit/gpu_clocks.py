@@ -229,22 +229,31 @@ class Driver:
         out.value = ordinal if which == 9 else context if context is not None else PRIMARY + ordinal
         return 0
 
-    def cuMemcpy(self, to: int, source: int, nbytes: int) -> None:  # noqa: N802
+    def cuMemcpy(self, to: int, source: int, nbytes: int) -> int:  # noqa: N802
+        if not self.stack:
+            return NO_CONTEXT
         ctypes.memmove(to, source, nbytes)
+        return 0
 
     def cuStreamSynchronize(self, stream: int) -> None:  # noqa: N802
         self._wait(self._at(stream))
 
-    def cuStreamCreate(self, out: Any, flags: int) -> None:  # noqa: N802
-        out.value = self.stream(self.stack[-1] if self.stack else PRIMARY)
+    def cuStreamCreate(self, out: Any, flags: int) -> int:  # noqa: N802
+        if not self.stack:
+            return NO_CONTEXT
+        out.value = self.stream(self.stack[-1])
+        return 0
 
     def cuStreamDestroy_v2(self, stream: int) -> None:  # noqa: N802
         del self._of[stream]
 
-    def cuMemHostAlloc(self, out: Any, nbytes: int, flags: int) -> None:  # noqa: N802
+    def cuMemHostAlloc(self, out: Any, nbytes: int, flags: int) -> int:  # noqa: N802
+        if not self.stack:
+            return NO_CONTEXT
         buffer = ctypes.create_string_buffer(nbytes)
         out.value = ctypes.addressof(buffer)
         self.pinned[out.value] = buffer
+        return 0
 
     def cuMemFreeHost(self, address: int) -> None:  # noqa: N802
         del self.pinned[address]

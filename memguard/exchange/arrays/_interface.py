@@ -11,7 +11,11 @@ from memguard.exchange.view import DTYPES, View, dtype_of_typestr, row_major
 
 
 class Malformed(ValueError):
-    """An interface that describes no array as `View` can say it."""
+    """An interface that describes no array as `View` can say it. `remedy` is what to do."""
+
+    def __init__(self, reason: str, remedy: str = "look at how its library makes it") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
@@ -19,22 +23,30 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
 
     Raises Malformed.
     """
-    address, readonly = interface["data"]
-    dtype = dtype_of_typestr(interface["typestr"])
+    try:
+        (address, readonly), typestr = interface["data"], interface["typestr"]
+        shape, given = tuple(int(n) for n in interface["shape"]), interface.get("strides")
+        given = None if given is None else tuple(int(stride) for stride in given)
+        dtype = dtype_of_typestr(typestr)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise Malformed(f"its array interface is not one: {error!r}") from error
     if dtype is None:
-        raise Malformed(f"its dtype {interface['typestr']!r} is not one that can be handed over")
+        raise Malformed(f"its dtype {typestr!r} is not one that can be handed over", "cast it where it comes from")
     if interface.get("mask") is not None:
-        raise Malformed("it is masked, which no framework here reads")
-    shape = tuple(int(n) for n in interface["shape"])
+        raise Malformed("it is masked, which no framework here reads", "fill in what is masked where it comes from")
     itemsize = DTYPES[dtype][1] // 8
-    given = interface.get("strides")
+    if any(n < 0 for n in shape) or (given is not None and len(given) != len(shape)):
+        raise Malformed(f"its array interface is not one: shape {shape}, strides {given}")
     if given is not None and any(stride % itemsize for stride in given):
-        raise Malformed("its strides are no multiples of its elements' size")
+        raise Malformed("its strides are no multiples of its elements' size", "make it contiguous where it comes from")
     strides = row_major(shape) if given is None else tuple(stride // itemsize for stride in given)
     found = streams.place(int(address or 0)) if address and 0 not in shape else None
     view = View(int(address or 0), shape, strides, dtype, found[0] if found else 0, bool(readonly))
     if found is None and view.size:
-        raise Malformed(f"CUDA knows no memory at its address {view.address:#x}: it was freed, or is another process's")
+        raise Malformed(
+            f"CUDA knows no memory at its address {view.address:#x}: it was freed, or is another process's",
+            "keep what it is of alive",
+        )
     context = found[1] if found is not None and found[1] not in (None, contexts.primary(found[0])) else None
     return view, interface.get("stream"), context
 

@@ -38,6 +38,10 @@ class Arrays(ABC):
     told: ClassVar[bool] = True
     """Whether a user can say which stream will use the array: not where the framework chooses its streams itself."""
 
+    immutable: ClassVar[bool] = False
+    """Whether the framework writes to no array once it is made."""
+    keeps_readonly: ClassVar[bool] = False
+    """Whether an array of read-only memory is read-only itself, and may therefore be made."""
     gathers: ClassVar[Layout | None] = Layout.FORWARD
     """Which arrays `compact` can copy: all, only those without gaps (to align them), or none."""
 
@@ -71,6 +75,10 @@ class Arrays(ABC):
         if device is None and view.device is None and not self.taker.on_host:
             return contexts.current() or 0
         return view.device if device is None else device
+
+    def context(self, device: int | None) -> int | None:
+        """The context that the framework's next work is in, where that is not the GPU's primary one."""
+        return None
 
     @abstractmethod
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:

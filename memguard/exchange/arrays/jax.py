@@ -18,6 +18,7 @@ from memguard.exchange.rules import Layout, Taker
 from memguard.exchange.view import DTYPES, View, dtype_name, row_major
 
 _DTYPES = frozenset(DTYPES)
+_GPUS = ("gpu", "cuda")
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
@@ -31,6 +32,7 @@ class JAX(Arrays):
     call: ClassVar[str] = "jax.dlpack.from_dlpack"
     waits: ClassVar[str] = "stream"
     told: ClassVar[bool] = False
+    immutable: ClassVar[bool] = True
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["jax"].Array)
@@ -45,14 +47,12 @@ class JAX(Arrays):
         if x.is_deleted():
             raise self.cannot("it was deleted or donated", "hand it over before it is donated")
         if not x.is_fully_addressable or len(x.sharding.device_set) != 1:
-            raise self.cannot(
-                f"it is sharded over {len(x.sharding.device_set)} devices", "one of x.addressable_shards[i].data"
-            )
+            raise self.cannot(f"it lies on {len(x.sharding.device_set)} devices", "one of x.addressable_shards[i].data")
         dtype = dtype_name(x.dtype)
         if dtype not in DTYPES:
             raise self.cannot(f"its dtype {dtype} is not one that can be handed over", "cast it with x.astype")
         (device,) = x.devices()
-        if device.platform not in ("gpu", "cuda", "cpu"):
+        if device.platform not in (*_GPUS, "cpu"):
             raise self.cannot(f"it lies on {device}", "jax.device_put it on a GPU")
         ordinal = None if device.platform == "cpu" else device.local_hardware_id
         shape = tuple(x.shape)
@@ -74,6 +74,11 @@ class JAX(Arrays):
                 f"JAX makes a narrower copy of {view.dtype} as long as its 64-bit types are off",
                 'jax.config.update("jax_enable_x64", True), or cast it where it comes from',
             )
+        if _tracing():
+            raise self.cannot(
+                "a function is being traced: the array would become a constant of it",
+                "hand it over outside jax.jit, and pass it as an argument",
+            )
         exporter = _Done if loan.offer.done else dlpack.Exporter
         array = jax.dlpack.from_dlpack(exporter(view, loan, view.device, before))
         if view.size and array.unsafe_buffer_pointer() != view.address:
@@ -86,9 +91,8 @@ class JAX(Arrays):
         import jax
         import jax.numpy as jnp
 
-        place = next(d for d in jax.local_devices() if device is None or d.local_hardware_id == device)
-        if array.devices() != {place}:
-            return jax.device_put(array, place)
+        if device is not None and array.devices() != {self._place(device)}:
+            return jax.device_put(array, self._place(device))
         return jnp.array(array, copy=True)
 
     def compact(self, x: Any) -> Any:
@@ -99,8 +103,18 @@ class JAX(Arrays):
     def upload(self, host: Any, device: int) -> Any:
         import jax
 
-        place = next(d for d in jax.local_devices() if d.local_hardware_id == device)
-        return jax.device_put(host.copy(), place)
+        return jax.device_put(host.copy(), self._place(device))
+
+    def _place(self, device: int) -> Any:
+        import jax
+
+        for found in jax.local_devices():
+            if found.platform in _GPUS and found.local_hardware_id == device:
+                return found
+        raise self.cannot(
+            f"JAX has no GPU cuda:{device} here, only {', '.join(str(found) for found in jax.local_devices())}",
+            "a JAX with CUDA that sees this GPU, or leave device out",
+        )
 
 
 def _capsule(x: Any, stream: int | None) -> Any:
@@ -118,6 +132,12 @@ def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, 
     for axis in reversed(order):
         found[axis], step = step, step * max(shape[axis], 1)
     return tuple(found)
+
+
+def _tracing() -> bool:
+    """Whether this thread traces a function now; JAX tells it in private only, and a JAX that does not is believed."""
+    clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
+    return clean is not None and not clean()
 
 
 class _Done(dlpack.Exporter):

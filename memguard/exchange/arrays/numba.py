@@ -32,7 +32,7 @@ class Numba(Arrays):
         try:
             view, stream, context = _interface.read(x.__cuda_array_interface__)
         except _interface.Malformed as error:
-            raise self.cannot(str(error), "make an array of another dtype or layout") from error
+            raise self.cannot(str(error), error.remedy) from error
         return Offer(self.name, view, x, stream, context)
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
@@ -51,7 +51,7 @@ class Numba(Arrays):
         with cuda.gpus[device]:
             made = cuda.device_array(array.shape, array.dtype)
         if array.size:
-            copies.device(_address(made), _address(array), array.size * array.dtype.itemsize)
+            copies.device(_address(made), _address(array), array.size * array.dtype.itemsize, device or 0)
         return made
 
     def compact(self, x: Any) -> Any:

@@ -23,6 +23,7 @@ class NumPy(Arrays):
     call: ClassVar[str] = "numpy.asarray"
     waits: ClassVar[str] = "host"
     told: ClassVar[bool] = False
+    keeps_readonly: ClassVar[bool] = True
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["numpy"].ndarray)

@@ -41,7 +41,7 @@ class ArrayInterface(_Lender):
         try:
             view, stream, context = _interface.read(x.__cuda_array_interface__)
         except _interface.Malformed as error:
-            raise self.cannot(str(error), "hand over an array of a plain dtype and layout") from error
+            raise self.cannot(str(error), error.remedy) from error
         return Offer(type(x).__module__.partition(".")[0], view, x, stream, context)
 
 
@@ -54,11 +54,14 @@ class DLPack(_Lender):
         return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
 
     def offer(self, x: Any) -> Offer:
-        kind, _ = x.__dlpack_device__()
-        on_gpu = int(kind) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
         try:
+            kind, _ = x.__dlpack_device__()
+            on_gpu = int(kind) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
             capsule = x.__dlpack__(stream=streams.LEGACY) if on_gpu else x.__dlpack__()
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise self.cannot(f"its library does not export it: {error}", "as its library says") from error
+        try:
             view = dlpack.read(capsule)
-        except (dlpack.Unreadable, BufferError) as error:
+        except dlpack.Unreadable as error:
             raise self.cannot(str(error), "hand over an array of a plain dtype and layout") from error
         return Offer(type(x).__module__.partition(".")[0], view, capsule)

@@ -36,7 +36,7 @@ class PyCUDA(Arrays):
         try:
             view, _, context = _interface.read(x.__cuda_array_interface__)
         except _interface.Malformed as error:
-            raise self.cannot(str(error), "make an array of another dtype or layout") from error
+            raise self.cannot(str(error), error.remedy) from error
         return Offer(self.name, view, x, context=context, thread=threading.get_ident())
 
     def place(self, view: View, device: int | None) -> int | None:
@@ -48,6 +48,11 @@ class PyCUDA(Arrays):
                 f"with memguard.exchange.pycuda_context({device}): ...",
             )
         return super().place(view, device) if here is None else here
+
+    def context(self, device: int | None) -> int | None:
+        """PyCUDA's work goes to the thread's current context, which may be one of its own."""
+        here = contexts.current_handle()
+        return here if device is not None and here != contexts.primary(device) else None
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import numpy
@@ -64,7 +69,7 @@ class PyCUDA(Arrays):
 
         made = gpuarray.empty(array.shape, array.dtype)
         if array.size:
-            copies.device(int(made.ptr), int(array.ptr), array.nbytes)
+            copies.device(int(made.ptr), int(array.ptr), array.nbytes, contexts.current() or 0)
         return made
 
     def compact(self, x: Any) -> Any:

@@ -26,15 +26,22 @@ _PROTOCOLS = (
     "memguard.exchange.arrays.protocols:DLPack",
 )
 NAMES = tuple(_CLASSES)
+_SHORT = {"tf": "tensorflow", "np": "numpy", "jnp": "jax", "cp": "cupy", "pt": "torch", "pytorch": "torch"}
+"""What people write for them."""
 _ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda": "numba"}
 
 
-@functools.cache
 def by_name(name: str) -> Arrays:
     """The framework's arrays. ValueError for a name that is none of them."""
+    if not isinstance(name, str):  # nothing of an array is shown: printing one would wait for the GPU
+        raise ValueError(
+            f"the framework is given by its name, not as {type(name).__qualname__}\n"
+            "    fix: memguard.exchange.to(x, 'torch')"
+        )
     if name not in _CLASSES:
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(NAMES)}"
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.81)
+        meant = _SHORT.get(name) or (near[0] if near else None)
+        hint = f"did you mean {meant!r}?" if meant else f"one of {', '.join(NAMES)}"
         raise ValueError(f"no framework {name!r} to hand an array to\n    fix: {hint}")
     return _load(_CLASSES[name])
 
@@ -46,16 +53,25 @@ def of(x: Any) -> Arrays:
         found = by_name(name)
         if found.module in sys.modules and found.owns(x):
             return found
-    for protocol in _PROTOCOLS:
+    for protocol in () if isinstance(x, type) else _PROTOCOLS:
         found = _load(protocol)
         if found.owns(x):
             return found
+    if kind.__module__.partition(".")[0] == "keras" and hasattr(x, "value"):
+        remedy = "x.value"
+    elif isinstance(x, (list, tuple, dict, set)):
+        remedy = "one array in each call"
+    elif hasattr(x, "to_numpy"):
+        remedy = "x.to_numpy()"
+    elif hasattr(x, "__array__") or isinstance(x, (int, float, complex, memoryview, bytes, bytearray)):
+        remedy = "numpy.asarray(x)"
+    else:
+        remedy = "hand over one of its arrays"
     raise CannotShare(
-        type(x).__module__.partition(".")[0],
+        kind.__qualname__,
         None,
-        f"{type(x).__qualname__} is no array of {', '.join(NAMES)}, and has neither __cuda_array_interface__ nor "
-        "__dlpack__",
-        "hand over one of its arrays",
+        f"it is no array of {', '.join(NAMES)}, and has neither __cuda_array_interface__ nor __dlpack__",
+        remedy,
     )
 
 

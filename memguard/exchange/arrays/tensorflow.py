@@ -30,6 +30,7 @@ class TensorFlow(Arrays):
     call: ClassVar[str] = "tf.experimental.dlpack.from_dlpack"
     waits: ClassVar[str] = "host"
     told: ClassVar[bool] = False
+    immutable: ClassVar[bool] = True
 
     def owns(self, x: Any) -> bool:
         tf = sys.modules["tensorflow"]

@@ -27,6 +27,8 @@ class Torch(Arrays):
     def offer(self, x: Any) -> Offer:
         import torch
 
+        if x.is_nested:
+            raise self.cannot("it is nested: tensors of several shapes", "its parts, x.unbind()")
         if x.is_quantized:
             raise self.cannot("it is quantised, which no other framework reads", "x.dequantize()")
         if x.layout is not torch.strided:
@@ -42,8 +44,10 @@ class Torch(Arrays):
             raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it")
         try:
             address = x.data_ptr()
-        except RuntimeError as error:  # fake and functional tensors have no memory
+        except (RuntimeError, ValueError) as error:  # fake and functional tensors have no memory
             raise self.cannot(f"it has no memory: {str(error).splitlines()[0]}", "hand over a real tensor") from error
+        if not address and x.numel():
+            raise self.cannot("it has no memory of its own", "hand over a real tensor")
         device = x.device.index if x.device.type == "cuda" else None
         view = View(address, tuple(x.shape), tuple(x.stride()), dtype, device)
         return Offer(self.name, view, x, None if device is None else self.stream(device))
