@@ -141,6 +141,8 @@ class CannotShare(MemguardError):
     was asked for.
     """
 
+    ag_pass_through = True  # TensorFlow shows it as it is where it is raised inside a tf.function
+
     def __init__(self, source: str, target: str | None, reason: str, remedy: str, copied: bool = False) -> None:
         self.source, self.target, self.reason, self.remedy, self.copied = source, target, reason, remedy, copied
         pair = source if target is None else f"{source} to {target}"

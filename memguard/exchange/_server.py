@@ -218,8 +218,8 @@ class Hub:
             who = _wire.peer(connection)
             if not _wire.same_user(who):
                 raise OSError(f"process {who.pid} is of user {who.uid}")
-            if len(self._strangers) >= STRANGERS:
-                raise OSError("too many at once")
+            if len(self._strangers) >= STRANGERS:  # who has said nothing for longest makes room
+                self._drop(min(self._strangers, key=lambda peer: peer.deadline), "too many at once")
         except OSError as error:
             _log.debug("exchange: a peer was turned away: %s", error)
             connection.close()
@@ -300,7 +300,7 @@ def _folder() -> tuple[str, str]:
     """A new directory that only this user can enter, and the path of a socket in it. Raises OSError."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     for parent in (runtime, tempfile.gettempdir(), "/tmp"):
-        if not os.path.isabs(parent) or len(os.fsencode(parent)) > _LONGEST - 32:
+        if not os.path.isabs(parent) or len(os.fsencode(parent)) > _LONGEST - 32 or not parent.isprintable():
             continue
         with contextlib.suppress(OSError):
             folder = tempfile.mkdtemp(prefix="memguard-", dir=parent)

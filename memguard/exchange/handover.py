@@ -51,6 +51,8 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
     arguments.check(copy, device, taker)
     giver, then = registry.of(x), arguments.handle(stream, taker)
     if giver is taker and device is None and not copy:
+        if then is not None:
+            giver.ready(giver.offer(x), then)
         return x
     offer = giver.offer(x)
     if giver.immutable and copy is None and taker.keeps_readonly:

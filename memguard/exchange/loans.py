@@ -130,10 +130,14 @@ def sweep() -> None:
             parked = _parked.pop(0)
         except IndexError:  # another thread was faster
             return
-        if parked.thread in (None, here) and (parked.mark is None or _passed(parked.mark)):
-            parked.offer = None
-        else:
-            _parked.append(parked)
+        over = False
+        try:
+            over = parked.thread in (None, here) and (parked.mark is None or _passed(parked.mark))
+        finally:
+            if over:
+                parked.offer = None
+            else:
+                _parked.append(parked)
 
 
 def lent() -> dict[int, dict[str, dict[str, int]]]:
@@ -225,10 +229,12 @@ class _Sweeper:
             self._running = False
 
     def _run(self) -> None:
-        while any(parked.thread is None for parked in list(_parked)):
-            time.sleep(_PATIENCE)
-            sweep()
-        self._running = False
+        try:
+            while any(parked.thread is None for parked in list(_parked)):
+                time.sleep(_PATIENCE)
+                sweep()
+        finally:
+            self._running = False
         self.wake()  # what came meanwhile
 
 

@@ -12,6 +12,9 @@ from enum import Enum
 
 from memguard.exchange.view import View
 
+MOST_DIMENSIONS = 64
+"""NumPy's, which makes the capsules."""
+
 
 class Layout(Enum):
     """Which strides a framework's arrays may have."""
@@ -25,7 +28,8 @@ class Layout(Enum):
 class Taker:
     """What a framework's arrays can be.
 
-    alignment, host_alignment  what its addresses must be a multiple of, in bytes, on a GPU and on the host
+    alignment, host_alignment  what its addresses must be a multiple of, in bytes, on a GPU and on the host; on a GPU
+                  an element's size anyway: a kernel that reads another ends the context for the whole process
     writes        whether an array can be written through: read-only memory may not become one
     on_gpu, on_host   where its arrays may lie
     repeats       whether a stride may be 0
@@ -59,11 +63,12 @@ class Obstacle:
 def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
     """What keeps `taker` from sharing this memory; None where nothing does. `device` is where its array should lie."""
     copy = "copy=True"
-    alignment = taker.host_alignment if view.device is None else taker.alignment
+    alignment = taker.host_alignment if view.device is None else max(taker.alignment, view.itemsize)
     placed = view.device == device and (taker.on_host if device is None else taker.on_gpu)
     if (
         placed
         and view.dtype in taker.dtypes
+        and len(view.shape) <= MOST_DIMENSIONS
         and view.compact
         and not view.address % alignment
         and not (view.readonly and taker.writes)
@@ -79,6 +84,10 @@ def obstacle(view: View, taker: Taker, device: int | None) -> Obstacle | None:
         return Obstacle(f"it lies on a GPU, and {taker.title} never holds GPU memory", f"{copy} downloads it")
     if view.device != device:
         return Obstacle(f"it lies on {_place(view.device)}, not on {_place(device)}", f"{copy} copies it there")
+    if len(view.shape) > MOST_DIMENSIONS:
+        return Obstacle(
+            f"it has {len(view.shape)} dimensions, and NumPy no more than {MOST_DIMENSIONS}", "reshape it", False
+        )
     if not view.size:
         return None
     if taker.layout is Layout.COMPACT and not view.compact:

@@ -190,7 +190,7 @@ def test_numbers_of_no_dtype_here_are_none(numbers: tuple[int, int]) -> None:
 
 def allowed(view: View, limits: Limits, device: int | None) -> bool:
     """Whether the limits, read literally, let the memory through."""
-    alignment = limits.host if view.device is None else limits.gpu
+    alignment = limits.host if view.device is None else limits.gpu and max(limits.gpu, view.itemsize)
     if view.dtype.startswith(tuple(limits.lacks.split())) or alignment is None or view.device != device:
         return False
     at = offsets(view)

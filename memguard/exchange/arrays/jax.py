@@ -52,6 +52,10 @@ class JAX(Arrays):
         if dtype not in DTYPES:
             raise self.cannot(f"its dtype {dtype} is not one that can be handed over", "cast it with x.astype")
         (device,) = x.devices()
+        if device.platform != "cpu" and getattr(x.sharding, "memory_kind", None) in ("pinned_host", "unpinned_host"):
+            raise self.cannot(
+                "it lies in host memory of a GPU's", 'x.sharding.with_memory_kind("device") in jax.device_put'
+            )
         if device.platform not in (*_GPUS, "cpu"):
             raise self.cannot(f"it lies on {device}", "jax.device_put it on a GPU")
         ordinal = None if device.platform == "cpu" else device.local_hardware_id

@@ -39,8 +39,8 @@ def by_name(name: str) -> Arrays:
             "    fix: memguard.exchange.to(x, 'torch')"
         )
     if name not in _CLASSES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.81)
-        meant = _SHORT.get(name) or (near[0] if near else None)
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.7)
+        meant = "" if name == "cuda" else _SHORT.get(name) or (near[0] if near else None)
         hint = f"did you mean {meant!r}?" if meant else f"one of {', '.join(NAMES)}"
         raise ValueError(f"no framework {name!r} to hand an array to\n    fix: {hint}")
     return _load(_CLASSES[name])
@@ -49,7 +49,11 @@ def by_name(name: str) -> Arrays:
 def of(x: Any) -> Arrays:
     """Whose array `x` is. Raises CannotShare where it is nobody's."""
     kind: Any = type(x)
-    for name in _named_by(kind):
+    try:
+        names = _named_by(kind)
+    except TypeError:  # a metaclass without a hash
+        names = _named_by.__wrapped__(kind)
+    for name in names:
         found = by_name(name)
         if found.module in sys.modules and found.owns(x):
             return found
@@ -78,7 +82,7 @@ def of(x: Any) -> Arrays:
 @functools.lru_cache(maxsize=1024)
 def _named_by(cls: Any) -> tuple[str, ...]:
     """The frameworks that the class or one it is derived from comes from: no other one is asked, or imported."""
-    roots = (base.__module__.partition(".")[0] for base in cls.__mro__)
+    roots = (str(base.__module__).partition(".")[0] for base in cls.__mro__)
     return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _CLASSES)
 
 

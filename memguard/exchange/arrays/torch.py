@@ -25,6 +25,13 @@ class Torch(Arrays):
         return isinstance(x, sys.modules["torch"].Tensor)
 
     def offer(self, x: Any) -> Offer:
+        try:
+            return self._offer(x)
+        except (RuntimeError, ValueError) as error:  # fake, functional and lazy tensors have no memory
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise self.cannot(f"it has no memory: {said}", "hand over a real tensor") from error
+
+    def _offer(self, x: Any) -> Offer:
         import torch
 
         if x.is_nested:
@@ -42,15 +49,13 @@ class Torch(Arrays):
         dtype = _name(x.dtype)
         if dtype not in DTYPES:
             raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it")
-        try:
-            address = x.data_ptr()
-        except (RuntimeError, ValueError) as error:  # fake and functional tensors have no memory
-            raise self.cannot(f"it has no memory: {str(error).splitlines()[0]}", "hand over a real tensor") from error
+        address = x.data_ptr()
         if not address and x.numel():
             raise self.cannot("it has no memory of its own", "hand over a real tensor")
         device = x.device.index if x.device.type == "cuda" else None
         view = View(address, tuple(x.shape), tuple(x.stride()), dtype, device)
-        return Offer(self.name, view, x, None if device is None else self.stream(device))
+        # A tensor of its own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory and frees this.
+        return Offer(self.name, view, x.detach(), None if device is None else self.stream(device))
 
     def reservation(self, x: Any) -> Obstacle | None:
         if x.requires_grad:
