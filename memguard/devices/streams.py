@@ -154,17 +154,40 @@ class Mark:
 def follow(ordinal: int, first: int | None, then: int | None, context: int | None = None) -> None:
     """The stream `then` runs on after what the stream `first` was given; a stream has nothing to wait for in itself.
 
-    `first` None: the whole context. `then` None: the host.
+    `first` None: the whole context. `then` None: the host. Written out, where a `Mark` would do: each hand-over needs
+    one or two of it.
     """
-    if first is None or then is None or (first or LEGACY) != (then or LEGACY):  # 0 and 1 are the same stream
-        captured = first is not None and capturing(ordinal, first)
-        if captured != (then is not None and capturing(ordinal, then)):
-            raise Captured("a CUDA graph is being captured, and may not wait for what is outside it, nor be waited for")
+    if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
+        return
+    captured = first is not None and capturing(ordinal, first)
+    if captured != (then is not None and capturing(ordinal, then)):
+        raise Captured("a CUDA graph is being captured, and may not wait for what is outside it, nor be waited for")
+    primary = contexts.primary(ordinal) or 0
+    if context not in (None, primary) or not primary or (first is None and _calls().record_context is None):
         with Mark(ordinal, first, context) as mark:
             if then is None:
                 mark.wait()
             else:
                 mark.before(then)
+        return
+    calls = _calls()
+    with contexts.entered(primary):
+        event = _event(calls, primary)
+        code = calls.record_context(primary, event) if first is None else calls.record(event, first)
+        if not code:
+            code = calls.wait(then, event, 0) if then is not None else _wait(calls, event)
+    if code:
+        calls.destroy(event)  # in whatever state it is, it is no use any more
+        _idle.pop(primary, None)  # of a context that was reset, none is any more
+        _check("an event", code)
+    _idle.setdefault(primary, []).append(event)
+
+
+def _wait(calls: _Calls, event: int) -> int:
+    """The host waits, without the GIL and without spoiling a CUDA graph that is captured meanwhile."""
+    with contexts.beside_captures():
+        code = calls.query(event)
+        return int(calls.synchronize(event) if code == _NOT_READY else code)
 
 
 def capturing(ordinal: int, stream: int) -> bool:

@@ -180,20 +180,20 @@ def _under_way(offer: Offer, stream: int | None, context: int | None = None) -> 
             return None  # neither may wait for the other; who replays the graph keeps what it was captured with
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # what is next done with the memory comes after it anyway
-        mark = Mark(device, stream, context)
         if offer.stream is None:
+            mark = Mark(device, stream, context)
             return None if _passed(mark) else mark
+        streams.follow(device, stream, offer.stream, context)
+        if (offer.stream or LEGACY) != LEGACY:  # a caching allocator uses it next where it was allocated: mostly there,
+            streams.follow(device, stream, LEGACY, context)  # whichever was current at the hand-over
+        return None
     except DeviceError as error:
         _log.debug("exchange: %s", error)
+    try:  # where nobody can be made to wait, it is looked at until it has passed
+        mark = Mark(device, stream, context)
+    except DeviceError:
         return None
-    try:
-        for known in {offer.stream or LEGACY, LEGACY}:  # a caching allocator uses it next where it was allocated:
-            mark.before(known)  # mostly the default stream, whichever was current at the hand-over
-    except DeviceError as error:  # then it is looked at until it has passed
-        _log.debug("exchange: %s", error)
-        return mark
-    mark.close()
-    return None
+    return None if _passed(mark) else mark
 
 
 def _passed(mark: Mark) -> bool:

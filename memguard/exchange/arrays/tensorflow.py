@@ -10,13 +10,13 @@ import functools
 import sys
 from typing import Any, ClassVar
 
-from memguard.devices import streams
 from memguard.exchange import dlpack
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
 from memguard.exchange.view import DTYPES, View
 
+_EAGER = "EagerTensor"
 _DTYPES = frozenset(name for name in DTYPES if not name.startswith("float8"))
 
 
@@ -33,18 +33,21 @@ class TensorFlow(Arrays):
     immutable: ClassVar[bool] = True
 
     def owns(self, x: Any) -> bool:
+        if type(x).__qualname__ == _EAGER:
+            return True
         tf = sys.modules["tensorflow"]
         return isinstance(x, (tf.Tensor, tf.Variable, tf.SparseTensor, tf.RaggedTensor))
 
     def offer(self, x: Any) -> Offer:
         import tensorflow as tf
 
-        if isinstance(x, tf.SparseTensor):
-            raise self.cannot("it is sparse", "tf.sparse.to_dense(x)")
-        if isinstance(x, tf.RaggedTensor):
-            raise self.cannot("it is ragged", "x.to_tensor()")
-        if isinstance(x, tf.Variable):
-            x = x.value()
+        if type(x).__qualname__ != _EAGER:  # each name of TensorFlow's takes time to look up
+            if isinstance(x, tf.SparseTensor):
+                raise self.cannot("it is sparse", "tf.sparse.to_dense(x)")
+            if isinstance(x, tf.RaggedTensor):
+                raise self.cannot("it is ragged", "x.to_tensor()")
+            if isinstance(x, tf.Variable):
+                x = x.value()
         if not hasattr(x, "numpy") or not tf.executing_eagerly():
             raise self.cannot(
                 "it belongs to a graph that is being built, and has no memory yet",
@@ -57,9 +60,8 @@ class TensorFlow(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.Unreadable, tf.errors.OpError) as error:
             raise self.cannot(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        if view.device is not None and view.size:  # the capsule's is TensorFlow's own number of the GPU
-            found = streams.place(view.address)
-            view = View(view.address, view.shape, view.strides, view.dtype, found[0] if found else view.device)
+        if view.device is not None:  # the capsule's is TensorFlow's own number of the GPU
+            view = view._replace(device=_ordinal(view.device))
         return Offer(self.name, view, capsule, done=True)
 
     def ready(self, offer: Offer, then: int | None) -> None:
@@ -99,6 +101,15 @@ class TensorFlow(Arrays):
 
         with tf.device(f"/GPU:{_logical(device)}"):
             return tf.identity(tf.constant(host))
+
+
+@functools.cache
+def _ordinal(logical: int) -> int:
+    """CUDA's number of a GPU that TensorFlow calls `logical`."""
+    import tensorflow as tf
+
+    names = [device.name for device in tf.config.get_visible_devices("GPU")]
+    return int(names[logical].rpartition(":")[2]) if logical < len(names) else logical
 
 
 @functools.cache
