@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, environment, serve
+from served import Run, environment, serve
 
 NAMES = ("torch", "tensorflow", "jax", "numpy")
 PAIRS = list(itertools.permutations(NAMES, 2))
