@@ -19,6 +19,8 @@ from memguard import exchange
 def first() -> None:
     import torch
 
+    if not torch.cuda.is_available():
+        raise SystemExit("this example needs a GPU: between processes, host memory is multiprocessing.shared_memory's")
     x = torch.arange(12, dtype=torch.float32, device="cuda").reshape(3, 4)
     with exchange.export(x) as handle:
         print("exported: ", handle.shape, handle.dtype, "on", handle.uuid)
