@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import memguard
 from memguard import config, exchange
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "exchange.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-PACKAGE = ROOT / "memguard" / "exchange"
+PACKAGE = Path(memguard.__file__).parent / "exchange"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 EXAMPLES = sorted(ROOT.glob("examples/exchange_*.py"))
 ROWS = re.findall(
@@ -38,7 +39,9 @@ def reasons(path: Path) -> Iterator[str]:
 
 
 def test_every_reason_in_the_table_is_one_that_is_given_and_has_a_remedy() -> None:
-    given = {said for path in (*PACKAGE.rglob("*.py"), ROOT / "memguard/devices/streams.py") for said in reasons(path)}
+    given = {
+        said for path in (*PACKAGE.rglob("*.py"), PACKAGE.parent / "devices" / "streams.py") for said in reasons(path)
+    }
     assert len(ROWS) >= 30
     assert [reason for reason, _ in ROWS if reason not in given] == []
     assert all(remedy.strip() for _, remedy in ROWS)

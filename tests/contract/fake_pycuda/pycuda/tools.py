@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import card
@@ -61,7 +62,8 @@ class _Blocks:
         self.managed_bytes -= allocators.alloc_size(number)
         address = self.pop(number)
         if self.reachable():
-            card.give(address)
+            with contextlib.suppress(KeyError):  # its context has taken it along
+                card.give(address)
         else:
             driver.counters["leaked"] += 1  # PyCUDA says so on standard error
 
