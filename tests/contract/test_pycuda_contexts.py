@@ -450,3 +450,4 @@ def test_the_pool_of_a_destroyed_context_is_off_the_books(setting: Setting, monk
     usage = setting.framework.usage(setting.gpu)
     assert usage is None or not usage.held
     assert _second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
+    pycuda_file._kept.clear()  # here and not at the interpreter's end
