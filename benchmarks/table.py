@@ -17,14 +17,7 @@ import _exchange_tables
 from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
-LABELS = {
-    "tensorflow": "TensorFlow ¹",
-    "torch": "PyTorch",
-    "jax": "JAX",
-    "cupy": "CuPy",
-    "pycuda": "PyCUDA",
-    "numba": "Numba",
-}
+LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 EXCHANGE_BEGIN, EXCHANGE_END = "<!-- exchange: begin -->", "<!-- exchange: end -->"
 MIB, GIB = 1 << 20, 1 << 30

@@ -92,17 +92,18 @@ def visible() -> tuple[CudaDevice, ...] | None:
         return None
     count, device, number, raw = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
     uuid = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"  # of drivers before 470
-    _check("cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    check("cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
     found = []
     for ordinal in range(count.value):
-        _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
-        _check(uuid, getattr(driver, uuid)(ctypes.byref(raw), device))
-        _check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(ctypes.byref(number), _MULTIPROCESSORS, device))
+        check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
+        check(uuid, getattr(driver, uuid)(ctypes.byref(raw), device))
+        check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(ctypes.byref(number), _MULTIPROCESSORS, device))
         found.append(CudaDevice(ordinal, gpu_uuid(bytes(raw)), number.value))
     return tuple(found)
 
 
-def _check(call: str, code: int) -> None:
+def check(call: str, code: int) -> None:
+    """Raises DeviceError where a call of the driver did not succeed."""
     if code:
         raise DeviceError(f"CUDA: {call}: error {code}\n    fix: run `nvidia-smi` and check the driver")
 
@@ -170,7 +171,7 @@ class entered:  # noqa: N801 (a context manager, by hand: it is entered several 
         driver, now = loaded(), ctypes.c_void_p()
         if driver is None or (driver.cuCtxGetCurrent(ctypes.byref(now)) == 0 and now.value == self._context):
             return
-        _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context)))
+        check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context)))
         self._pushed = True
 
     def __exit__(self, *_: object) -> None:

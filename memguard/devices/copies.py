@@ -22,8 +22,8 @@ def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
     """
     cuda = streams.loaded()
     with contexts.entered(_context(ordinal)), contexts.beside_captures():
-        _check("cuMemcpy", cuda.cuMemcpy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)))
-        _check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # from GPU to GPU the host does not wait
+        contexts.check("cuMemcpy", cuda.cuMemcpy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)))
+        contexts.check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # from GPU to GPU the host does not wait
 
 
 def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
@@ -40,7 +40,7 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
             parts = [(start, min(STAGE, nbytes - start)) for start in range(0, nbytes, STAGE)]
             for number, (start, size) in enumerate([*parts, (nbytes, 0)]):
                 if number:
-                    _check("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
+                    contexts.check("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
                 if size:
                     fetched = cuda.cuMemcpyDtoHAsync_v2(
                         ctypes.c_void_p(buffers[number % 2]),
@@ -48,7 +48,7 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
                         ctypes.c_size_t(size),
                         stream,
                     )
-                    _check("cuMemcpyDtoHAsync", fetched)
+                    contexts.check("cuMemcpyDtoHAsync", fetched)
                 if number:
                     before, length = parts[number - 1]
                     ctypes.memmove(to + before, buffers[(number - 1) % 2], length)
@@ -67,7 +67,7 @@ def _context(ordinal: int) -> int:
 @contextlib.contextmanager
 def _pinned(cuda: Any, size: int) -> Iterator[int]:
     address = ctypes.c_void_p()
-    _check("cuMemHostAlloc", cuda.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0))
+    contexts.check("cuMemHostAlloc", cuda.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0))
     try:
         yield address.value or 0
     finally:
@@ -76,10 +76,5 @@ def _pinned(cuda: Any, size: int) -> Iterator[int]:
 
 def _stream(cuda: Any) -> ctypes.c_void_p:
     stream = ctypes.c_void_p()
-    _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), 1))  # CU_STREAM_NON_BLOCKING
+    contexts.check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), 1))  # CU_STREAM_NON_BLOCKING
     return stream
-
-
-def _check(call: str, code: int) -> None:
-    if code:
-        raise DeviceError(f"CUDA: {call}: error {code}\n    fix: run `nvidia-smi` and check the driver")

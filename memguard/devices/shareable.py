@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memguard.devices import contexts, copies
+from memguard.devices import contexts, copies, streams
 from memguard.errors import DeviceError
 from memguard.units import MIB, format_size
 
@@ -118,11 +118,11 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
             rest = size - nbytes
             if rest:  # what others had in it is nobody's business
                 behind = ctypes.c_uint64(copied + nbytes)
-                _check("cuMemsetD8", cuda.cuMemsetD8_v2(behind, ctypes.c_ubyte(0), ctypes.c_size_t(rest)))
+                contexts.check("cuMemsetD8", cuda.cuMemsetD8_v2(behind, ctypes.c_ubyte(0), ctypes.c_size_t(rest)))
             copies.device(copied, address, nbytes, ordinal)
         fd = ctypes.c_int(-1)
         given = cuda.cuMemExportToShareableHandle(ctypes.byref(fd), handle, _FILE, ctypes.c_ulonglong(0))
-        _check("cuMemExportToShareableHandle", given)
+        contexts.check("cuMemExportToShareableHandle", given)
         undo.callback(os.close, fd.value)
         os.set_inheritable(fd.value, False)
         undo.pop_all()
@@ -146,7 +146,7 @@ def map_file(ordinal: int, fd: int, size: int) -> Mapping:
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         handle = ctypes.c_uint64()
         taken = cuda.cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _FILE)
-        _check("cuMemImportFromShareableHandle", taken)
+        contexts.check("cuMemImportFromShareableHandle", taken)
         undo.callback(_undone, "cuMemRelease", cuda.cuMemRelease, handle)
         address = _map(cuda, undo, ordinal, handle, size)
         return Mapping(address, _retained[ordinal], undo.pop_all())
@@ -157,7 +157,7 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         address = ctypes.c_uint64()
         opened = cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEERS)
-        _check("cuIpcOpenMemHandle", opened)
+        contexts.check("cuIpcOpenMemHandle", opened)
         undo.callback(_undone, "cuIpcCloseMemHandle", cuda.cuIpcCloseMemHandle, address)
         found = contexts.allocation(address.value)
         if found is None or found[1] < size:
@@ -179,14 +179,14 @@ def _create(cuda: Any, ordinal: int, nbytes: int) -> tuple[int, ctypes.c_uint64]
     kind = _Kind(_PINNED, _FILE, _Place(_ON_DEVICE, ordinal))
     piece, handle = ctypes.c_size_t(), ctypes.c_uint64()
     asked = cuda.cuMemGetAllocationGranularity(ctypes.byref(piece), ctypes.byref(kind), 0)
-    _check("cuMemGetAllocationGranularity", asked)
+    contexts.check("cuMemGetAllocationGranularity", asked)
     size = -(-nbytes // piece.value) * piece.value
     made = cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(kind), ctypes.c_ulonglong(0))
     if made == _OUT_OF_MEMORY:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         told = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
         raise NoRoom(size, free.value if told else None)
-    _check("cuMemCreate", made)
+    contexts.check("cuMemCreate", made)
     return size, handle
 
 
@@ -196,12 +196,12 @@ def _map(cuda: Any, undo: contextlib.ExitStack, ordinal: int, handle: ctypes.c_u
     none, zero = ctypes.c_uint64(0), ctypes.c_ulonglong(0)
     access = _Access(_Place(_ON_DEVICE, ordinal), _READ_WRITE)
     got = cuda.cuMemAddressReserve(ctypes.byref(address), length, ctypes.c_size_t(0), none, zero)
-    _check("cuMemAddressReserve", got)
+    contexts.check("cuMemAddressReserve", got)
     undo.callback(_undone, "cuMemAddressFree", cuda.cuMemAddressFree, address, length)
-    _check("cuMemMap", cuda.cuMemMap(address, length, ctypes.c_size_t(0), handle, zero))
+    contexts.check("cuMemMap", cuda.cuMemMap(address, length, ctypes.c_size_t(0), handle, zero))
     undo.callback(_undone, "cuMemUnmap", cuda.cuMemUnmap, address, length)
     allowed = cuda.cuMemSetAccess(address, length, ctypes.byref(access), ctypes.c_size_t(1))
-    _check("cuMemSetAccess", allowed)
+    contexts.check("cuMemSetAccess", allowed)
     return address.value
 
 
@@ -212,9 +212,9 @@ def _present(ordinal: int) -> Iterator[Any]:
     new = ordinal not in _retained
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if new:
-        _check("cuDeviceGet", cuda.cuDeviceGet(ctypes.byref(device), ordinal))
+        contexts.check("cuDeviceGet", cuda.cuDeviceGet(ctypes.byref(device), ordinal))
         retained = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        _check("cuDevicePrimaryCtxRetain", retained)
+        contexts.check("cuDevicePrimaryCtxRetain", retained)
         _retained[ordinal] = context.value or 0
     try:
         with contexts.beside_captures(), contexts.entered(_retained[ordinal]):
@@ -242,14 +242,7 @@ def _initialise() -> None:
 
 
 def _driver() -> Any:
-    cuda = contexts.loaded()
-    if cuda is None:
-        raise DeviceError("nothing has initialised CUDA in this process\n    fix: make an array on the GPU first")
+    cuda = streams.loaded()
     if not hasattr(cuda, "cuMemCreate"):
         raise DeviceError("the NVIDIA driver is too old to share memory\n    fix: a driver of 450 or newer")
     return cuda
-
-
-def _check(call: str, code: int) -> None:
-    if code:
-        raise DeviceError(f"CUDA: {call}: error {code}\n    fix: run `nvidia-smi` and check the driver")

@@ -240,5 +240,4 @@ def _event(calls: _Calls, context: int) -> int:
 def _check(call: str, code: int) -> None:
     if code == _CAPTURED:
         raise Captured(f"{call} ended the capture of a CUDA graph, which another thread had under way")
-    if code:
-        raise DeviceError(f"CUDA: {call}: error {code}\n    fix: run `nvidia-smi` and check the driver")
+    contexts.check(call, code)

@@ -61,11 +61,8 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
     where = taker.place(view, device)
     if giver is taker and view.device == where and not copy:
         return x
-    hindrance = giver.reservation(x) or rules.obstacle(view, taker.taker, where)
-    if copy is False and view.readonly and hindrance is not None:
-        writable = view._replace(readonly=False)
-        if giver.reservation(x) is None and rules.obstacle(writable, taker.taker, where) is None:
-            hindrance = None
+    asked = view._replace(readonly=False) if copy is False else view  # who says so may have read-only memory
+    hindrance = giver.reservation(x) or rules.obstacle(asked, taker.taker, where)
     if hindrance is not None and not (copy and hindrance.copied):
         raise CannotShare(offer.lender, taker.name, hindrance.reason, hindrance.remedy, copied=bool(copy))
     try:

@@ -33,6 +33,9 @@ DTYPES: dict[str, tuple[int, int, str | None]] = {
     "float8_e8m0fnu": (14, 8, None),
 }
 """Each dtype's code and bits in DLPack (`DLDataTypeCode`), and its `typestr` where NumPy has one."""
+NUMPYS = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+"""Those that NumPy and the array interfaces have."""
+NO_FLOAT8 = frozenset(name for name in DTYPES if not name.startswith("float8"))
 _BY_CODE = {(code, bits): name for name, (code, bits, _) in DTYPES.items()}
 _BY_TYPESTR = {typestr: name for name, (_, _, typestr) in DTYPES.items() if typestr is not None}
 

@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 from memguard.devices import contexts, streams
 from memguard.errors import CannotShare
+from memguard.exchange.arrays import _interface
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Obstacle, Taker
-from memguard.exchange.view import View
+from memguard.exchange.view import DTYPES, View, dtype_name
 
 Before = Callable[["int | None"], None]
 """Makes a stream wait until the memory is ready; None: the host."""
@@ -99,6 +100,22 @@ class Arrays(ABC):
     def upload(self, host: Any, device: int) -> Any:
         """A copy on the GPU of a NumPy array."""
         raise NotImplementedError(self.name)
+
+    def _interface(self, x: Any) -> tuple[View, int | None, int | None]:
+        """An array that shows itself by the CUDA array interface: `_interface.read`, or the refusal."""
+        try:
+            return _interface.read(x.__cuda_array_interface__)
+        except _interface.Malformed as error:
+            raise self.cannot(str(error), error.remedy) from error
+
+    def _layout(self, x: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype and strides of an array that tells them as NumPy's do."""
+        dtype, itemsize = dtype_name(x.dtype), x.dtype.itemsize
+        if dtype not in DTYPES or not x.dtype.isnative:
+            raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it with x.astype")
+        if any(stride % itemsize for stride in x.strides):
+            raise self.cannot("its strides are no multiples of its elements' size", f"{self.name}.ascontiguousarray(x)")
+        return dtype, tuple(stride // itemsize for stride in x.strides)
 
     def cannot(self, reason: str, remedy: str) -> CannotShare:
         """The refusal of one of the framework's own arrays."""

@@ -10,15 +10,13 @@ from memguard.exchange import dlpack
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View, dtype_name
-
-_DTYPES = frozenset(name for name in DTYPES if not name.startswith("float8"))
+from memguard.exchange.view import NO_FLOAT8, View
 
 
 class CuPy(Arrays):
     """`cupy.ndarray`."""
 
-    taker: ClassVar[Taker] = Taker("cupy", "CuPy", _DTYPES, Layout.FORWARD)
+    taker: ClassVar[Taker] = Taker("cupy", "CuPy", NO_FLOAT8, Layout.FORWARD)
     module: ClassVar[str] = "cupy"
     call: ClassVar[str] = "cupy.from_dlpack"
     waits: ClassVar[str] = "stream"
@@ -30,12 +28,7 @@ class CuPy(Arrays):
     def offer(self, x: Any) -> Offer:
         if hasattr(x, "todense"):
             raise self.cannot(f"it is a sparse {type(x).__name__}", "x.toarray()")
-        dtype, itemsize = dtype_name(x.dtype), x.dtype.itemsize
-        if dtype not in DTYPES or not x.dtype.isnative:
-            raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it with x.astype")
-        if any(stride % itemsize for stride in x.strides):
-            raise self.cannot("its strides are no multiples of its elements' size", "cupy.ascontiguousarray(x)")
-        strides = tuple(stride // itemsize for stride in x.strides)
+        dtype, strides = self._layout(x)
         device = x.device.id
         view = View(x.data.ptr, tuple(x.shape), strides, dtype, device)
         return Offer(self.name, view, x, self.stream(device))

@@ -17,7 +17,6 @@ from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
 from memguard.exchange.view import DTYPES, View, dtype_name, row_major
 
-_DTYPES = frozenset(DTYPES)
 _GPUS = ("gpu", "cuda")
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
@@ -26,7 +25,15 @@ class JAX(Arrays):
     """`jax.Array` with one shard."""
 
     taker: ClassVar[Taker] = Taker(
-        "jax", "JAX", _DTYPES, Layout.DENSE, alignment=16, host_alignment=64, writes=False, on_host=True, settles=True
+        "jax",
+        "JAX",
+        frozenset(DTYPES),
+        Layout.DENSE,
+        alignment=16,
+        host_alignment=64,
+        writes=False,
+        on_host=True,
+        settles=True,
     )
     module: ClassVar[str] = "jax"
     call: ClassVar[str] = "jax.dlpack.from_dlpack"

@@ -10,15 +10,13 @@ from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View
-
-_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+from memguard.exchange.view import NUMPYS, View
 
 
 class Numba(Arrays):
     """Arrays of `numba.cuda`."""
 
-    taker: ClassVar[Taker] = Taker("numba", "Numba", _DTYPES, Layout.FORWARD, repeats=False, strided=False)
+    taker: ClassVar[Taker] = Taker("numba", "Numba", NUMPYS, Layout.FORWARD, repeats=False, strided=False)
     module: ClassVar[str] = "numba"
     call: ClassVar[str] = "numba.cuda.as_cuda_array"
     waits: ClassVar[str] = "host"
@@ -29,10 +27,7 @@ class Numba(Arrays):
         return cuda is not None and cuda.is_cuda_array(x) and hasattr(x, "copy_to_host")
 
     def offer(self, x: Any) -> Offer:
-        try:
-            view, stream, context = _interface.read(x.__cuda_array_interface__)
-        except _interface.Malformed as error:
-            raise self.cannot(str(error), error.remedy) from error
+        view, stream, context = self._interface(x)
         return Offer(self.name, view, x, stream, context)
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:

@@ -9,16 +9,15 @@ from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View, dtype_name
+from memguard.exchange.view import NUMPYS, View
 
-_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
 _ALIGNED = 64
 
 
 class NumPy(Arrays):
     """`numpy.ndarray`."""
 
-    taker: ClassVar[Taker] = Taker("numpy", "NumPy", _DTYPES, Layout.FORWARD, writes=False, on_gpu=False, on_host=True)
+    taker: ClassVar[Taker] = Taker("numpy", "NumPy", NUMPYS, Layout.FORWARD, writes=False, on_gpu=False, on_host=True)
     module: ClassVar[str] = "numpy"
     call: ClassVar[str] = "numpy.asarray"
     waits: ClassVar[str] = "host"
@@ -31,12 +30,7 @@ class NumPy(Arrays):
     def offer(self, x: Any) -> Offer:
         if hasattr(x, "mask"):
             raise self.cannot("it is masked, which no framework here reads", "x.filled()")
-        dtype, itemsize = dtype_name(x.dtype), x.dtype.itemsize
-        if dtype not in DTYPES or not x.dtype.isnative:
-            raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it with x.astype")
-        if any(stride % itemsize for stride in x.strides):
-            raise self.cannot("its strides are no multiples of its elements' size", "numpy.ascontiguousarray(x)")
-        strides = tuple(stride // itemsize for stride in x.strides)
+        dtype, strides = self._layout(x)
         view = View(x.ctypes.data, tuple(x.shape), strides, dtype, None, not x.flags.writeable)
         return Offer(self.name, view, x)
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from memguard.devices import streams
 from memguard.exchange import dlpack
-from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
@@ -38,10 +37,7 @@ class ArrayInterface(_Lender):
         return hasattr(type(x), "__cuda_array_interface__") or hasattr(x, "__cuda_array_interface__")
 
     def offer(self, x: Any) -> Offer:
-        try:
-            view, stream, context = _interface.read(x.__cuda_array_interface__)
-        except _interface.Malformed as error:
-            raise self.cannot(str(error), error.remedy) from error
+        view, stream, context = self._interface(x)
         return Offer(type(x).__module__.partition(".")[0], view, x, stream, context)
 
 

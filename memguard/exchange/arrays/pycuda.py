@@ -14,15 +14,13 @@ from memguard.exchange.arrays import _interface
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View
-
-_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+from memguard.exchange.view import NUMPYS, View
 
 
 class PyCUDA(Arrays):
     """`pycuda.gpuarray.GPUArray`."""
 
-    taker: ClassVar[Taker] = Taker("pycuda", "PyCUDA", _DTYPES, Layout.FORWARD, strided=False)
+    taker: ClassVar[Taker] = Taker("pycuda", "PyCUDA", NUMPYS, Layout.FORWARD, strided=False)
     module: ClassVar[str] = "pycuda"
     call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
     waits: ClassVar[str] = "host"
@@ -33,10 +31,7 @@ class PyCUDA(Arrays):
         return gpuarray is not None and isinstance(x, gpuarray.GPUArray)
 
     def offer(self, x: Any) -> Offer:
-        try:
-            view, _, context = _interface.read(x.__cuda_array_interface__)
-        except _interface.Malformed as error:
-            raise self.cannot(str(error), error.remedy) from error
+        view, _, context = self._interface(x)
         return Offer(self.name, view, x, context=context, thread=threading.get_ident())
 
     def place(self, view: View, device: int | None) -> int | None:

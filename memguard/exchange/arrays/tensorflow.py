@@ -14,17 +14,23 @@ from memguard.exchange import dlpack
 from memguard.exchange.arrays.base import Arrays, Before
 from memguard.exchange.loans import Loan, Offer
 from memguard.exchange.rules import Layout, Taker
-from memguard.exchange.view import DTYPES, View
+from memguard.exchange.view import DTYPES, NO_FLOAT8, View
 
 _EAGER = "EagerTensor"
-_DTYPES = frozenset(name for name in DTYPES if not name.startswith("float8"))
 
 
 class TensorFlow(Arrays):
     """Eager tensors, which is also what graphs are fed with."""
 
     taker: ClassVar[Taker] = Taker(
-        "tensorflow", "TensorFlow", _DTYPES, Layout.COMPACT, alignment=64, host_alignment=64, writes=False, on_host=True
+        "tensorflow",
+        "TensorFlow",
+        NO_FLOAT8,
+        Layout.COMPACT,
+        alignment=64,
+        host_alignment=64,
+        writes=False,
+        on_host=True,
     )
     module: ClassVar[str] = "tensorflow"
     call: ClassVar[str] = "tf.experimental.dlpack.from_dlpack"
