@@ -211,6 +211,7 @@ def _kill_marked(mark: str) -> None:
 
 def _marked(entry: bytes) -> Iterator[int]:
     """The processes of this user that were started with it in their environment."""
+    deadline = time.monotonic() + _STARTING
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             if not name.isdecimal() or int(name) == os.getpid():
@@ -218,9 +219,43 @@ def _marked(entry: bytes) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{name}").st_uid != os.geteuid():
                     continue
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    if entry in file.read().split(b"\0"):
-                        yield int(name)
+                if entry in _environment(name, deadline).split(b"\0"):
+                    yield int(name)
+
+
+_STARTING = 0.5
+"""Seconds for processes that are being started; 20 ms were measured with two of them to each core."""
+
+
+def _environment(pid: int | str, deadline: float) -> bytes:
+    """What the process was started with, as the kernel has it: nothing at first, while it still loads the program."""
+    while True:
+        loading = _loading(pid)  # asked first: it may have ended by the time that the environment was read
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            found = file.read()
+        if found or not loading or time.monotonic() > deadline:
+            return found
+        time.sleep(0.001)
+
+
+def _loading(pid: int | str) -> bool:
+    """Whether the kernel has yet to lay out its environment."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return _no_environment_yet(file.read())
+
+
+def _no_environment_yet(stat: bytes) -> bool:
+    """By the fields of proc_pid_stat(5), with their numbers there; not so where a kernel says less than Linux's."""
+    fields = stat.rpartition(b")")[2].split()  # the name before it may have anything in it
+    try:
+        state, flags, env_end = (fields[number - 3] for number in (3, 9, 51))
+        return state not in b"ZX" and not int(flags) & _KTHREAD and int(env_end) == 0
+    except (IndexError, ValueError):
+        return False
+
+
+_KTHREAD = 0x00200000
+"""PF_KTHREAD of the kernel's sched.h, in the field `flags`: such a thread has no environment, ever."""
 
 
 def _mapped(pid: int) -> tuple[str, ...]:
