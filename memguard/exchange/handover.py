@@ -50,22 +50,24 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
     taker = registry.by_name(framework)
     arguments.check(copy, device, taker)
     giver, then = registry.of(x), arguments.handle(stream, taker)
-    if giver is taker and device is None and not copy:
-        if then is not None:
-            giver.ready(giver.offer(x), then)
+    own = giver is taker and not copy
+    if own and device is None and then is None:
         return x
     offer = giver.offer(x)
     if giver.immutable and copy is None and taker.keeps_readonly:
         offer = offer._replace(view=offer.view._replace(readonly=True))
     view = offer.view
-    where = taker.place(view, device)
-    if giver is taker and view.device == where and not copy:
-        return x
+    where = view.device if own and device is None else taker.place(view, device)
+    own = own and view.device == where
     asked = view._replace(readonly=False) if copy is False else view  # who says so may have read-only memory
-    hindrance = giver.reservation(x) or rules.obstacle(asked, taker.taker, where)
+    hindrance = None if own else giver.reservation(x) or rules.obstacle(asked, taker.taker, where)
     if hindrance is not None and not (copy and hindrance.copied):
         raise CannotShare(offer.lender, taker.name, hindrance.reason, hindrance.remedy, copied=bool(copy))
     try:
+        if own:
+            if then is not None:
+                giver.ready(offer, then)
+            return x
         if copy:
             made, way = _copied(x, giver, taker, offer, where)
             if then is not None and where is not None:  # the copy was made on the framework's own stream

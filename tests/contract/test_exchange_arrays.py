@@ -197,6 +197,20 @@ def test_a_stream_that_is_named_waits_and_the_host_does_not(world: Any, lender: 
     assert driver.wrong == []
 
 
+@pytest.mark.parametrize("options", [{}, {"device": 0}, {"copy": False}, {"copy": False, "device": 0}])
+@pytest.mark.parametrize("name", ["torch", "cupy", "pycuda", "numba"])
+def test_a_frameworks_own_array_is_itself_and_the_stream_waits(world: Any, name: str, options: dict[str, Any]) -> None:
+    driver = world.driver
+    side = driver.stream()
+    x = world.array(name)
+    x.work()
+    assert to(x, name, **options) is x and not driver.waits
+    assert to(x, name, stream=side, **options) is x
+    driver.read(side, x.ptr)
+    assert driver.wrong == [] and not driver.waits
+    driver.finish()
+
+
 @pytest.mark.parametrize("borrower", ["tensorflow", "jax"])
 def test_who_chooses_its_streams_is_told_none(world: Any, borrower: str) -> None:
     x = world.array("torch")
@@ -442,6 +456,19 @@ def test_a_stream_that_is_captured_waits_for_nobody_and_nobody_for_it(world: Any
     assert not {"cuCtxRecordEvent", "cuStreamWaitEvent"} & set(driver.asked)
     driver.capturing.clear()
     to(x, borrower)
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_a_frameworks_own_array_is_refused_a_stream_that_is_captured(world: Any, name: str) -> None:
+    side = world.driver.stream()
+    x = world.array(name)
+    world.driver.capturing.add(side)
+    with pytest.raises(CannotShare, match=f"{name} to {name}: .*CUDA graph is being captured") as refusal:
+        to(x, name, stream=side)
+    assert "before the capture" in refusal.value.remedy
+    assert world.driver.capturing == {side}, "the capture goes on"
+    assert to(x, name) is x
+    world.driver.capturing.clear()
 
 
 def test_two_captured_streams_of_one_graph_may_wait_for_each_other(world: Any) -> None:
