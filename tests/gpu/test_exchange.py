@@ -319,6 +319,36 @@ def test_a_thread_without_a_context_copies_to_the_host(run: Run) -> None:
     assert found["right"] == dict.fromkeys(("torch", "cupy", "jax", "numba", "numba to numba"), True)
 
 
+def test_a_frameworks_own_array_is_ready_for_the_stream_that_is_named(run: Run) -> None:
+    found = run(
+        """
+        import torch
+        busy, side, right = torch.cuda.Stream(), torch.cuda.Stream(), {}
+        def go(ready):
+            x = torch.zeros(1 << 20, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(busy):
+                torch.cuda._sleep(100_000_000)
+                x += 7
+                ready(x)
+            with torch.cuda.stream(side):
+                y = x.clone()
+            torch.cuda.synchronize()
+            return bool((y == 7).all())
+        ways = {
+            "by hand": lambda x: None,
+            "stream": lambda x: memguard.exchange.to(x, "torch", stream=side),
+            "stream and device": lambda x: memguard.exchange.to(x, "torch", stream=side, device=0),
+        }
+        for _ in range(3):  # the first round loads kernels, for which CUDA waits
+            right = {name: go(ready) for name, ready in ways.items()}
+        result["right"] = right
+        """,
+        env=SOME,
+    )
+    assert found["right"] == {"by hand": False, "stream": True, "stream and device": True}
+
+
 @pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
 def test_a_copy_to_the_other_gpu_is_made_after_the_lenders_work(run: Run) -> None:
     found = run(
