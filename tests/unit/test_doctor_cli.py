@@ -457,7 +457,7 @@ def test_a_framework_that_is_not_installed_is_said_and_the_program_starts(
     gathered: Gathered, started: list[Any]
 ) -> None:
     gathered.facts = HEALTHY.model_copy(update={"frameworks": {"jax": Framework()}})
-    done = run("--doctor", "--", "python", "train.py")
+    done = run("--doctor", "--", sys.executable, "train.py")
     assert done.exit_code == 0 and started
     assert done.stderr == ("memguard doctor: jax is not installed for this Python: is it the right\n  environment?\n")
 
