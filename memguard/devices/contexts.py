@@ -134,13 +134,13 @@ def primary(ordinal: int) -> int | None:
 
     Remembered once seen: it lives as long as the framework that uses it, and asking takes four calls.
     """
-    driver, context = loaded(), ctypes.c_void_p()
+    driver = loaded()
     if driver is None:
         return None
     known = _primaries.get(ordinal)
     if known is not None:
         return known
-    device = ctypes.c_int()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
     if (
         not active(ordinal)
         or driver.cuDeviceGet(ctypes.byref(device), ordinal)

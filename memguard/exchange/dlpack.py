@@ -21,6 +21,7 @@ _TENSOR = struct.Struct("@QiiiBBHQQQ")
 """A `DLTensor`: address, device's kind and number, dimensions, dtype's code, bits and lanes, shape, strides, offset."""
 _VERSION = struct.Struct("@IIQQQ")
 """What comes before it in a versioned capsule: major and minor version, context, deleter, flags."""
+_Tensor, _Version = ctypes.c_char * _TENSOR.size, ctypes.c_char * _VERSION.size
 _valid = ctypes.pythonapi.PyCapsule_IsValid
 _valid.restype, _valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -28,6 +29,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 _HEAD = struct.Struct("@QiiiB")
 """How a `DLTensor` begins, up to the dtype's code."""
+_Head = ctypes.c_char * _HEAD.size
 _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 """NumPy's dtypes by size: what the elements mean is written into the capsule afterwards."""
 
@@ -46,7 +48,7 @@ def read(capsule: Any) -> View:
         at = _pointer(capsule, b"dltensor")
     elif _valid(capsule, b"dltensor_versioned"):
         at = _pointer(capsule, b"dltensor_versioned")
-        major, _, _, _, flags = _VERSION.unpack(ctypes.string_at(at, _VERSION.size))
+        major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
         if major != 1:
             raise Unreadable(f"its capsule is of DLPack {major}")
         at, readonly = at + _VERSION.size, bool(flags & _READ_ONLY)
@@ -56,8 +58,8 @@ def read(capsule: Any) -> View:
             if type(capsule).__name__ == "PyCapsule"
             else f"its library gives a {type(capsule).__name__} for a DLPack capsule"
         )
-    address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack(
-        ctypes.string_at(at, _TENSOR.size)
+    address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
+        _Tensor.from_address(at)
     )
     if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise Unreadable(f"it lies on a device of DLPack's kind {kind}, neither the host nor a CUDA GPU")
@@ -66,8 +68,9 @@ def read(capsule: Any) -> View:
         raise Unreadable(
             f"its dtype (DLPack code {code}, {bits} bits, {lanes} lanes) is not one that can be handed over"
         )
-    shape = struct.unpack(f"@{ndim}q", ctypes.string_at(extents, 8 * ndim)) if ndim else ()
-    strides = struct.unpack(f"@{ndim}q", ctypes.string_at(steps, 8 * ndim)) if steps and ndim else row_major(shape)
+    numbers = ctypes.c_int64 * ndim
+    shape = tuple(numbers.from_address(extents)) if ndim else ()
+    strides = tuple(numbers.from_address(steps)) if steps and ndim else row_major(shape)
     device = number if kind in (CUDA, CUDA_MANAGED) else None
     return View(address + offset, shape, strides, dtype, device, readonly)
 
@@ -82,7 +85,7 @@ def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
     import numpy
 
     made = numpy.asarray(_Block(view, loan)).__dlpack__()
-    head = (ctypes.c_char * _HEAD.size).from_address(_pointer(made, b"dltensor"))
+    head = _Head.from_address(_pointer(made, b"dltensor"))
     place = (CPU, 0) if device is None else (CUDA, device)
     _HEAD.pack_into(head, 0, view.address, *place, len(view.shape), DTYPES[view.dtype][0])
     return made

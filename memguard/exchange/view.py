@@ -103,10 +103,7 @@ class View(NamedTuple):
     @property
     def compact(self) -> bool:
         """Row-major, without gaps."""
-        usual = row_major(self.shape)
-        if self.strides == usual or not self.size:
-            return True
-        return _matters(self.shape, self.strides) == _matters(self.shape, usual)
+        return _compact(self.shape, self.strides)
 
     @property
     def dense(self) -> bool:
@@ -141,7 +138,15 @@ class View(NamedTuple):
 
     @property
     def byte_strides(self) -> tuple[int, ...]:
-        return tuple(stride * self.itemsize for stride in self.strides)
+        itemsize = self.itemsize
+        return tuple([stride * itemsize for stride in self.strides])
+
+
+@functools.lru_cache(maxsize=1024)
+def _compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Asked several times in each hand-over, and mostly of shapes that come again."""
+    usual = row_major(shape)
+    return strides == usual or 0 in shape or _matters(shape, strides) == _matters(shape, usual)
 
 
 def _matters(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

@@ -25,8 +25,8 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
     """
     try:
         (address, readonly), typestr = interface["data"], interface["typestr"]
-        shape, given = tuple(int(n) for n in interface["shape"]), interface.get("strides")
-        given = None if given is None else tuple(int(stride) for stride in given)
+        shape, given = tuple(map(int, interface["shape"])), interface.get("strides")
+        given = None if given is None else tuple(map(int, given))
         dtype = dtype_of_typestr(typestr)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise Malformed(f"its array interface is not one: {error!r}") from error
@@ -35,11 +35,11 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
     if interface.get("mask") is not None:
         raise Malformed("it is masked, which no framework here reads", "fill in what is masked where it comes from")
     itemsize = DTYPES[dtype][1] // 8
-    if any(n < 0 for n in shape) or (given is not None and len(given) != len(shape)):
+    if min(shape, default=0) < 0 or (given is not None and len(given) != len(shape)):
         raise Malformed(f"its array interface is not one: shape {shape}, strides {given}")
     if given is not None and any(stride % itemsize for stride in given):
         raise Malformed("its strides are no multiples of its elements' size", "make it contiguous where it comes from")
-    strides = row_major(shape) if given is None else tuple(stride // itemsize for stride in given)
+    strides = row_major(shape) if given is None else tuple([stride // itemsize for stride in given])
     found = streams.place(int(address or 0)) if address and 0 not in shape else None
     view = View(int(address or 0), shape, strides, dtype, found[0] if found else 0, bool(readonly))
     if found is None and view.size:

@@ -51,11 +51,11 @@ class PyCUDA(Arrays):
 
     def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
         import numpy
-        from pycuda.gpuarray import GPUArray
+        from pycuda import gpuarray
 
         before(stream)
         shown = _interface.Shown(view, loan)
-        return GPUArray(
+        return gpuarray.GPUArray(
             view.shape, numpy.dtype(view.dtype), gpudata=view.address, base=shown, strides=view.byte_strides
         )
 

@@ -66,7 +66,7 @@ class TensorFlow(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.Unreadable, tf.errors.OpError) as error:
             raise self.cannot(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        if view.device is not None:  # the capsule's is TensorFlow's own number of the GPU
+        if view.device is not None and _ordinal(view.device) != view.device:  # the capsule's is TensorFlow's own number
             view = view._replace(device=_ordinal(view.device))
         return Offer(self.name, view, capsule, done=True)
 
