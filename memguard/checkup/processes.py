@@ -230,32 +230,31 @@ _STARTING = 0.5
 def _environment(pid: int | str, deadline: float) -> bytes:
     """What the process was started with, as the kernel has it: nothing at first, while it still loads the program."""
     while True:
-        loading = _loading(pid)  # asked first: it may have ended by the time that the environment was read
         with open(f"/proc/{pid}/environ", "rb") as file:
             found = file.read()
-        if found or not loading or time.monotonic() > deadline:
+        if found or time.monotonic() > deadline:
             return found
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            if not _may_have_one(file.read()):
+                return found
         time.sleep(0.001)
 
 
-def _loading(pid: int | str) -> bool:
-    """Whether the kernel has yet to lay out its environment."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return _no_environment_yet(file.read())
+def _may_have_one(stat: bytes) -> bool:
+    """Whether a process whose environment was read as empty may have one: it was laid out since, or is to be yet.
 
-
-def _no_environment_yet(stat: bytes) -> bool:
-    """By the fields of proc_pid_stat(5), with their numbers there; not so where a kernel says less than Linux's."""
+    By the fields of proc_pid_stat(5), with their numbers there; not so where a kernel says less than Linux's.
+    """
     fields = stat.rpartition(b")")[2].split()  # the name before it may have anything in it
     try:
-        state, flags, env_end = (fields[number - 3] for number in (3, 9, 51))
-        return state not in b"ZX" and not int(flags) & _KTHREAD and int(env_end) == 0
+        state, flags, start, end = (fields[number - 3] for number in (3, 9, 50, 51))
+        return state not in b"ZX" and not int(flags) & (_EXITING | _KTHREAD) and not 0 < int(end) == int(start)
     except (IndexError, ValueError):
         return False
 
 
-_KTHREAD = 0x00200000
-"""PF_KTHREAD of the kernel's sched.h, in the field `flags`: such a thread has no environment, ever."""
+_EXITING, _KTHREAD = 0x00000004, 0x00200000
+"""PF_EXITING and PF_KTHREAD of the kernel's sched.h, in the field `flags`: one has none any more, the other never."""
 
 
 def _mapped(pid: int) -> tuple[str, ...]:

@@ -453,36 +453,56 @@ def test_one_that_is_only_just_starting_is_found() -> None:
             process.wait()
 
 
+def test_one_that_is_about_to_start_another_program_is_found() -> None:
+    """Asked at any moment of that: while it still has its parent's memory, while the new one is being filled."""
+    slow = "import os, sys, time; time.sleep(float(sys.argv[1])); os.execve('/bin/sleep', ['sleep', '30'], {'A': 'b'})"
+    for number in range(40):
+        process = subprocess.Popen([sys.executable, "-IS", "-c", slow, str(number / 4000)], env={"C": "d"})
+        try:
+            deadline = time.monotonic() + 20
+            while (found := processes._environment(process.pid, deadline)) == b"C=d\0":
+                pass
+            assert found == b"A=b\0"
+        finally:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize(
-    ("name", "state", "flags", "end", "expected"),
+    ("name", "state", "flags", "start", "end", "expected"),
     [
-        ("sleep", "R", 0x400000, "0", True),
-        ("sleep", "S", 0x400000, "140726283145192", False),
-        ("a) S 1 (b", "R", 0x400000, "0", True),
-        ("ended", "Z", 0x40000C, "0", False),
-        ("kthreadd", "S", 0x208040, "0", False),
-        ("cut", "R", 0x400000, "", False),
-        ("odd", "R", 0x400000, "?", False),
+        ("loading", "R", 0x400000, "0", "0", True),
+        ("laid out since", "S", 0x400000, "140726283145170", "140726283145192", True),
+        ("has none", "S", 0x400000, "140726283145170", "140726283145170", False),
+        ("a) S 1 (b", "R", 0x400000, "0", "0", True),
+        ("ended", "Z", 0x400000, "0", "0", False),
+        ("ending", "R", 0x40040C, "0", "0", False),
+        ("kthreadd", "S", 0x208040, "0", "0", False),
+        ("cut", "R", 0x400000, "0", "", False),
+        ("odd", "R", 0x400000, "?", "?", False),
     ],
 )
-def test_who_is_still_starting(name: str, state: str, flags: int, end: str, expected: bool) -> None:
+def test_who_may_have_an_environment_that_was_read_as_empty(
+    name: str, state: str, flags: int, start: str, end: str, expected: bool
+) -> None:
     """What has ended, a thread of the kernel, and a kernel that does not say are not waited for."""
-    stat = f"7 ({name}) {state} 1 7 7 0 -1 {flags}{' 0' * 41} {end}{' 0' if end else ''}\n"
-    assert processes._no_environment_yet(stat.encode()) is expected
+    stat = f"7 ({name}) {state} 1 7 7 0 -1 {flags}{' 0' * 40} {start} {end}{' 0' if end else ''}\n"
+    assert processes._may_have_one(stat.encode()) is expected
 
 
 def test_what_has_no_environment_is_not_waited_for() -> None:
     without = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], env={}, stdin=-1, stdout=-1)
-    ended = subprocess.Popen(["true"])
     assert without.stdout is not None
+    begun = time.monotonic()
     try:
         assert without.stdout.readline() == b"\n"
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert not any(processes._loading(pid) for pid in (os.getpid(), without.pid, ended.pid))
+        assert processes._environment(without.pid, begun + 60) == b""
     finally:
         without.kill()
         without.communicate()
-        ended.wait()
+    with pytest.raises(FileNotFoundError):
+        processes._environment(without.pid, begun + 60)
+    assert time.monotonic() < begun + 50
 
 
 @pytest.mark.parametrize(
