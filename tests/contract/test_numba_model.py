@@ -852,6 +852,11 @@ STEPS = st.lists(
 )
 
 
+def collections() -> int:
+    """How often the garbage collector has run."""
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS)
 def test_whatever_is_done_the_books_hold(model: Model, steps: list[tuple[str, int]]) -> None:
@@ -864,11 +869,13 @@ def test_whatever_is_done_the_books_hold(model: Model, steps: list[tuple[str, in
     outside: list[Any] = []
     for step, size in steps:
         if step == "take":
+            before = collections()
             try:
                 live.append(setting.cuda.device_array(size))
             except setting.driver.CudaAPIError:
                 pages = -(-size // (2 * MIB)) * 2 * MIB
-                full = setting.driver.cards[0].total < GIB and setting.pending() == 0
+                late = collections() > before  # a cycle's frees may have become pending after the driver had refused
+                full = setting.driver.cards[0].total < GIB and (setting.pending() == 0 or late)
                 assert full or (setting.usage().held or 0) > cap - pages
         elif step == "drop" and live:
             del live[size % len(live)]
