@@ -8,6 +8,7 @@ context, so a stream is better where one is known; recording on a stream that is
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from types import TracebackType
 from typing import Any
@@ -69,17 +70,11 @@ def _typed(cuda: Any, name: str, *types: Any) -> Any:
     return call
 
 
-_bound: tuple[Any, _Calls | None] = None, None
+_bound = functools.lru_cache(maxsize=1)(_Calls)
 
 
 def _calls() -> _Calls:
-    global _bound
-    cuda = loaded()
-    known, calls = _bound
-    if calls is None or known is not cuda:
-        calls = _Calls(cuda)
-        _bound = cuda, calls
-    return calls
+    return _bound(loaded())
 
 
 class Mark:
@@ -102,11 +97,7 @@ class Mark:
                 return
             event = self._event = _event(calls, self._of)
             code = calls.record_context(self._of, event) if stream is None else calls.record(event, stream)
-        if code:
-            calls.destroy(event)  # in whatever state it is, it is no use any more
-            self._event = 0
-            _idle.pop(self._of, None)  # of a context that was reset, none is any more
-            _check("recording an event", code)
+        self._succeeded("recording an event", code)
 
     def passed(self) -> bool:
         """Whether all of it is done. Never waits, and spoils no CUDA graph that is captured meanwhile."""
@@ -120,20 +111,28 @@ class Mark:
         if self._event:
             with contexts.entered(self._primary or self._of):  # handles 0 to 2 name a stream of the current context
                 code = self._calls.wait(stream, self._event, 0)
-            _check("cuStreamWaitEvent", code)
+            self._succeeded("cuStreamWaitEvent", code)
 
     def wait(self) -> None:
         """The host waits for it, without the GIL and without spoiling a CUDA graph that is captured meanwhile."""
         if self._event:
             with contexts.beside_captures():
                 if not self._over():
-                    _check("cuEventSynchronize", self._calls.synchronize(self._event))
+                    self._succeeded("cuEventSynchronize", self._calls.synchronize(self._event))
 
     def _over(self) -> bool:
         code = self._calls.query(self._event)
-        if code not in (0, _NOT_READY):
-            _check("cuEventQuery", code)
+        if code != _NOT_READY:
+            self._succeeded("cuEventQuery", code)
         return bool(code == 0)
+
+    def _succeeded(self, call: str, code: int) -> None:
+        """Raises where it did not. The event is no use any more then, in whatever state it is."""
+        if code:
+            event, self._event = self._event, 0
+            self._calls.destroy(event)
+            _idle.pop(self._of, None)  # of a context that was reset, none is any more
+            _check(call, code)
 
     def close(self) -> None:
         event, self._event = self._event, 0
@@ -152,42 +151,20 @@ class Mark:
 
 
 def follow(ordinal: int, first: int | None, then: int | None, context: int | None = None) -> None:
-    """The stream `then` runs on after what the stream `first` was given; a stream has nothing to wait for in itself.
+    """The stream `then` (None: the host) runs on after what the stream `first` was given (None: the whole context).
 
-    `first` None: the whole context. `then` None: the host. Written out, where a `Mark` would do: each hand-over needs
-    one or two of it.
+    A stream has nothing to wait for in itself. Raises DeviceError where CUDA refuses, Captured where it would.
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
         return
     captured = first is not None and capturing(ordinal, first)
     if captured != (then is not None and capturing(ordinal, then)):
         raise Captured("a CUDA graph is being captured, and may not wait for what is outside it, nor be waited for")
-    primary = contexts.primary(ordinal) or 0
-    if context not in (None, primary) or not primary or (first is None and _calls().record_context is None):
-        with Mark(ordinal, first, context) as mark:
-            if then is None:
-                mark.wait()
-            else:
-                mark.before(then)
-        return
-    calls = _calls()
-    with contexts.entered(primary):
-        event = _event(calls, primary)
-        code = calls.record_context(primary, event) if first is None else calls.record(event, first)
-        if not code:
-            code = calls.wait(then, event, 0) if then is not None else _wait(calls, event)
-    if code:
-        calls.destroy(event)  # in whatever state it is, it is no use any more
-        _idle.pop(primary, None)  # of a context that was reset, none is any more
-        _check("an event", code)
-    _idle.setdefault(primary, []).append(event)
-
-
-def _wait(calls: _Calls, event: int) -> int:
-    """The host waits, without the GIL and without spoiling a CUDA graph that is captured meanwhile."""
-    with contexts.beside_captures():
-        code = calls.query(event)
-        return int(calls.synchronize(event) if code == _NOT_READY else code)
+    with Mark(ordinal, first, context) as mark:
+        if then is None:
+            mark.wait()
+        else:
+            mark.before(then)
 
 
 def capturing(ordinal: int, stream: int) -> bool:
