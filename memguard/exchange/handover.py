@@ -114,8 +114,7 @@ def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | Non
     else:
         writable = offer._replace(view=view._replace(readonly=False))
         if rules.obstacle(writable.view, taker.taker, view.device) or not (view.compact or taker.taker.strided):
-            giver, x = compacted(x, giver, writable)
-            writable = giver.offer(x)
+            giver, x, writable = compacted(x, giver, writable)
             left = rules.obstacle(writable.view, taker.taker, view.device)
             if left is not None:
                 raise CannotShare(writable.lender, taker.name, left.reason, left.remedy, copied=True)
@@ -139,13 +138,17 @@ def _uploaded(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int) ->
             copied=True,
         )
     if not offer.view.compact:
-        giver, x = compacted(x, giver, offer._replace(view=offer.view._replace(readonly=False)))
-        offer = giver.offer(x)
+        giver, x, offer = compacted(x, giver, offer)
     return taker.upload(_shared(giver, numpy, offer, None), where)
 
 
-def compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
-    """The array without gaps: by its own framework, or by one of those that are imported and can."""
+def compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any, Offer]:
+    """The array without gaps, whose it is and its offer: by its own framework, or by an imported one that can."""
+    carrier, x = _gathered(x, giver, offer._replace(view=offer.view._replace(readonly=False)))  # it is only read
+    return carrier, x, carrier.offer(x)
+
+
+def _gathered(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
     view = offer.view
     if giver.gathers is Layout.FORWARD or (giver.gathers is Layout.COMPACT and view.compact):
         if giver.waits == "host":
@@ -170,8 +173,7 @@ def _downloaded(x: Any, giver: Arrays, offer: Offer) -> Any:
 
     view = offer.view
     if not view.compact:
-        giver, x = compacted(x, giver, offer._replace(view=view._replace(readonly=False)))
-        offer = giver.offer(x)
+        giver, x, offer = compacted(x, giver, offer)
         giver.ready(offer, None)
     made: Any = numpy.empty(view.shape, numpy.dtype(view.dtype))
     if view.size:

@@ -204,9 +204,7 @@ def _nothing(view: View, uuid: str) -> Export:
 
 def _copied(x: Any, giver: Arrays, offer: Offer, uuid: str) -> Export:
     if not offer.view.compact:
-        shown = offer._replace(view=offer.view._replace(readonly=False))
-        giver, x = handover.compacted(x, giver, shown)
-        offer = giver.offer(x)
+        giver, x, offer = handover.compacted(x, giver, offer)
     view, device = offer.view, offer.view.device or 0
     giver.ready(offer, None)
     try:

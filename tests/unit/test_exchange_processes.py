@@ -276,8 +276,9 @@ def test_arrays_without_elements_need_no_memory(start: Start) -> None:
 def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = numpy.arange(12, dtype="f4").reshape(3, 4)
 
-    def compacted(x: Any, giver: Any, offer: Any) -> tuple[Any, Any]:
-        return giver, Array(numpy.ascontiguousarray(x.values))
+    def compacted(x: Any, giver: Any, offer: Any) -> tuple[Any, Any, Any]:
+        made = Array(numpy.ascontiguousarray(x.values))
+        return giver, made, giver.offer(made)
 
     monkeypatch.setattr(handover, "compacted", compacted)
     with export(Array(whole.T)) as handle:

@@ -66,8 +66,9 @@ class TensorFlow(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.Unreadable, tf.errors.OpError) as error:
             raise self.cannot(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        if view.device is not None and _ordinal(view.device) != view.device:  # the capsule's is TensorFlow's own number
-            view = view._replace(device=_ordinal(view.device))
+        device = None if view.device is None else _ordinal(view.device)  # the capsule's is TensorFlow's own number
+        if device != view.device:
+            view = view._replace(device=device)
         return Offer(self.name, view, capsule, done=True)
 
     def ready(self, offer: Offer, then: int | None) -> None:
@@ -112,18 +113,14 @@ class TensorFlow(Arrays):
 @functools.cache
 def _ordinal(logical: int) -> int:
     """CUDA's number of a GPU that TensorFlow calls `logical`."""
-    import tensorflow as tf
-
-    names = [device.name for device in tf.config.get_visible_devices("GPU")]
+    names = _visible()
     return int(names[logical].rpartition(":")[2]) if logical < len(names) else logical
 
 
 @functools.cache
 def _logical(ordinal: int) -> int:
     """TensorFlow's number of a GPU among those it was left (`set_visible_devices`), which stay once it has begun."""
-    import tensorflow as tf
-
-    names = [device.name for device in tf.config.get_visible_devices("GPU")]
+    names = _visible()
     wanted = f"GPU:{ordinal}"
     for number, name in enumerate(names):
         if name.endswith(wanted):
@@ -132,3 +129,10 @@ def _logical(ordinal: int) -> int:
         f"it lies on cuda:{ordinal}, and TensorFlow was left {', '.join(names) or 'no GPU'}",
         "tf.config.set_visible_devices before TensorFlow's first operation, or copy=True with device=",
     )
+
+
+def _visible() -> list[str]:
+    """The GPUs that TensorFlow was left, in its order: their names end in CUDA's ordinals."""
+    import tensorflow as tf
+
+    return [device.name for device in tf.config.get_visible_devices("GPU")]
