@@ -70,7 +70,7 @@ class Overhead:
         expected = expected_overhead(appeared, exact)
         if new:
             growth = max(growth, min(since, expected - expected_overhead(self.appeared, exact)))
-        late = sum(modules(name) for name in new if name.startswith(SECOND_CONTEXT))
+        late = sum(map(modules, _second(new)))
         growth = max(growth, min(late, gap - self.charged))
         owed = min(self.owed, _of_libraries(appeared)) + _of_libraries(new)
         step = max(STEP, owed)
@@ -80,8 +80,8 @@ class Overhead:
         if charge > STEP:
             owed = max(owed - charge, 0)
         shrunk, second = self.charged, self.second
-        if ended := sum(name.startswith(SECOND_CONTEXT) for name in gone):
-            second -= second * ended // sum(name.startswith(SECOND_CONTEXT) for name in self.appeared)
+        if ended := _second(gone):
+            second -= second * len(ended) // len(_second(self.appeared))
         if "context" not in appeared:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
@@ -93,7 +93,12 @@ class Overhead:
 
 def _of_libraries(names: frozenset[str]) -> int:
     """What those of them may take that `Framework.libraries` numbers, as `nccl 1`."""
-    return sum(workspace(name) for name in names if " " in name and not name.startswith(SECOND_CONTEXT))
+    return sum(workspace(name) for name in names - _second(names) if " " in name)
+
+
+def _second(names: frozenset[str]) -> frozenset[str]:
+    """Those that stand for contexts beside the primary one."""
+    return frozenset(name for name in names if name.startswith(SECOND_CONTEXT))
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:

@@ -95,8 +95,7 @@ class Books:
             appeared |= {"context"}
         state = self._overhead.get(device.uuid, accounts.Overhead())
         slabs = _driver_bytes.slabs[device.uuid].gaps
-        if kept := self._kept(device):
-            usages[accounts.EXCHANGE] = Usage(kept, kept, 0)
+        usages.update(self._kept(device))
         gap = accounts.gap(own, usages.values(), slabs)
         makers = self._makers(device, known.values(), state.last - gap if gap is not None and steady else 0)
         appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(makers) + 1)}
@@ -137,8 +136,7 @@ class Books:
         usages.update(_usages(self.strangers(), device))
         memory = self._host.memory(device)
         own = self._own(device, memory.used, bool(usages))
-        if kept := self._kept(device):
-            usages[accounts.EXCHANGE] = Usage(kept, kept, 0)
+        usages.update(self._kept(device))
         slabs = _driver_bytes.slabs[uuid].gaps
         gap = accounts.gap(own, usages.values(), slabs)
         charged = self._overhead[uuid].charged if uuid in self._overhead else 0
@@ -174,11 +172,12 @@ class Books:
                 return None
         return self._ordinals.get(device.uuid)
 
-    def _kept(self, device: Device) -> int:
-        """Bytes that the exchange holds for other processes."""
+    def _kept(self, device: Device) -> dict[str, Usage]:
+        """What the exchange holds for other processes, as the usage of its row; empty where that is nothing."""
         loans = sys.modules.get(_LOANS)
         kept: Mapping[int, int] | None = getattr(loans, "kept", None)
-        return kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
+        size = kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
+        return {accounts.EXCHANGE: Usage(size, size, 0)} if size else {}
 
     def _lent(self, device: Device) -> dict[str, accounts.Lent]:
         """What each framework lends to others. Lent memory is charged to the lender, as ever."""

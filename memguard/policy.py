@@ -143,7 +143,7 @@ def _device_plan(
         return [budget.problem((*limit_rule.at, "limit"), message, fix)]
     auto = reserve_rule.value == "auto"
     reserve = (
-        auto_reserve(device.architecture, list(budget.frameworks), _communicators(budget), _own_context(budget))
+        auto_reserve(device.architecture, list(budget.frameworks), communicators(budget), own_context(budget))
         if isinstance(reserve_rule.value, str)
         else reserve_rule.value
     )
@@ -176,12 +176,14 @@ def _device_plan(
     return DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
 
 
-def _communicators(budget: Budget) -> int:
+def communicators(budget: Budget) -> int:
+    """NCCL's, that the budget says torch will keep on each GPU."""
     torch = budget.frameworks.get("torch")
     return (torch.nccl or 0) if torch is not None else 0
 
 
-def _own_context(budget: Budget) -> bool:
+def own_context(budget: Budget) -> bool:
+    """Whether PyCUDA works in a context of its own."""
     pycuda = budget.frameworks.get("pycuda")
     return pycuda is not None and pycuda.context == "own"
 

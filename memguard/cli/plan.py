@@ -92,10 +92,11 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
 
 
 def _reserve(source: str, budget: Budget) -> str:
-    torch, pycuda = budget.frameworks.get("torch"), budget.frameworks.get("pycuda")
-    communicators = (torch.nccl or 0) if torch is not None else 0
-    nccl = f", {communicators} NCCL communicator{'s' if communicators > 1 else ''}" if communicators else ""
-    second = ", a second context" if pycuda is not None and pycuda.context == "own" else ""
+    from memguard import policy
+
+    count = policy.communicators(budget)
+    nccl = f", {count} NCCL communicator{'s' if count > 1 else ''}" if count else ""
+    second = ", a second context" if policy.own_context(budget) else ""
     return f"{source}: context and library workspaces{second}{nccl}"
 
 
