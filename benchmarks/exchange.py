@@ -708,7 +708,7 @@ def peers() -> dict[str, Any]:
     for target in ("torch", "cupy", "tensorflow", "jax", "pycuda", "numba"):
         one: dict[str, Any] = {}
         found[target] = one
-        before = nvml_of_second = _arrays.nvml_bytes_of(1)
+        before = _arrays.nvml_bytes_of(1)
         try:
             exchange().to(x, target, device=1)
             one["without_copy"] = "shared"
@@ -734,7 +734,7 @@ def peers() -> dict[str, Any]:
                 one["gb_per_s"] = round(WHOLE / statistics.median(times) / 1e9, 1)
         except Exception as error:
             one["error"] = refusal(error)
-        one["second_gpu_mib_before"] = nvml_of_second >> 20
+        one["second_gpu_mib_before"] = before >> 20
     can = torch.cuda.can_device_access_peer(0, 1)
     return {"gpus": torch.cuda.device_count(), "peer_access": can, "bytes": WHOLE, "peers": found, "open": still_open()}
 
@@ -748,27 +748,11 @@ def _wait_both() -> None:
 
 def _second_current(target: str) -> Any:
     """PyCUDA's and Numba's arrays are of the context that is current: the second GPU's has to be."""
-    import contextlib
-
     if target == "numba":
         from numba import cuda
 
         return cuda.gpus[1]
-    if target == "pycuda":
-
-        @contextlib.contextmanager
-        def current() -> Any:
-            import pycuda.driver as drv
-
-            context = drv.Device(1).retain_primary_context()
-            context.push()
-            try:
-                yield
-            finally:
-                drv.Context.pop()
-
-        return current()
-    return contextlib.nullcontext()
+    return exchange().pycuda_context(1) if target == "pycuda" else contextlib.nullcontext()
 
 
 X64 = {"JAX_ENABLE_X64": "1"}
