@@ -124,9 +124,9 @@ class Driven:
     """One framework at its cap: requests until it refuses, and what it holds by its own count."""
 
     def __init__(self, name: str, cap: int, seed: int) -> None:
-        import memguard.active
+        import memguard._api
 
-        guard = memguard.active.current()
+        guard = memguard._api.current()
         self.name, self.cap, self.rng = name, cap, random.Random(seed)
         self.take, self.native = allocator(name)
         self.framework, self.device = guard.frameworks[name], guard.plan.devices[0].device

@@ -142,8 +142,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = scenarios(dict(pair.split("=", 1) for pair in arguments.shipped), Path(folder))
         again = [doctor([], environment({})).get("seconds") for _ in range(ROUNDS - 1)]
-    from memguard.checkup.examine import examine
-    from memguard.checkup.facts import Facts
+    from memguard._doctor.examine import examine
+    from memguard._doctor.facts import Facts
 
     kept = {}
     for name, scenario in found.items():

@@ -54,15 +54,15 @@ def refusal(error: BaseException) -> str:
 
 def still_open() -> int:
     """Loans that have not ended, a moment after the last view has gone."""
-    from memguard.exchange import loans
+    from memguard.exchange import lifetimes
 
     gc.collect()
     for _ in range(200):
-        loans.sweep()
-        if not loans._open and not loans._parked:
+        lifetimes.sweep()
+        if not lifetimes._open and not lifetimes._parked:
             return 0
         time.sleep(0.005)
-    return len(loans._open) + len(loans._parked)
+    return len(lifetimes._open) + len(lifetimes._parked)
 
 
 # The same memory
@@ -72,7 +72,7 @@ def pairs() -> dict[str, Any]:
     """Every ordered pair: the pointer, the values, a copy, and the array alive when its maker has let go of it."""
     import numpy as np
 
-    from memguard.exchange.arrays import registry
+    from memguard.exchange.adapters import registry
 
     missing = {}
     start(*NAMES)
@@ -152,7 +152,7 @@ def lent() -> dict[str, Any]:
     import numpy as np
 
     import memguard
-    from memguard.exchange import loans
+    from memguard.exchange import lifetimes
 
     if not ON_CPU:
         memguard.init(budget_of_six())
@@ -162,7 +162,7 @@ def lent() -> dict[str, Any]:
 
     def said(source: str) -> int | None:
         if ON_CPU:
-            return sum(sum(rows.get(source, {}).values()) for rows in loans.lent().values())
+            return sum(sum(rows.get(source, {}).values()) for rows in lifetimes.lent().values())
         row = memguard.ledger().devices[0].row(source)
         return getattr(row, "lent", None)
 

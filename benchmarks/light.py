@@ -65,16 +65,16 @@ def init_time(simulate: str | None) -> dict[str, Any]:
 
 def plan_time() -> dict[str, Any]:
     """A plan of six frameworks on eight GPUs."""
-    from memguard import config, policy
-    from memguard.devices.simulated import SimulatedHost
+    from memguard import _config, _policy
+    from memguard._devices.simulated import SimulatedHost
 
     devices = SimulatedHost(["h200"] * 8).devices()
-    frameworks = {name: {"share": "15%"} for name in config.FRAMEWORKS}
-    budget = config.from_mapping({"version": 1, "frameworks": frameworks})
+    frameworks = {name: {"share": "15%"} for name in _config.FRAMEWORKS}
+    budget = _config.from_mapping({"version": 1, "frameworks": frameworks})
     values = []
     for _ in range(500):
         started = time.perf_counter()
-        policy.plan(budget, devices)
+        _policy.plan(budget, devices)
         values.append(time.perf_counter() - started)
     return {"frameworks": len(frameworks), "gpus": 8, "plan_s": spread(values)}
 

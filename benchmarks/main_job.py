@@ -128,10 +128,10 @@ def drive_tensorflow(cap: int) -> dict[str, Any]:
 def drive_pycuda(cap: int) -> dict[str, Any]:
     import pycuda.driver as drv
 
-    import memguard.active
+    import memguard._api
 
-    framework = memguard.active.current().frameworks["pycuda"]
-    device = memguard.active.current().plan.devices[0].device
+    framework = memguard._api.current().frameworks["pycuda"]
+    device = memguard._api.current().plan.devices[0].device
 
     def held() -> int:
         usage = framework.usage(device)
@@ -329,9 +329,9 @@ def torch_async() -> dict[str, Any]:
     import torch
 
     def held() -> int:
-        import memguard.active
+        import memguard._api
 
-        guard = memguard.active.current()
+        guard = memguard._api.current()
         usage = guard.frameworks["torch"].usage(guard.plan.devices[0].device)
         return (usage.held or 0) if usage is not None else 0
 

@@ -43,12 +43,12 @@ print("RESULT " + json.dumps({**told, "peak_rss_kib": usage.ru_maxrss, "returnco
 
 def generate(folder: Path, samples: int, seed: int = 20261121) -> Path:
     """A timeline of so many samples, 500 ms apart: each framework grows, shrinks and keeps some of it in its cache."""
-    from memguard import config, policy
-    from memguard.devices.simulated import SimulatedHost
-    from memguard.model import DeviceSample, FrameworkSample, Sample
-    from memguard.timeline import Writer
+    from memguard import _config, _policy
+    from memguard._devices.simulated import SimulatedHost
+    from memguard._timeline import Writer
+    from memguard._types import DeviceSample, FrameworkSample, Sample
 
-    plan = policy.plan(config.from_mapping(budget_of_six()), SimulatedHost(["h200"]).devices())
+    plan = _policy.plan(_config.from_mapping(budget_of_six()), SimulatedHost(["h200"]).devices())
     (part,) = plan.devices
     rng = random.Random(seed)
     held = dict.fromkeys(part.caps, 0)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _run import ROOT, conclude, header
 
 ROUNDS = 200
-PTH = ROOT / "memguard" / "_activate" / "memguard.pth"
+PTH = ROOT / "memguard" / "_activation" / "memguard.pth"
 ALONE = """
 import site, sys, time
 values = []

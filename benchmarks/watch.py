@@ -289,7 +289,8 @@ def sawtooth() -> dict[str, Any]:
 
 def tick() -> dict[str, Any]:
     """One tick with all six live: the sample, the decision, and the parts that it is made of."""
-    from memguard import active, pressure
+    from memguard import _api
+    from memguard._monitor import pressure
 
     guard, _ = all_live(budget_of_six(growth=False))
     take = [allocator(name)[0] for name in guard.frameworks]
@@ -335,7 +336,7 @@ def tick() -> dict[str, Any]:
     for name, framework in guard.frameworks.items():
         probes[name] = lambda framework=framework: framework.usage(part.device)
     outcome["probes_us"] = {name: timed(probe)["median"] for name, probe in probes.items()}
-    assert active.current() is guard and len(kept) == 6
+    assert _api.current() is guard and len(kept) == 6
     return outcome
 
 

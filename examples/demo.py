@@ -42,19 +42,20 @@ def real() -> int:
 
 
 def simulated(reason: str) -> int:
-    from memguard import config, policy, simulate, trace
+    from memguard import _config, _policy
+    from memguard._simulation import replay, trace
 
     print(f"SIMULATED: {reason}.")
     print("Replaying what examples/mixed_workload.py allocated on a real H200, on a simulated one.")
     recorded = trace.read(TRACE)
     print("\n== before: the same allocations without memguard ==\n")
-    before = simulate.replay(recorded, options={"tensorflow": {"growth": False}}, keep=1)
+    before = replay.replay(recorded, options={"tensorflow": {"growth": False}}, keep=1)
     print(before.render())
-    host = simulate.host_of(recorded.header)
-    plan = policy.plan(config.load(HERE / "mixed.yaml"), host.devices())
+    host = replay.host_of(recorded.header)
+    plan = _policy.plan(_config.load(HERE / "mixed.yaml"), host.devices())
     caps = {name: plan.caps(name) for name in plan.devices[0].caps}
     print("\n== after: with memguard.init('mixed.yaml') as the first line ==\n")
-    after = simulate.replay(recorded, host, caps, plan.options)
+    after = replay.replay(recorded, host, caps, plan.options)
     print(after.render())
     print("\n== the ledger, before and after ==\n")
     print(before.ledger)

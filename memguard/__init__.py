@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memguard import exchange as exchange
-    from memguard.active import checkpoint as checkpoint
-    from memguard.active import guard as guard
-    from memguard.active import init as init
-    from memguard.active import ledger as ledger
-    from memguard.active import on_pressure as on_pressure
-    from memguard.active import require as require
-    from memguard.active import resize as resize
-    from memguard.active import shutdown as shutdown
-    from memguard.active import trim as trim
-    from memguard.active import workload as workload
-    from memguard.checkup import doctor as doctor
+    from memguard._api import checkpoint as checkpoint
+    from memguard._api import guard as guard
+    from memguard._api import init as init
+    from memguard._api import ledger as ledger
+    from memguard._api import on_pressure as on_pressure
+    from memguard._api import require as require
+    from memguard._api import resize as resize
+    from memguard._api import shutdown as shutdown
+    from memguard._api import trim as trim
+    from memguard._api import workload as workload
+    from memguard._doctor import doctor as doctor
+    from memguard._oom.hooks import last_oom as last_oom
+    from memguard._simulation.recorder import record_trace as record_trace
+    from memguard._timeline import load_timeline as load_timeline
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
     from memguard.errors import CannotShare as CannotShare
@@ -39,11 +42,8 @@ if TYPE_CHECKING:
     from memguard.errors import TimelineError as TimelineError
     from memguard.errors import TraceError as TraceError
     from memguard.errors import UnderPressure as UnderPressure
-    from memguard.incidents import last_oom as last_oom
     from memguard.notebook import load_ipython_extension as load_ipython_extension
     from memguard.notebook import unload_ipython_extension as unload_ipython_extension
-    from memguard.recorder import record_trace as record_trace
-    from memguard.timeline import load_timeline as load_timeline
 
 __version__ = "0.1.0"
 
@@ -57,11 +57,11 @@ _FUNCTIONS = (
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
-    **dict.fromkeys(_FUNCTIONS, "memguard.active"),
-    "doctor": "memguard.checkup",
-    "last_oom": "memguard.incidents",
-    "load_timeline": "memguard.timeline",
-    "record_trace": "memguard.recorder",
+    **dict.fromkeys(_FUNCTIONS, "memguard._api"),
+    "doctor": "memguard._doctor",
+    "last_oom": "memguard._oom.hooks",
+    "load_timeline": "memguard._timeline",
+    "record_trace": "memguard._simulation.recorder",
     **dict.fromkeys(("load_ipython_extension", "unload_ipython_extension"), "memguard.notebook"),
 }
 

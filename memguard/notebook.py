@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import Any, NoReturn
 
-from memguard import active, incidents
+from memguard import _api
+from memguard._oom import hooks
+from memguard._oom.report import Report
+from memguard._types import WorkloadReport
+from memguard._units import format_size
 from memguard.errors import MemguardError
-from memguard.model import WorkloadReport
-from memguard.oom import Report
-from memguard.units import format_size
 
 _LINE = "%memguard [plan | trim [FRAMEWORK]]"
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -38,7 +39,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magic_function(extension.magic, "line_cell", "memguard")
     shell.events.register("pre_run_cell", extension.runs)
     shell.events.register("post_run_cell", extension.ran)
-    incidents.shows = extension.show
+    hooks.shows = extension.show
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -55,8 +56,8 @@ def _unload(shell: Any) -> None:
         for callback in list(shell.events.callbacks[event]):
             if _is_ours(callback):
                 shell.events.unregister(event, callback)
-    if _is_ours(incidents.shows):
-        incidents.shows = None
+    if _is_ours(hooks.shows):
+        hooks.shows = None
 
 
 def _is_ours(function: Any) -> bool:
@@ -95,7 +96,7 @@ class Extension:
         report: WorkloadReport | None = None
         failed = True
         try:
-            with active.workload(name, framework=options.framework, needs=options.needs) as report:
+            with _api.workload(name, framework=options.framework, needs=options.needs) as report:
                 value = _run(body, last, self._shell.user_ns)
             failed = False
         except MemguardError as error:
@@ -134,13 +135,13 @@ class Extension:
 
     def runs(self, info: Any = None) -> None:
         """Before each cell."""
-        incidents.in_full_again()  # what the cell before said may be out of sight, or this one's own output of before
+        hooks.in_full_again()  # what the cell before said may be out of sight, or this one's own output of before
         self._running = True
 
     def ran(self, result: Any) -> None:
         """After each cell, when its traceback has been shown."""
         error = getattr(result, "error_in_exec", None)
-        found = incidents.seen(error) if error is not None else None
+        found = hooks.seen(error) if error is not None else None
         self._running = False
         reports, self._reports = self._reports, []
         for report in reports:
@@ -219,11 +220,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _line(words: list[str]) -> Any:
     if not words:
-        return active.ledger()
+        return _api.ledger()
     if words == ["plan"]:
-        print(active.current())
+        print(_api.current())
     elif words[0] == "trim" and len(words) <= 2:
-        print(f"{format_size(active.trim(*words[1:]))} given back to the driver")
+        print(f"{format_size(_api.trim(*words[1:]))} given back to the driver")
     else:
         _refuse(f"usage: {_LINE}\n       {_CELL}")
     return None
@@ -249,7 +250,7 @@ def _in_use() -> dict[str, int]:
     """Bytes of live arrays by framework; none where no budget is active."""
     found: dict[str, int] = {}
     try:
-        for part in active.ledger().devices:
+        for part in _api.ledger().devices:
             for row in part.rows:
                 if row.in_use is not None:
                     found[row.name] = found.get(row.name, 0) + row.in_use

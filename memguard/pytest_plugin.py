@@ -16,7 +16,7 @@ import pytest
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, None]:
     outcome = yield
     report = outcome.get_result()
-    incidents = sys.modules.get("memguard.incidents")  # loaded with the first budget
+    incidents = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
     if incidents is None or call.excinfo is None or not report.failed:
         return
     found = incidents.seen(call.excinfo.value, show=False)

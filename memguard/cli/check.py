@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from memguard.config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig
+    from memguard._config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig
 
 
 @click.command("check")
 @click.argument("budget", type=click.Path())
 def check(budget: str) -> None:
     """Validate a budget file. Errors name the line and the fix. Looks at no GPU."""
-    from memguard import config
+    from memguard import _config
 
-    loaded = config.load(budget)
+    loaded = _config.load(budget)
     click.echo(f"{click.format_filename(budget)}: ok")
     for label, text in _summary(loaded):
         click.echo(f"  {label:<12} {text}")
 
 
 def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
-    from memguard.config._values import text
+    from memguard._config.values import text
 
     yield "device", _device(budget.device)
     for key, override in budget.devices.items():
@@ -50,8 +50,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
 def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
     import os
 
-    from memguard.timeline import rank_of
-    from memguard.timeline._files import expand
+    from memguard._timeline import rank_of
+    from memguard._timeline.files import expand
 
     folder = os.path.dirname(expand(timeline, os.getpid(), rank_of(os.environ)))
     there = os.path.isdir(folder)
@@ -61,7 +61,7 @@ def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
 
 
 def _monitor(monitor: MonitorConfig) -> str:
-    from memguard.config._values import duration_text, percent_text
+    from memguard._config.values import duration_text, percent_text
 
     said = f"every {duration_text(monitor.interval)}, warn from {percent_text(monitor.warn)}"
     said += f", critical from {percent_text(monitor.critical)}"
@@ -71,7 +71,7 @@ def _monitor(monitor: MonitorConfig) -> str:
 def _device(device: DeviceBudget | DeviceOverride) -> str:
     from fractions import Fraction
 
-    from memguard.config._values import text
+    from memguard._config.values import text
 
     said = []
     if device.limit is not None:
@@ -83,7 +83,7 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(framework: FrameworkBudget) -> str:
-    from memguard.config._values import text
+    from memguard._config.values import text
 
     size = (
         f"{text(framework.share)} of (limit − reserve)" if framework.share is not None else f"{text(framework.limit)}"
@@ -100,7 +100,7 @@ def _framework(framework: FrameworkBudget) -> str:
 def _rest(budget: Budget) -> str:
     from fractions import Fraction
 
-    from memguard.config._values import text
+    from memguard._config.values import text
 
     frameworks = budget.frameworks.values()
     share = 1 - sum((f.share for f in frameworks if f.share is not None), Fraction(0))

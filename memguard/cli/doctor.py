@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from memguard.checkup import Checkup
-    from memguard.checkup.facts import Facts
-    from memguard.config import Budget
+    from memguard._config import Budget
+    from memguard._doctor import Checkup
+    from memguard._doctor.facts import Facts
 
 _FINDINGS = 1
 _NOT_RUN = 2
@@ -86,13 +86,13 @@ def doctor(
     Exit code 0: healthy, nothing above info; 1: warnings or errors, or a framework that was asked for is not
     installed; 2: it could not run, or no framework is installed. With --dump-facts 0 wherever facts were written.
     """
-    from memguard import config, findings
-    from memguard.checkup import examined, explain
-    from memguard.checkup.facts import Facts
+    from memguard import _config, _findings
+    from memguard._doctor import examined, explain
+    from memguard._doctor.facts import Facts
 
     if list_names or explained is not None:
         with _not_run(context):
-            said = "\n".join(findings.NAMES) if explained is None else explain.page(explained).rstrip()
+            said = "\n".join(_findings.NAMES) if explained is None else explain.page(explained).rstrip()
         with _printing(context):
             click.echo(said)
         return
@@ -106,15 +106,15 @@ def doctor(
     if facts_file is not None and click.core.ParameterSource.COMMANDLINE in given:
         context.fail("--facts FILE reads nothing of this machine: it goes with --json, --dump-facts and --ignore only")
     for name in frameworks:
-        if name not in config.FRAMEWORKS:
-            context.fail(f"no framework has the name {name!r}; there are {', '.join(config.FRAMEWORKS)}")
+        if name not in _config.FRAMEWORKS:
+            context.fail(f"no framework has the name {name!r}; there are {', '.join(_config.FRAMEWORKS)}")
     with _not_run(context):
-        silent = findings.known(ignore)
+        silent = _findings.known(ignore)
         if facts_file is not None:
             checkup = examined(Facts.from_json(_read(facts_file), facts_file), None, silent)
         else:
             path = budget if budget is not None else config_file
-            loaded = None if path is None else config.load(path)
+            loaded = None if path is None else _config.load(path)
             checkup = examined(_gather(loaded, frameworks, timeout, script), loaded, silent)
     unread(checkup.facts)
     with _printing(context):
@@ -172,7 +172,7 @@ def show(checkup: Checkup, as_json: bool = False, *, brief: bool = False, err: b
     """Print it: in colours where that is a terminal."""
     import json
 
-    from memguard.checkup import render
+    from memguard._doctor import render
 
     if as_json:
         click.echo(json.dumps(checkup.as_dict(), indent=2))
@@ -194,8 +194,8 @@ def progress() -> Callable[[str], None] | None:
 
 
 def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, script: str | None) -> Facts:
-    from memguard.checkup import gather
-    from memguard.cli._signals import unwinding
+    from memguard._doctor.collect import gather
+    from memguard.cli.support.signals import unwinding
 
     if script is not None:
         _program(script)

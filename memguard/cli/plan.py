@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from memguard.config import Budget
-    from memguard.model import Plan
+    from memguard._config import Budget
+    from memguard._types import Plan
 
 
 @click.command("plan")
@@ -21,26 +21,26 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
 
     from rich.console import Console
 
-    from memguard import config, policy
-    from memguard.devices.host import Host
+    from memguard import _config, _policy
+    from memguard._devices.host import Host
     from memguard.errors import DeviceError
 
-    loaded = config.load(budget)
+    loaded = _config.load(budget)
     host: Host
     if devices:
-        from memguard.devices.simulated import SimulatedHost
+        from memguard._devices.simulated import SimulatedHost
 
         host = SimulatedHost(devices)
         found = host.devices()
     else:
-        from memguard.devices.real import RealHost
+        from memguard._devices.real import RealHost
 
         try:
             host = RealHost()
             found = host.devices(ordinals=True)
         except DeviceError as error:
             raise DeviceError(f"{error}\n    or: plan for a GPU that is not here with --device h200") from error
-    resolved = policy.plan(loaded, found)
+    resolved = _policy.plan(loaded, found)
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
@@ -65,7 +65,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
-    from memguard.units import format_size
+    from memguard._units import format_size
 
     tables: list[object] = []
     for part in resolved.devices:
@@ -92,11 +92,11 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
 
 
 def _reserve(source: str, budget: Budget) -> str:
-    from memguard import policy
+    from memguard import _policy
 
-    count = policy.communicators(budget)
+    count = _policy.communicators(budget)
     nccl = f", {count} NCCL communicator{'s' if count > 1 else ''}" if count else ""
-    second = ", a second context" if policy.own_context(budget) else ""
+    second = ", a second context" if _policy.own_context(budget) else ""
     return f"{source}: context and library workspaces{second}{nccl}"
 
 

@@ -23,15 +23,15 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
         context.fail("TIMELINE is one file; the budget goes to --budget: memguard replay run.jsonl --budget other.yaml")
     from dataclasses import replace
 
-    from memguard import config, policy
-    from memguard import replay as replaying
+    from memguard import _config, _policy
+    from memguard._timeline import load_timeline
+    from memguard._timeline import replay as replaying
     from memguard.errors import TimelineError
-    from memguard.timeline import load_timeline
 
-    declared = None if budget is None else config.load(budget)
+    declared = None if budget is None else _config.load(budget)
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]
-    plan = recorded.plan if declared is None else policy.plan(declared, devices)
+    plan = recorded.plan if declared is None else _policy.plan(declared, devices)
     outcome = replaying.replay(
         recorded.records(),
         plan,

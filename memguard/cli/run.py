@@ -1,7 +1,7 @@
 """`memguard run`: start a program under a budget without changing it.
 
 The command replaces this process (`exec`), so its exit code and signals are its own. What it takes along is an
-environment in which the first Python activates the budget: see `memguard/_activate`.
+environment in which the first Python activates the budget: see `memguard/_activation`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import click
 from memguard.errors import ConfigError, MemguardError, Problem
 
 if TYPE_CHECKING:
-    from memguard.config import Budget
+    from memguard._config import Budget
 
-_ACTIVATE = Path(__file__).resolve().parents[1] / "_activate"
+_ACTIVATE = Path(__file__).resolve().parents[1] / "_activation"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
 _TIMEOUT = 60.0
 """Seconds for each framework under `--doctor`."""
@@ -47,18 +47,18 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
     Python that a shell script starts gets the budget. What those start themselves, such as the workers of torchrun
     and multiprocessing, does not: call memguard.init there.
     """
-    from memguard import config
-    from memguard.cli import _passive
+    from memguard import _config
+    from memguard.cli.support import ignored_environment
 
     if examine and gpus:
         raise click.UsageError("--doctor looks at real GPUs, --simulate keeps off them: leave one of them out")
     path = _find(budget)
-    loaded = config.load(path)
-    _passive.check(command)
+    loaded = _config.load(path)
+    ignored_environment.check(command)
     if examine:
         _examine(loaded, command)
     if gpus:
-        from memguard.devices.simulated import SimulatedHost
+        from memguard._devices.simulated import SimulatedHost
 
         SimulatedHost(gpus)  # an unknown name is better said here
         click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
@@ -67,24 +67,26 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
     """Exit where the frameworks that the budget names do not work in the Python of the command."""
-    from memguard.checkup import examined, gather
-    from memguard.cli import _program, _signals, doctor
+    from memguard._doctor import examined
+    from memguard._doctor.collect import gather
+    from memguard.cli import doctor
+    from memguard.cli.support import program, signals
 
-    program = _program.of(command, os.environ)
-    if program.python is None:
+    started = program.of(command, os.environ)
+    if started.python is None:
         click.echo(
             f"memguard: the Python of `{command[0]}` is not known: memguard's own was examined, {sys.executable}",
             err=True,
         )
-    with _signals.unwinding():
+    with signals.unwinding():
         facts = gather.facts(
             budget,
             frameworks=None,
             timeout=_TIMEOUT,
             here=False,
-            python=None if program.python is None else [program.python],
-            environ=program.environ,
-            script=program.script,
+            python=None if started.python is None else [started.python],
+            environ=started.environ,
+            script=started.script,
             say=doctor.progress(),
         )
     doctor.unread(facts)

@@ -27,21 +27,21 @@ def simulate(
     The GPUs are those of the trace, or the ones named with --device. Exit code 0: every allocation was served;
     1: at least one was refused; 2: the budget or the trace is wrong. Nothing simulated counts as measured.
     """
-    from memguard import config, policy
-    from memguard import simulate as simulation
-    from memguard import trace as traces
-    from memguard.devices.simulated import SimulatedHost
+    from memguard import _config, _policy
+    from memguard._devices.simulated import SimulatedHost
+    from memguard._simulation import replay as simulation
+    from memguard._simulation import trace as traces
 
     if trace is None:
         if not without_budget:
             raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
         trace = budget
     plan = None
-    declared = None if without_budget else config.load(budget)
+    declared = None if without_budget else _config.load(budget)
     recorded = traces.read(trace)
     host = SimulatedHost(devices) if devices else simulation.host_of(recorded.header)
     if declared is not None:
-        plan = policy.plan(declared, host.devices())
+        plan = _policy.plan(declared, host.devices())
     if plan is not None:
         names = {name for part in plan.devices for name in part.caps}
         outcome = simulation.replay(recorded, host, {name: plan.caps(name) for name in names}, plan.options)

@@ -14,13 +14,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 from memguard.errors import CannotShare
-from memguard.exchange.handover import Route, last_route, to
 from memguard.exchange.pycuda_context import pycuda_context
+from memguard.exchange.transfer import Route, last_route, to
 
 if TYPE_CHECKING:
-    from memguard.exchange.processes import Handle as Handle
-    from memguard.exchange.processes import attach as attach
-    from memguard.exchange.processes import export as export
+    from memguard.exchange.ipc.sharing import Handle as Handle
+    from memguard.exchange.ipc.sharing import attach as attach
+    from memguard.exchange.ipc.sharing import export as export
 
 _BETWEEN_PROCESSES = ("Handle", "attach", "export")
 __all__ = ["CannotShare", "Handle", "Route", "attach", "export", "last_route", "pycuda_context", "to"]
@@ -31,6 +31,6 @@ if not TYPE_CHECKING:  # `to` needs no sockets
     def __getattr__(name: str) -> object:
         if name not in _BETWEEN_PROCESSES:
             raise AttributeError(f"module 'memguard.exchange' has no attribute {name!r}")
-        value = getattr(importlib.import_module("memguard.exchange.processes"), name)
+        value = getattr(importlib.import_module("memguard.exchange.ipc.sharing"), name)
         globals()[name] = value
         return value

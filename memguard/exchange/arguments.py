@@ -6,8 +6,8 @@ import importlib.util
 import sys
 from typing import Any
 
-from memguard.devices import streams
-from memguard.exchange.arrays.base import Arrays
+from memguard._devices import streams
+from memguard.exchange.adapters.base import Arrays
 
 _MOST = 1 << 16
 """More GPUs than any process sees."""

@@ -11,7 +11,7 @@ import functools
 import struct
 from typing import Any
 
-from memguard.exchange.loans import Loan
+from memguard.exchange.lifetimes import Loan
 from memguard.exchange.view import DTYPES, View, dtype_of_code, row_major
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from memguard.frameworks import _driver_bytes
-from memguard.frameworks._driver_bytes import DriverPages, Slabs
-from memguard.units import GIB, MIB
+from memguard._frameworks import driver_pages
+from memguard._frameworks.driver_pages import DriverPages, Slabs
+from memguard._units import GIB, MIB
 
 HERE = Path(__file__).parent
 PAGE = 2 * MIB
 
 
 def forget() -> None:
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     gc.collect()
     for name in [n for n in sys.modules if n.partition(".")[0] in ("card", "cupy", "fake_card", "numba", "pycuda")]:
         del sys.modules[name]
@@ -207,8 +207,8 @@ def test_what_is_going_goes_back_with_the_last_piece_of_its_slab(card: Any) -> N
 
 def test_cupys_pieces_follow_the_driver(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its pool gave back is seen at the next reading, also where another piece lies at the same address."""
-    from memguard.devices import contexts
-    from memguard.frameworks._cupy_pieces import Pieces
+    from memguard._devices import contexts
+    from memguard._frameworks.cupy.pieces import Pieces
 
     gpu, slabs = card.cards[0], Slabs()
     monkeypatch.setattr(contexts, "allocation", gpu.allocation)

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from memguard import config
-from memguard.conductor import Guard
-from memguard.devices.simulated import SimulatedHost
+from memguard import _config
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import driver_pages, rmm
+from memguard._frameworks.cupy.adapter import CuPy
+from memguard._frameworks.driver_pages import TINY
+from memguard._frameworks.import_hook import ImportHook
+from memguard._guard import Guard
+from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._units import GIB, MIB
 from memguard.errors import CapNotApplied, ConflictingSetting
-from memguard.frameworks import _driver_bytes, _rmm
-from memguard.frameworks._driver_bytes import TINY
-from memguard.frameworks.cupy import CuPy
-from memguard.frameworks.late import ImportHook
-from memguard.model import Applied, Device, Enforcement, State, Usage
-from memguard.units import GIB, MIB
 
 HERE = Path(__file__).parent
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"
@@ -98,7 +98,7 @@ Model = Callable[..., Setting]
 
 
 def forget() -> None:
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "rmm", "fake_card", "card")]:
         del sys.modules[name]
 
@@ -109,7 +109,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     forget()
     monkeypatch.syspath_prepend(HERE / "fake_cupy")
     monkeypatch.delenv(LIMIT, raising=False)
-    monkeypatch.setattr(_rmm, "_limits", {})
+    monkeypatch.setattr(rmm, "_limits", {})
     importlib.import_module("fake_card").stand_in(monkeypatch)
     yield Setting
     forget()
@@ -819,7 +819,7 @@ def test_the_error_is_cupys_own_and_names_the_limit(model: Model) -> None:
 
 def test_under_the_guard_from_init_to_shutdown(model: Model) -> None:
     setting = model("h200")
-    budget = config.from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "64MiB"}}})
+    budget = _config.from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "64MiB"}}})
     guard = Guard(budget, setting.host)
     guard.start()
     before = guard.ledger().devices[0].row("cupy")

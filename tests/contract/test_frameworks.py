@@ -19,15 +19,16 @@ from typing import Any
 
 import pytest
 
-from memguard import config, policy
-from memguard.devices import contexts
-from memguard.devices.simulated import SimulatedHost
+from memguard import _config, _policy
+from memguard._devices import contexts
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import driver_pages, registry
+from memguard._frameworks.base import Framework
+from memguard._frameworks.simulated import adapter
+from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._types import Applied, Enforcement, State, TraceEvent
+from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import CapNotApplied
-from memguard.frameworks import _driver_bytes, registry, simulated
-from memguard.frameworks.base import Framework
-from memguard.frameworks.simulated import SimulatedFramework
-from memguard.model import Applied, Enforcement, State, TraceEvent
-from memguard.units import GIB, GRANULE, MIB
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -52,8 +53,8 @@ class Hidden(importlib.abc.MetaPathFinder):
         if {without!r} and name.partition(".")[0] == {without!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
-from memguard.devices.simulated import SimulatedHost
-from memguard.frameworks import registry
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import registry
 class Host(SimulatedHost):
     simulated = False
 host, result = Host(["h200"]), {{}}
@@ -70,11 +71,11 @@ print("RESULT", json.dumps(result))
 
 
 def test_the_registry_knows_what_a_budget_may_name() -> None:
-    assert set(registry.NAMES) == set(config.FRAMEWORKS)
-    beside = {name for name in policy.WORKSPACE if name.startswith("nccl")} | {policy.SECOND_CONTEXT}
-    assert set(registry.NAMES) == policy.WORKSPACE.keys() - beside, "a reserve for each"
-    assert set(policy.MODULES) == {*policy.WORKSPACE, "context"}, "what is expected of each was measured"
-    assert set(registry.NAMES) == set(simulated.STYLES), "a simulated stand-in for each"
+    assert set(registry.NAMES) == set(_config.FRAMEWORKS)
+    beside = {name for name in _policy.WORKSPACE if name.startswith("nccl")} | {_policy.SECOND_CONTEXT}
+    assert set(registry.NAMES) == _policy.WORKSPACE.keys() - beside, "a reserve for each"
+    assert set(_policy.MODULES) == {*_policy.WORKSPACE, "context"}, "what is expected of each was measured"
+    assert set(registry.NAMES) == set(adapter.STYLES), "a simulated stand-in for each"
     with pytest.raises(KeyError):
         registry.create("theano", NotSimulated(["h200"]))
 
@@ -87,7 +88,7 @@ class TestEvery:
         framework = real(name)
         cls = type(framework)
         assert framework.name == name and issubclass(cls, Framework) and (cls.__doc__ or "").strip()
-        assert cls.__module__ == f"memguard.frameworks.{name}"
+        assert cls.__module__ == f"memguard._frameworks.{name}"
         assert framework.hook.partition(".")[0] == framework.module
         assert framework.tested and all(version[0].isdigit() for version in framework.tested)
         assert not inspect.isabstract(cls)
@@ -118,7 +119,7 @@ result["grown"] = sorted(set(sys.modules) - before)
 
     def test_creating_it_imports_no_other_framework(self, name: str) -> None:
         modules = loaded_by(f"registry.create({name!r}, host)")["modules"]
-        others = {f"memguard.frameworks.{other}" for other in registry.NAMES if other != name}
+        others = {f"memguard._frameworks.{other}" for other in registry.NAMES if other != name}
         assert not others & set(modules) and not set(registry.NAMES) & set(modules)
 
     def test_not_installed_it_is_absent_and_says_so(self, name: str) -> None:
@@ -304,7 +305,7 @@ def modelled() -> list[str]:
 def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
     for name in modelled():
         monkeypatch.delitem(sys.modules, name)
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for folder in MODELS:
         monkeypatch.syspath_prepend(HERE / folder)
     subject = SUBJECTS[request.param]()

@@ -18,20 +18,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memguard.devices import contexts
-from memguard.devices.simulated import SimulatedHost
+from memguard._devices import contexts
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import driver_pages
+from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.numba import Numba
+from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._units import GIB, MIB
 from memguard.errors import CapNotApplied, ConflictingSetting
-from memguard.frameworks import _driver_bytes
-from memguard.frameworks.late import ImportHook
-from memguard.frameworks.numba import Numba
-from memguard.model import Applied, Device, Enforcement, State, Usage
-from memguard.units import GIB, MIB
 
 HERE = Path(__file__).parent
 
 
 def forget() -> None:
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm", "card")]:
         del sys.modules[name]
 
@@ -452,7 +452,7 @@ class Resource:
 @pytest.fixture
 def rmm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """RMM with a resource for each of two GPUs."""
-    from memguard.frameworks import _rmm
+    from memguard._frameworks import rmm
 
     class CudaMemoryResource(Resource):
         pass
@@ -468,7 +468,7 @@ def rmm(monkeypatch: pytest.MonkeyPatch) -> Any:
         get_per_device_resource=module.resources.__getitem__,
         set_per_device_resource=module.resources.__setitem__,
     )
-    monkeypatch.setattr(_rmm, "_limits", {})
+    monkeypatch.setattr(rmm, "_limits", {})
     return module
 
 

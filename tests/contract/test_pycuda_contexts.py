@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from memguard import exchange
-from memguard.devices import contexts
-from memguard.devices.simulated import SimulatedHost
+from memguard._devices import contexts
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import driver_pages, second_contexts
+from memguard._frameworks.pycuda import adapter as pycuda_file
+from memguard._frameworks.pycuda.adapter import PyCUDA
+from memguard._types import Applied
+from memguard._units import MIB
 from memguard.errors import DeviceError
-from memguard.frameworks import _driver_bytes, _second_contexts
-from memguard.frameworks import pycuda as pycuda_file
-from memguard.frameworks.pycuda import PyCUDA
-from memguard.model import Applied
-from memguard.units import MIB
 
 HERE = Path(__file__).parent
 pycuda_contexts: Any = sys.modules["memguard.exchange.pycuda_context"]  # whose name is also that of what is in it
@@ -63,7 +63,7 @@ def modelled() -> list[str]:
 
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for name in modelled():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(HERE / "fake_pycuda")
@@ -86,7 +86,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     monkeypatch.setattr(pycuda_contexts, "_kept", {})
     yield Setting()
     gc.collect()
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for name in modelled():
         del sys.modules[name]
 
@@ -100,7 +100,7 @@ def test_autoinit_and_make_context_are_served_by_the_primary_context(setting: Se
     made = importlib.import_module("pycuda.autoinit").context
     assert made.primary and setting.drv.Device(0).make_context().handle == made.handle
     assert (
-        setting.drv.gpus[0].contexts == 1 and _second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
+        setting.drv.gpus[0].contexts == 1 and second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
     )
 
 
@@ -157,20 +157,20 @@ def test_a_pool_whose_context_was_destroyed_is_not_used_for_another_with_its_han
 
 
 def test_contexts_beside_the_primary_one_are_found_with_who_made_them(setting: Setting) -> None:
-    assert _second_contexts.beside(0) == {}, "nothing is there, and nothing is imported"
+    assert second_contexts.beside(0) == {}, "nothing is there, and nothing is imported"
     setting.drv.init()
     own = setting.drv.Device(0).make_context()
-    assert _second_contexts.beside(0) == {}, "the first of any kind is no second one"
+    assert second_contexts.beside(0) == {}, "the first of any kind is no second one"
     setting.primary()
-    assert _second_contexts.beside(0) == {own.handle: "PyCUDA"} and _second_contexts.beside(1) == {}
+    assert second_contexts.beside(0) == {own.handle: "PyCUDA"} and second_contexts.beside(1) == {}
     own.pop()
-    assert _second_contexts.beside(0) == {}, "on no stack, it cannot be seen"
-    assert _second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA"}, "but for what it holds"
+    assert second_contexts.beside(0) == {}, "on no stack, it cannot be seen"
+    assert second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA"}, "but for what it holds"
     made = importlib.import_module("pycuda.autoinit").context
     setting.primary(1)
     made.pop()
-    assert _second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA", made.handle: "pycuda.autoinit"}
-    assert _second_contexts.beside(1) == {}
+    assert second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA", made.handle: "pycuda.autoinit"}
+    assert second_contexts.beside(1) == {}
     assert setting.left == {}, "looking leaves every stack as it was"
 
 
@@ -178,11 +178,11 @@ def test_a_context_of_somebody_else_on_this_thread_is_found(setting: Setting, mo
     primary = setting.primary()
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
-    assert _second_contexts.beside(0) == {4711: "unknown"} and _second_contexts.beside(1) == {}
+    assert second_contexts.beside(0) == {4711: "unknown"} and second_contexts.beside(1) == {}
     setting.primary(1)
-    assert _second_contexts.beside(1) == {}, "it is on the other GPU"
+    assert second_contexts.beside(1) == {}, "it is on the other GPU"
     monkeypatch.setattr(contexts, "current_handle", lambda: primary.handle)
-    assert _second_contexts.beside(0) == {}
+    assert second_contexts.beside(0) == {}
 
 
 def test_a_primary_context_that_was_made_anew_is_no_second_one(
@@ -193,7 +193,7 @@ def test_a_primary_context_that_was_made_anew_is_no_second_one(
     monkeypatch.setattr(contexts, "primary_now", lambda ordinal: 4711)
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
-    assert _second_contexts.beside(0) == {}
+    assert second_contexts.beside(0) == {}
 
 
 def test_looking_never_raises(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_looking_never_raises(setting: Setting, monkeypatch: pytest.MonkeyPatch)
 
     for name in ("current_handle", "primary"):
         monkeypatch.setattr(contexts, name, lost)
-        assert _second_contexts.beside(0) == {}
+        assert second_contexts.beside(0) == {}
 
 
 def test_pools_tell_the_contexts_that_they_are_in(setting: Setting) -> None:
@@ -385,11 +385,11 @@ def test_the_model_ends_the_process_where_a_context_is_left() -> None:
 
 OPEN = "import memguard\nmemguard.exchange.pycuda_context().__enter__()\n"
 BUDGET = """
-from memguard import active
-from memguard.devices.simulated import SimulatedHost
+from memguard import _api
+from memguard._devices.simulated import SimulatedHost
 class Host(SimulatedHost):
     simulated = False
-active._host = lambda simulate: Host(["h200"])
+_api._host = lambda simulate: Host(["h200"])
 memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 """
 
@@ -402,7 +402,7 @@ def test_the_budget_decides_and_the_ledger_shows_it(context: str, served: bool) 
 import memguard
 {asked}
 import pycuda.driver as drv
-from memguard.devices import contexts
+from memguard._devices import contexts
 drv.init()
 shared = drv.Device(0).retain_primary_context()
 contexts.primary = lambda ordinal: shared.handle if ordinal == 0 else None
@@ -449,5 +449,5 @@ def test_the_pool_of_a_destroyed_context_is_off_the_books(setting: Setting, monk
     setting.drv.gpus[0].clear()
     usage = setting.framework.usage(setting.gpu)
     assert usage is None or not usage.held
-    assert _second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
+    assert second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
     pycuda_file._kept.clear()  # here and not at the interpreter's end

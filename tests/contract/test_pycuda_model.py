@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from memguard.devices.simulated import SimulatedHost
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import driver_pages
+from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.pycuda.adapter import PyCUDA
+from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._units import GIB, KIB, MIB
 from memguard.errors import CapNotApplied
-from memguard.frameworks import _driver_bytes
-from memguard.frameworks.late import ImportHook
-from memguard.frameworks.pycuda import PyCUDA
-from memguard.model import Applied, Device, Enforcement, State, Usage
-from memguard.units import GIB, KIB, MIB
 
 HERE = Path(__file__).parent
 
@@ -85,7 +85,7 @@ def modelled() -> list[str]:
 
 
 def forget() -> None:
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for name in modelled():
         del sys.modules[name]
 
@@ -93,7 +93,7 @@ def forget() -> None:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     """Make a setting. The model is imported anew for every test and gone afterwards."""
-    _driver_bytes.slabs.clear()
+    driver_pages.slabs.clear()
     for name in modelled():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(HERE / "fake_pycuda")
@@ -930,15 +930,15 @@ def test_a_whole_program_ends_cleanly() -> None:
     code = """
 import sys
 import memguard
-from memguard import active
-from memguard.conductor import Guard
-from memguard.config import from_mapping
-from memguard.devices.simulated import SimulatedHost
+from memguard import _api
+from memguard._guard import Guard
+from memguard._config import from_mapping
+from memguard._devices.simulated import SimulatedHost
 
 class Host(SimulatedHost):
     simulated = False
 
-active._host = lambda simulate: Host(["h200"])
+_api._host = lambda simulate: Host(["h200"])
 guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 import pycuda.autoinit, pycuda.driver as drv, pycuda.gpuarray as arrays
 keep = arrays.empty(8 << 20)

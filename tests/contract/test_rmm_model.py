@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from memguard.devices.simulated import SimulatedHost
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import rmm
+from memguard._frameworks.cupy.adapter import CuPy
+from memguard._types import Applied, Enforcement, State, Usage
+from memguard._units import MIB
 from memguard.errors import CapNotApplied
-from memguard.frameworks import _rmm
-from memguard.frameworks.cupy import CuPy
-from memguard.model import Applied, Enforcement, State, Usage
-from memguard.units import MIB
 
 HERE = Path(__file__).parent
 WATCHED = "torch: watched, not capped by its own cap: "
@@ -77,7 +77,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Setting]]:
     forget()
     monkeypatch.syspath_prepend(HERE / "fake_cupy")
     monkeypatch.delenv("CUPY_GPU_MEMORY_LIMIT", raising=False)
-    monkeypatch.setattr(_rmm, "_limits", {})
+    monkeypatch.setattr(rmm, "_limits", {})
     importlib.import_module("fake_card").stand_in(monkeypatch)
     yield Setting
     forget()
@@ -144,7 +144,7 @@ def test_over_anything_else_it_is_watched_on_every_gpu(model: Model, kind: str, 
     assert applied.enforcement is Enforcement.WATCHED and applied.undo is not None
     (note,) = applied.notes
     assert "watched, not capped" in note and f"RMM's {kind}, which may hold more" in note
-    assert setting.resources() == before and _rmm._limits == {}
+    assert setting.resources() == before and rmm._limits == {}
     array = setting.alloc(100 * MIB)
     assert setting.framework.usage(setting.first) == Usage(None, None), "not known, and not 0"
     applied.undo()
@@ -156,7 +156,7 @@ def test_a_gpu_that_is_not_in_the_budget_is_left_alone(model: Model) -> None:
     setting = model()
     setting.mr.set_per_device_resource(1, setting.mr.PoolMemoryResource(setting.mr.CudaMemoryResource()))
     before = setting.resources()
-    limit, applied = _rmm.apply("torch", {setting.first.uuid: 64 * MIB}, setting.ordinals)
+    limit, applied = rmm.apply("torch", {setting.first.uuid: 64 * MIB}, setting.ordinals)
     assert applied.enforcement is Enforcement.ENFORCED and setting.resources()[1] is before[1]
     assert limit.usage(setting.first.uuid) == Usage(0, 0, 0) and limit.usage(setting.second.uuid) is None
     assert setting.resources()[0].get_allocation_limit() == 64 * MIB
@@ -166,7 +166,7 @@ def test_a_second_framework_shares_the_limit_of_the_first(model: Model) -> None:
     setting = model()
     first = setting.apply()
     limited = setting.resources()
-    limit, second = _rmm.apply("torch", setting.caps(1024 * MIB), setting.ordinals)
+    limit, second = rmm.apply("torch", setting.caps(1024 * MIB), setting.ordinals)
     assert second.enforcement is Enforcement.WATCHED and second.undo is not None
     assert second.notes == (WATCHED + "it shares RMM with cupy, whose cap holds for both together",)
     assert limit.usage(setting.first.uuid) == Usage(None, None) and setting.resources() == limited
@@ -174,7 +174,7 @@ def test_a_second_framework_shares_the_limit_of_the_first(model: Model) -> None:
     assert setting.resources() == limited, "the limit is the first one's"
     assert first.undo is not None
     first.undo()
-    _, again = _rmm.apply("torch", setting.caps(), setting.ordinals)
+    _, again = rmm.apply("torch", setting.caps(), setting.ordinals)
     assert again.enforcement is Enforcement.ENFORCED, "nobody's limit is there any more"
 
 
@@ -203,7 +203,7 @@ def test_a_resource_that_is_replaced_is_told(model: Model, ordinal: int) -> None
 def test_only_watched_nothing_drifts(model: Model) -> None:
     setting = model()
     setting.apply()
-    limit, _ = _rmm.apply("torch", setting.caps(), setting.ordinals)
+    limit, _ = rmm.apply("torch", setting.caps(), setting.ordinals)
     setting.mr.set_per_device_resource(0, setting.mr.CudaMemoryResource())
     assert limit.drift("torch") == [] and len(setting.framework.drift()) == 1
 
@@ -253,7 +253,7 @@ def test_a_resource_that_cannot_be_set_leaves_nothing_behind(model: Model, monke
     monkeypatch.setattr(setting.mr, "set_per_device_resource", failing)
     with pytest.raises(RuntimeError, match="not now"):
         setting.apply()
-    assert setting.resources() == before and _rmm._limits == {} and setting.framework.drift() == []
+    assert setting.resources() == before and rmm._limits == {} and setting.framework.drift() == []
 
 
 def test_an_undo_restores_the_resources_while_arrays_live(model: Model) -> None:
@@ -263,7 +263,7 @@ def test_an_undo_restores_the_resources_while_arrays_live(model: Model) -> None:
     array = setting.alloc(10 * MIB)
     assert applied.undo is not None
     applied.undo()
-    assert setting.resources() == before and _rmm._limits == {}
+    assert setting.resources() == before and rmm._limits == {}
     other = setting.alloc(100 * MIB)
     del array
     assert setting.taken() == 100 * MIB
@@ -285,7 +285,7 @@ def test_an_undo_says_where_the_limit_stays(model: Model) -> None:
     array = setting.alloc(100 * MIB)
     with pytest.raises(MemoryError):
         setting.alloc(100 * MIB, 1)
-    _, again = _rmm.apply("cupy", setting.caps(), setting.ordinals)
+    _, again = rmm.apply("cupy", setting.caps(), setting.ordinals)
     assert again.enforcement is Enforcement.WATCHED and "StatisticsResourceAdaptor" in again.notes[0]
     del array
 
@@ -294,13 +294,13 @@ def test_a_limit_that_cannot_be_made_leaves_nothing_behind(model: Model) -> None
     setting = model()
     before = setting.resources()
     with pytest.raises(OverflowError):
-        _rmm.apply("torch", setting.caps(64 * MIB, -1), setting.ordinals)
-    assert setting.resources() == before and _rmm._limits == {}
+        rmm.apply("torch", setting.caps(64 * MIB, -1), setting.ordinals)
+    assert setting.resources() == before and rmm._limits == {}
 
 
 def test_how_it_is_recognised(model: Model) -> None:
     setting = model()
-    assert _rmm.is_cupys(setting.allocator) and not _rmm.is_cupys(setting.cp.get_default_memory_pool().malloc)
-    assert not _rmm.is_cupys(None) and not _rmm.is_loaded_for("torch")
+    assert rmm.is_cupys(setting.allocator) and not rmm.is_cupys(setting.cp.get_default_memory_pool().malloc)
+    assert not rmm.is_cupys(None) and not rmm.is_loaded_for("torch")
     importlib.import_module("rmm.allocators.torch")
-    assert _rmm.is_loaded_for("torch") and not _rmm.is_loaded_for("numba")
+    assert rmm.is_loaded_for("torch") and not rmm.is_loaded_for("numba")

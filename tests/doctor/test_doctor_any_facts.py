@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doctor_facts import FILES, plain
 
-from memguard.checkup import Checkup, render
-from memguard.checkup.examine import examine
-from memguard.checkup.facts import Facts
+from memguard._doctor import Checkup, render
+from memguard._doctor.examine import examine
+from memguard._doctor.facts import Facts
 from memguard.errors import FactsError
 
 ODD: tuple[Any, ...] = (

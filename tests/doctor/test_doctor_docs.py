@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from doctor_facts import findings, load
 
-from memguard.checkup import Checkup, render
-from memguard.config import parse
-from memguard.findings import NAMES
+from memguard._config import parse
+from memguard._doctor import Checkup, render
+from memguard._findings import NAMES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "doctor"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from doctor_facts import edited
 
-from memguard.checkup.checks import _cudnn, _import_order, libraries
-from memguard.checkup.checks._cuda_libraries import major, mapped, missing, parse
-from memguard.checkup.checks._install import pip_packages
-from memguard.checkup.facts import Facts
+from memguard._doctor.checks import cudnn, import_order, libraries
+from memguard._doctor.checks.cuda_libraries import major, mapped, missing, parse
+from memguard._doctor.checks.install import pip_packages
+from memguard._doctor.facts import Facts
 
 WHEELS = "/venv/lib/python3.12/site-packages/nvidia"
 
@@ -100,7 +100,7 @@ def test_major(text: str | None, number: int | None) -> None:
     ],
 )
 def test_cudnn_versions(text: str | None, number: tuple[int, ...]) -> None:
-    assert _cudnn.version(text) == number
+    assert cudnn.version(text) == number
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_cudnn_versions(text: str | None, number: tuple[int, ...]) -> None:
 )
 def test_cudnn_needs_its_major_and_at_least_its_minor(built: str, loaded: str, old: bool) -> None:
     facts = edited("healthy-h200.json", {"frameworks": {"torch": {"cudnn": built, "cudnn_loaded": loaded}}})
-    assert _cudnn.too_old(facts.frameworks["torch"]) is old
+    assert cudnn.too_old(facts.frameworks["torch"]) is old
 
 
 def _names(facts: Facts) -> list[tuple[str, str]]:
@@ -224,7 +224,7 @@ BROKEN = {"order": ["tensorflow", "torch"], "multiprocessors": {"torch": 1}, "pr
 )
 def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severity: str) -> None:
     facts = edited("healthy-h200.json", {"together": [BROKEN], **changes})
-    assert [str(found.severity) for found in _import_order.findings(facts)] == [severity]
+    assert [str(found.severity) for found in import_order.findings(facts)] == [severity]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severit
     ],
 )
 def test_no_import_order_without_proof(changes: dict[str, Any]) -> None:
-    assert list(_import_order.findings(edited("healthy-h200.json", changes))) == []
+    assert list(import_order.findings(edited("healthy-h200.json", changes))) == []
 
 
 CU12, CU13 = f"{WHEELS}/cublas/lib/libcublas.so.12", f"{WHEELS}/cu13/lib/libcublas.so.13"

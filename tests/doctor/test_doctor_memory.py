@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from doctor_facts import edited, plain
 
-from memguard.checkup.checks import memory
-from memguard.checkup.facts import Facts, Process
-from memguard.checkup.finding import Finding
-from memguard.units import GIB, MIB
+from memguard._doctor.checks import memory
+from memguard._doctor.facts import Facts, Process
+from memguard._doctor.finding import Finding
+from memguard._units import GIB, MIB
 
 UUID = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"
 HEALTHY = "healthy-h200.json"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = """
 import json, os, pathlib, sys
 import memguard
-from memguard.devices.nvml import Nvml
+from memguard._devices.nvml import Nvml
 from memguard.errors import DeviceError
 GIB, MIB = 1 << 30, 1 << 20
 result = {}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from stub_gpus import GIB, ONE, TWO, UUIDS, Run
 
-from memguard.devices import cuda
-from memguard.devices.nvml import without_library
+from memguard._devices import libcuda
+from memguard._devices.nvml import without_library
 
 BUDGET = "BUDGET = {'version': 1, 'frameworks': {'pycuda': {'share': '50%'}}}\n"
 READINGS = """
@@ -24,7 +24,7 @@ def sums():
 HIDE = "sys.modules['cuda'] = None  # no cuda-bindings\n"
 BINDINGS = """
 import enum, os
-from memguard.devices import contexts
+from memguard._devices import contexts
 class CUresult(enum.Enum):
     CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE, CUDA_ERROR_UNKNOWN = 0, 100, 999
 SHOWN = [uuid for uuid in os.environ["CUDA_SHOWS"].split(",") if uuid]
@@ -93,7 +93,7 @@ def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Pat
     found = run(
         f"""
         import types
-        from memguard.devices import nvml
+        from memguard._devices import nvml
         there = set()
         nvml._exists = lambda path: path in there
         {setup}
@@ -173,7 +173,7 @@ def test_an_answer_that_fails_is_no_answer(run: Run, what: str) -> None:
     (value, False) for value in (None, "0", " ", "-1,0", "-2", "GPU-1", "nodevfiles", "all")
 ])  # fmt: skip
 def test_only_what_is_certain_is_said_without_cuda(value: str | None, none: bool) -> None:
-    assert cuda.hides_all(value) is none
+    assert libcuda.hides_all(value) is none
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
@@ -191,9 +191,9 @@ def test_what_was_hidden_after_cuda_had_been_initialised_is_not_hidden(run: Run)
     found = run(
         BUDGET
         + """
-from memguard.devices import contexts, cuda
+from memguard._devices import contexts, libcuda
 contexts.initialised = lambda: True
-cuda.visible = lambda ask_child=True: (cuda.CudaDevice(0, json.loads(os.environ["GPU"]), 132),)
+libcuda.visible = lambda ask_child=True: (libcuda.CudaDevice(0, json.loads(os.environ["GPU"]), 132),)
 contexts.active = lambda ordinal: False
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 result["count"] = len(memguard.init(BUDGET).plan.devices)
@@ -338,7 +338,7 @@ result["same"] = rows() == first
 
 SLOW = """
 import logging, threading, time
-from memguard import active
+from memguard import _api
 logging.basicConfig(level=logging.WARNING)
 
 def beside(work):
@@ -348,7 +348,7 @@ def beside(work):
         while not stop.is_set():
             started = time.monotonic()
             try:
-                active.current()
+                _api.current()
             except memguard.NotActive:
                 pass
             longest[0] = max(longest[0], time.monotonic() - started)

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from memguard.devices import contexts, shareable, streams
+from memguard._devices import contexts, shared_memory, streams
 from memguard.errors import CannotShare, DeviceError
-from memguard.exchange import _server, loans, processes
+from memguard.exchange import lifetimes
+from memguard.exchange.ipc import server, sharing
 
 MIB = 1 << 20
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
@@ -176,11 +177,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(contexts, "_initialised", driver)
     monkeypatch.setattr(contexts, "_lost", False)
     monkeypatch.setattr(contexts, "_primaries", {0: 77})
-    monkeypatch.setattr(shareable, "_retained", {})
-    loans.kept.clear()
+    monkeypatch.setattr(shared_memory, "_retained", {})
+    lifetimes.kept.clear()
     before = len(os.listdir("/proc/self/fd"))
     yield driver
-    assert len(os.listdir("/proc/self/fd")) == before and not loans.kept
+    assert len(os.listdir("/proc/self/fd")) == before and not lifetimes.kept
 
 
 def failing(cuda: Driver, work: Callable[[], Any]) -> list[str]:
@@ -201,7 +202,7 @@ def failing(cuda: Driver, work: Callable[[], Any]) -> list[str]:
 
 
 def test_a_copy_that_fails_anywhere_leaves_nothing(cuda: Driver) -> None:
-    done = failing(cuda, lambda: shareable.duplicate(0, 4096, 3 * MIB))
+    done = failing(cuda, lambda: shared_memory.duplicate(0, 4096, 3 * MIB))
     assert done == [
         "cuCtxPushCurrent", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve", "cuMemMap",
         "cuMemSetAccess", "cuMemsetD8", "cuMemcpy", "cuStreamSynchronize", "cuMemExportToShareableHandle",
@@ -216,14 +217,14 @@ def test_a_file_descriptor_that_cannot_be_kept_from_programs_is_closed(
         raise OSError("not now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shareable.os, "set_inheritable", lambda fd, yes: refused() if not yes else None)
+        patch.setattr(shared_memory.os, "set_inheritable", lambda fd, yes: refused() if not yes else None)
         with pytest.raises(OSError, match="not now"):
-            shareable.duplicate(0, 4096, 3 * MIB)
+            shared_memory.duplicate(0, 4096, 3 * MIB)
     assert cuda.nothing_held()
 
 
 def test_a_copy_is_of_whole_pieces_and_the_rest_of_the_last_is_cleared(cuda: Driver) -> None:
-    made = shareable.duplicate(0, 4096, 3 * MIB)
+    made = shared_memory.duplicate(0, 4096, 3 * MIB)
     assert made.size == 4 * MIB and not os.get_inheritable(made.fd)
     assert cuda.copied == (1 << 32, 4096, 3 * MIB) and cuda.cleared == ((1 << 32) + 3 * MIB, MIB)
     assert cuda.held["handle"] == [500] and not cuda.held["map"], "it is held, and mapped nowhere"
@@ -234,31 +235,31 @@ def test_a_copy_is_of_whole_pieces_and_the_rest_of_the_last_is_cleared(cuda: Dri
 
 def test_a_full_gpu_says_so(cuda: Driver) -> None:
     cuda.code, cuda.fails = 2, 3
-    with pytest.raises(shareable.NoRoom, match=r"no room for 4\.0 MiB: 3\.0 MiB free") as caught:
-        shareable.duplicate(0, 4096, 3 * MIB)
+    with pytest.raises(shared_memory.NoRoom, match=r"no room for 4\.0 MiB: 3\.0 MiB free") as caught:
+        shared_memory.duplicate(0, 4096, 3 * MIB)
     assert (caught.value.nbytes, caught.value.free) == (4 * MIB, 3 * MIB) and cuda.nothing_held()
 
 
 def test_a_mapping_that_fails_anywhere_leaves_nothing_not_even_a_context(cuda: Driver) -> None:
-    def work() -> shareable.Mapping:
+    def work() -> shared_memory.Mapping:
         cuda.held["context"].clear()
-        shareable._retained.clear()
-        return shareable.map_file(0, 9, 4 * MIB)
+        shared_memory._retained.clear()
+        return shared_memory.map_file(0, 9, 4 * MIB)
 
     assert failing(cuda, work) == [
         "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemImportFromShareableHandle",
         "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
     ]  # fmt: skip
-    shareable.map_file(0, 9, 4 * MIB).close()
+    shared_memory.map_file(0, 9, 4 * MIB).close()
     assert cuda.held.pop("context") == [77], "retained once, for what is mapped next too"
     assert cuda.nothing_held()
 
 
 def test_a_block_that_cannot_be_opened_leaves_nothing(cuda: Driver) -> None:
-    def work() -> shareable.Mapping:
+    def work() -> shared_memory.Mapping:
         cuda.held["context"].clear()
-        shareable._retained.clear()
-        return shareable.map_block(0, b"h" * 64, 4 * MIB)
+        shared_memory._retained.clear()
+        return shared_memory.map_block(0, b"h" * 64, 4 * MIB)
 
     assert failing(cuda, work) == [
         "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuIpcOpenMemHandle", "cuMemGetAddressRange",
@@ -269,30 +270,30 @@ def test_a_block_that_cannot_be_opened_leaves_nothing(cuda: Driver) -> None:
 def test_a_block_smaller_than_was_promised_is_closed_again(cuda: Driver) -> None:
     cuda.block = 2 * MIB
     with pytest.raises(DeviceError, match="not the 4194304 that were promised"):
-        shareable.map_block(0, b"h" * 64, 4 * MIB)
+        shared_memory.map_block(0, b"h" * 64, 4 * MIB)
     assert cuda.nothing_held()
 
 
 def test_the_handle_of_a_block_is_asked_for_at_its_start(cuda: Driver) -> None:
-    assert shareable.block_handle(5 * MIB + 256, None, 0) == (5 * MIB, 4 * MIB, b"h" * 64)
+    assert shared_memory.block_handle(5 * MIB + 256, None, 0) == (5 * MIB, 4 * MIB, b"h" * 64)
     cuda.calls, cuda.fails = [""], 3
-    assert shareable.block_handle(5 * MIB, None, 0) == (5 * MIB, 4 * MIB, None), "of a pool"
+    assert shared_memory.block_handle(5 * MIB, None, 0) == (5 * MIB, 4 * MIB, None), "of a pool"
     cuda.calls, cuda.fails = [""], 2
-    assert shareable.block_handle(5 * MIB, None, 0) == (0, 0, None), "unknown"
+    assert shared_memory.block_handle(5 * MIB, None, 0) == (0, 0, None), "unknown"
     assert not cuda.current
 
 
 def test_a_driver_that_cannot_share_memory_says_so(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Driver, "cuMemCreate")
     with pytest.raises(DeviceError, match="too old"):
-        shareable.duplicate(0, 4096, 3 * MIB)
+        shared_memory.duplicate(0, 4096, 3 * MIB)
 
 
 def test_without_a_driver_attaching_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "_initialised", None)
-    monkeypatch.setattr(shareable.ctypes, "CDLL", lambda *_, **__: (_ for _ in ()).throw(OSError("libcuda.so.1")))
+    monkeypatch.setattr(shared_memory.ctypes, "CDLL", lambda *_, **__: (_ for _ in ()).throw(OSError("libcuda.so.1")))
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
-        shareable.ordinal(UUID)
+        shared_memory.ordinal(UUID)
 
 
 def test_a_fork_of_a_process_with_cuda_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +305,9 @@ def test_a_fork_of_a_process_with_cuda_cannot_attach(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(contexts, "_initialised", None)
     monkeypatch.setattr(contexts, "_lost", True)
-    monkeypatch.setattr(shareable.ctypes, "CDLL", Forked)
+    monkeypatch.setattr(shared_memory.ctypes, "CDLL", Forked)
     with pytest.raises(DeviceError, match="forked"):
-        shareable.ordinal(UUID)
+        shared_memory.ordinal(UUID)
 
 
 class Holder:
@@ -321,12 +322,12 @@ class Holder:
 def exporting(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(streams, "place", lambda address: (0, None))
     monkeypatch.setattr(streams, "follow", lambda *_: None)
-    monkeypatch.setattr(shareable, "uuid", lambda ordinal: UUID)
+    monkeypatch.setattr(shared_memory, "uuid", lambda ordinal: UUID)
     return cuda
 
 
 def test_an_export_that_fails_anywhere_leaves_nothing(exporting: Driver) -> None:
-    with_gpu = failing(exporting, lambda: processes.export(Holder()))
+    with_gpu = failing(exporting, lambda: sharing.export(Holder()))
     assert len(with_gpu) == 10
     wait_for_the_thread()
 
@@ -339,16 +340,16 @@ def test_an_export_without_a_socket_or_a_thread_leaves_nothing(
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(_server.tempfile, "mkdtemp", refused)
+        patch.setattr(server.tempfile, "mkdtemp", refused)
         with pytest.raises(CannotShare, match="no socket can be opened"):
-            processes.export(Holder())
-    assert exporting.nothing_held() and not loans.kept
+            sharing.export(Holder())
+    assert exporting.nothing_held() and not lifetimes.kept
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no thread")))
         with pytest.raises(RuntimeError, match="no thread"):
-            processes.export(Holder())
-    assert exporting.nothing_held() and not loans.kept and not list(tmp_path.iterdir())
-    processes.export(Holder()).close()
+            sharing.export(Holder())
+    assert exporting.nothing_held() and not lifetimes.kept and not list(tmp_path.iterdir())
+    sharing.export(Holder()).close()
     wait_for_the_thread()
     assert not list(tmp_path.iterdir())
 

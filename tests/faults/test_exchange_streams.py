@@ -22,8 +22,8 @@ PREAMBLE = """
 import ctypes, json, os, sys
 stub = ctypes.CDLL("libcuda.so.1")
 stub.stub_asked.restype = ctypes.c_char_p
-from memguard.devices import contexts, copies, streams
-from memguard.devices.streams import Mark
+from memguard._devices import contexts, copies, streams
+from memguard._devices.streams import Mark
 from memguard.errors import DeviceError
 result = {}
 SIDE, OTHER, CAPTURED = 0x7f0000000040, 0x7f0000000080, 0x7f0000ca0000

@@ -115,7 +115,7 @@ def test_no_library(run: Run, tmp_path: Path) -> None:
     (tmp_path / "lib" / "libnvidia-ml.so.1").write_text("no library")
     found = run(
         """
-        from memguard.devices import nvml
+        from memguard._devices import nvml
         nvml._exists = lambda path: False
         result["text"] = refused(Nvml().devices)
         try:
@@ -148,7 +148,7 @@ def test_no_python_bindings(run: Run) -> None:
 def test_no_gpu(run: Run) -> None:
     found = run(
         """
-        from memguard.devices.real import RealHost
+        from memguard._devices.real import RealHost
         result["text"] = refused(RealHost().devices)
         """,
         count=0,
@@ -159,7 +159,7 @@ def test_no_gpu(run: Run) -> None:
 def test_a_gpu_divided_by_mig_is_refused_with_its_name(run: Run) -> None:
     found = run(
         """
-        from memguard.devices.real import RealHost
+        from memguard._devices.real import RealHost
         result["text"] = refused(RealHost().devices)
         scenario(mig1=0)
         result["count"] = len(RealHost().devices())
@@ -418,7 +418,7 @@ def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_and_it_is_said(r
     ],
 )
 def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch, system: str, said: str) -> None:
-    from memguard.devices.real import RealHost
+    from memguard._devices.real import RealHost
     from memguard.errors import DeviceError
 
     monkeypatch.setattr(sys, "platform", system)

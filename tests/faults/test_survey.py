@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from stub_gpus import GIB, MIB, TWO, UUIDS, Run
 
-from memguard.checkup import gather
-from memguard.checkup.facts import Driver, Facts
-from memguard.devices import survey
+from memguard._devices import survey
+from memguard._doctor.collect import gather
+from memguard._doctor.facts import Driver, Facts
 
 SURVEY = """
-from memguard.devices import survey
+from memguard._devices import survey
 survey.survey(result.update, frozenset({7}))
 """
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from memguard.model import Event, FrameworkSample, Sample
-from memguard.timeline import load_timeline
+from memguard._timeline import load_timeline
+from memguard._types import Event, FrameworkSample, Sample
 
 START = 1763737200.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +22,8 @@ PREAMBLE = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from timelines import START, plan_of, sample_of
-from memguard.model import Event, FrameworkSample
-from memguard.timeline import Writer
+from memguard._types import Event, FrameworkSample
+from memguard._timeline import Writer
 plan = plan_of()
 
 def sample(at):
@@ -91,7 +91,7 @@ def test_a_torn_write_is_the_last_line_and_nothing_else(tmp_path: Path) -> None:
     """Killed in the middle of a write, as a machine that stops leaves it."""
     code = """
     import signal
-    from memguard.timeline import _writer
+    from memguard._timeline import writer
     out = Writer(sys.argv[2], plan)
     for at in range(5):
         out.sample(sample(at))
@@ -188,7 +188,7 @@ def test_memory_does_not_grow_with_the_length(tmp_path: Path) -> None:
     """Ten times the length read in the same memory, within a few percent."""
     code = """
     import resource
-    from memguard.timeline import load_timeline
+    from memguard._timeline import load_timeline
     name = sys.argv[2] % sys.argv[3]
     out = Writer(name, plan, limit_bytes=1 << 30)
     for at in range(int(sys.argv[3])):

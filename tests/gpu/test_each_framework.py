@@ -37,7 +37,7 @@ def test_cupy_is_left_alone_until_its_first_allocation_and_then_stops_at_the_cap
     found = run(
         HELPERS
         + """
-from memguard.devices import contexts
+from memguard._devices import contexts
 guard = memguard.init(one("cupy", "1GiB"))
 import cupy
 result["initialised"] = contexts.initialised()

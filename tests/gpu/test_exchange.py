@@ -354,7 +354,7 @@ def test_a_copy_to_the_other_gpu_is_made_after_the_lenders_work(run: Run) -> Non
     found = run(
         """
         import torch, cupy, jax, numpy as np, tensorflow as tf
-        from memguard.exchange.arrays import registry
+        from memguard.exchange.adapters import registry
         torch.zeros(1, device="cuda:1")
         cupy.cuda.Device(1).use(); cupy.zeros(1); cupy.cuda.Device(0).use()
         side, stale = torch.cuda.Stream(), {}

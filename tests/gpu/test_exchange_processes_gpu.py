@@ -16,7 +16,7 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import numpy as np, pynvml
 from memguard import exchange
-from memguard.exchange import loans
+from memguard.exchange import lifetimes
 pynvml.nvmlInit()
 
 CHILD = '''
@@ -24,7 +24,7 @@ import json, os, sys, time
 def say(x): print("SAYS " + json.dumps(x), flush=True)
 def wait(): return sys.stdin.readline()
 from memguard import exchange
-from memguard.exchange import loans
+from memguard.exchange import lifetimes
 def values(y):
     for name in ("cpu", "get", "copy_to_host"):
         if hasattr(y, name):
@@ -368,14 +368,14 @@ def test_a_full_card_says_how_much_is_missing(run: Run) -> None:
         PROLOGUE
         + """
 import cupy
-from memguard.devices import shareable
+from memguard._devices import shared_memory
 x = cupy.ones(1 << 20, "f4")
 try:
-    cuda = shareable._driver()
-    from memguard.devices import contexts
+    cuda = shared_memory._driver()
+    from memguard._devices import contexts
     with contexts.entered(contexts.primary(0)):
-        shareable._create(cuda, 0, 1 << 42)
-except shareable.NoRoom as error:
+        shared_memory._create(cuda, 0, 1 << 42)
+except shared_memory.NoRoom as error:
     result.update(text=str(error), free=error.free)
 """
     )

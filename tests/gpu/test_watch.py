@@ -25,7 +25,7 @@ def test_the_monitor_initialises_nothing_and_then_sees_what_the_ledger_sees(run:
     found = run(
         BUDGET
         + """
-from memguard.devices import contexts
+from memguard._devices import contexts
 guard = memguard.init(budget)
 import cupy, torch
 result["early"] = fresh(guard.observer.monitor)[-1].devices[0].process

@@ -15,7 +15,7 @@ import tensorflow as tf
 import torch
 
 from memguard.errors import CannotShare
-from memguard.exchange import last_route, loans, to
+from memguard.exchange import last_route, lifetimes, to
 from memguard.exchange.view import DTYPES
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "jax",
     "jnp",
     "last_route",
-    "loans",
+    "lifetimes",
     "make",
     "ml_dtypes",
     "np",
@@ -101,11 +101,11 @@ def values(x: Any) -> Any:
 
 def refused(call: Callable[[], object]) -> list[Any]:
     """Source, target, reason and remedy of the CannotShare that a call raises, and what is lent then."""
-    before = set(loans._open)
+    before = set(lifetimes._open)
     try:
         call()
     except CannotShare as error:
-        return [error.source, error.target, error.reason, error.remedy, len(set(loans._open) - before)]
+        return [error.source, error.target, error.reason, error.remedy, len(set(lifetimes._open) - before)]
     raise AssertionError("it was not refused")
 
 

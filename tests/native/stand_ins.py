@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memguard.devices.simulated import SimulatedHost
+from memguard._devices.simulated import SimulatedHost
+from memguard._types import Device
 from memguard.errors import CapNotApplied, ConflictingSetting
-from memguard.model import Device
 
 __all__ = [
     "GIB",

@@ -15,7 +15,7 @@ MODEL = [str(CONTRACT / "fake_cupy"), str(CONTRACT)]
 SETUP = """
 import cupy
 from memguard.errors import ConflictingSetting
-from memguard.frameworks.cupy import CuPy
+from memguard._frameworks.cupy.adapter import CuPy
 host = Host()
 framework, uuid, gpu = CuPy(host), host.uuids[0], host.gpus[0]
 default = cupy.cuda.get_allocator()
@@ -30,7 +30,7 @@ def conflict():
 def test_looking_imports_nothing_and_asks_nothing(alone: Run) -> None:
     found = alone(
         """
-        from memguard.frameworks.cupy import CuPy
+        from memguard._frameworks.cupy.adapter import CuPy
         host = Host()
         framework, gpu = CuPy(host), host.gpus[0]
         result["early"] = [framework.state().value, framework.usage(gpu), len(framework.oom_types()), framework.about()]
@@ -53,8 +53,8 @@ def test_capped_under_the_hook_and_given_back(alone: Run) -> None:
     found = alone(
         """
         import importlib.machinery
-        from memguard.frameworks.cupy import CuPy
-        from memguard.frameworks.late import ImportHook
+        from memguard._frameworks.cupy.adapter import CuPy
+        from memguard._frameworks.import_hook import ImportHook
         host = Host()
         framework, hook, applied = CuPy(host), ImportHook(), []
         hook.watch(framework.hook, lambda: applied.append(framework.apply({host.uuids[0]: GIB}, {})))
@@ -68,7 +68,8 @@ def test_capped_under_the_hook_and_given_back(alone: Run) -> None:
         """
     )
     assert found == {
-        "ours": "memguard.frameworks.cupy", "applied": [["enforced", None, {}, []]], "loader": True, "gone": True,
+        "ours": "memguard._frameworks.cupy.adapter", "applied": [["enforced", None, {}, []]], "loader": True,
+        "gone": True,
         "pool": True,
     }  # fmt: skip
 
@@ -156,7 +157,7 @@ def test_an_allocator_that_nobody_knows_is_refused_and_breaks_no_reading(
         SETUP
         + f"""
 from functools import partial
-from memguard.devices import contexts
+from memguard._devices import contexts
 def own(size, device=0): return size
 cupy.cuda.set_allocator({allocator})
 before = cupy.cuda.get_allocator()
@@ -226,8 +227,8 @@ def test_under_the_guard_from_init_to_shutdown(with_cupy: Run) -> None:
     found = with_cupy(
         SETUP
         + """
-from memguard.conductor import Guard
-from memguard.config import from_mapping
+from memguard._guard import Guard
+from memguard._config import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "3GiB"}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("cupy")

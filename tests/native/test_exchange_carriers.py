@@ -11,7 +11,7 @@ SETUP = """
 import numpy
 from memguard import exchange
 from memguard.errors import CannotShare
-from memguard.exchange import loans
+from memguard.exchange import lifetimes
 
 class Unknown:
     def __init__(self, array): self._array = array
@@ -44,10 +44,10 @@ def test_without_one_the_refusal_says_what_would_help(alone: Run) -> None:
         SETUP
         + """
 try:
-    from memguard.exchange import handover
-    from memguard.exchange.arrays import registry
+    from memguard.exchange import transfer
+    from memguard.exchange.adapters import registry
     lender = registry.of(Unknown(base[::-1]))
-    handover.compacted(Unknown(base[::-1]), lender, lender.offer(Unknown(base[::-1])))
+    transfer.compacted(Unknown(base[::-1]), lender, lender.offer(Unknown(base[::-1])))
 except CannotShare as error:
     result["reason"], result["remedy"] = error.reason, error.remedy
 """

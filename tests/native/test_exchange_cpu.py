@@ -530,7 +530,7 @@ result["device"] = refused(lambda: to(x, "jax", device=0))
 def test_capsules_of_torch_are_read_as_torch_has_them(beside_all: Run) -> None:
     found = beside_all("""
 from memguard.exchange import dlpack
-from memguard.exchange.arrays import registry
+from memguard.exchange.adapters import registry
 kinds = [torch.zeros(3, 4), torch.zeros(3, 4).T, torch.zeros(8)[2:], torch.zeros(0, 3), torch.tensor(1.0),
          torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.complex64),
          torch.zeros(4, dtype=torch.float8_e5m2)]

@@ -13,7 +13,7 @@ def test_an_error_in_an_expression_with_a_view_in_it_is_the_users_own(with_torch
         """
         import gc, numpy, weakref
         from memguard import exchange
-        from memguard.exchange import loans
+        from memguard.exchange import lifetimes
         class Lender(numpy.ndarray): pass
         lender = numpy.arange(4.0).view(Lender)
         alive = weakref.ref(lender)
@@ -21,7 +21,7 @@ def test_an_error_in_an_expression_with_a_view_in_it_is_the_users_own(with_torch
             exchange.to(lender, "torch") + exchange.to(numpy.arange(3.0), "torch")
         except BaseException as error:
             result["error"], result["text"] = type(error).__name__, str(error)
-        result["lent"] = len(loans._open)
+        result["lent"] = len(lifetimes._open)
         del lender
         gc.collect()
         result["alive"] = alive() is not None

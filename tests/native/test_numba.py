@@ -12,8 +12,8 @@ Run = Callable[..., dict[str, Any]]
 SETUP = """
 from numba import cuda
 from numba.cuda.cudadrv import driver as module
-from memguard.devices import contexts
-from memguard.frameworks.numba import Numba
+from memguard._devices import contexts
+from memguard._frameworks.numba import Numba
 host = Host()
 framework, uuid, gpu = Numba(host), host.uuids[0], host.gpus[0]
 def bytes_of(size): return cuda.device_array(size, "u1")
@@ -31,8 +31,8 @@ def test_imported_under_the_hook_though_numba_cuda_redirects_the_import(alone: R
     found = alone(
         """
         import importlib.machinery
-        from memguard.frameworks.late import ImportHook
-        from memguard.frameworks.numba import Numba
+        from memguard._frameworks.import_hook import ImportHook
+        from memguard._frameworks.numba import Numba
         host = Host()
         framework, hook, seen = Numba(host), ImportHook(), []
         result["before"] = [framework.state().value, [m for m in sys.modules if m.startswith("numba")]]
@@ -57,8 +57,8 @@ def test_a_refusal_comes_out_of_the_import(alone: Run) -> None:
     found = alone(
         """
         os.environ["NUMBA_CUDA_MEMORY_MANAGER"] = "my.pool"
-        from memguard.frameworks.late import ImportHook
-        from memguard.frameworks.numba import Numba
+        from memguard._frameworks.import_hook import ImportHook
+        from memguard._frameworks.numba import Numba
         framework, hook, host = Numba(Host()), ImportHook(), Host()
         hook.watch(framework.hook, lambda: framework.apply({host.uuids[0]: GIB}, {}) and None)
         def bring():
@@ -75,7 +75,7 @@ def test_kept_off_the_gpu_it_is_absent(alone: Run, name: str) -> None:
     found = alone(
         f"""
         os.environ[{name!r}] = "1"
-        from memguard.frameworks.numba import Numba
+        from memguard._frameworks.numba import Numba
         framework = Numba(Host())
         states = [framework.state().value]
         from numba import cuda
@@ -316,8 +316,8 @@ def test_under_the_guard_from_init_to_shutdown(with_numba: Run) -> None:
     found = with_numba(
         LIVE
         + """
-from memguard.conductor import Guard
-from memguard.config import from_mapping
+from memguard._guard import Guard
+from memguard._config import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"numba": {"limit": "64MiB"}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("numba")

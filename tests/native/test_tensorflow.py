@@ -14,7 +14,7 @@ Run = Callable[..., dict[str, Any]]
 
 SETUP = """
 import tensorflow as tf
-from memguard.frameworks.tensorflow import TensorFlow
+from memguard._frameworks.tensorflow import TensorFlow
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 host = Host()
 framework, uuid, device = TensorFlow(host), host.uuids[0], host.gpus[0]
@@ -49,8 +49,8 @@ def test_imported_under_the_hook(alone: Run) -> None:
     found = alone(
         """
         import importlib.machinery
-        from memguard.frameworks.late import ImportHook
-        from memguard.frameworks.tensorflow import TensorFlow
+        from memguard._frameworks.import_hook import ImportHook
+        from memguard._frameworks.tensorflow import TensorFlow
         framework = TensorFlow(Host())
         result["before"] = [framework.state().value, "tensorflow" in sys.modules]
         hook, seen = ImportHook(), []
@@ -454,8 +454,8 @@ def test_under_the_guard_from_init_to_shutdown(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         ONE
         + """
-from memguard.conductor import Guard
-from memguard.config import from_mapping
+from memguard._guard import Guard
+from memguard._config import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"tensorflow": {"limit": "3GiB", "growth": False}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("tensorflow")

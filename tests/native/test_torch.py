@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from memguard.frameworks import _torch_history, _torch_settings
-from memguard.model import TraceEvent
+from memguard._frameworks.torch import history, settings
+from memguard._types import TraceEvent
 
 Run = Callable[..., dict[str, Any]]
 
 SETUP = """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host()
 framework, uuid, gpu = Torch(host), host.uuids[0], host.gpus[0]
 def exact(found, total=TOTAL): return int(found.fractions[0] * total)
@@ -26,7 +26,7 @@ def exact(found, total=TOTAL): return int(found.fractions[0] * total)
 def test_a_cpu_build_is_absent_and_nothing_is_imported_to_see_it(alone: Run) -> None:
     found = alone(
         """
-        from memguard.frameworks.torch import Torch
+        from memguard._frameworks.torch.adapter import Torch
         framework = Torch(Host())
         result["state"], result["why"] = framework.state().value, framework.why_absent()
         result["imported"] = "torch" in sys.modules
@@ -58,7 +58,7 @@ def test_imported_under_the_hook(alone: Run) -> None:
     found = alone(
         """
         import importlib.machinery
-        from memguard.frameworks.late import ImportHook
+        from memguard._frameworks.import_hook import ImportHook
         hook, seen = ImportHook(), []
         hook.watch("torch", lambda: seen.append(sys.modules["torch"].zeros(2).tolist()))
         import torch
@@ -117,7 +117,7 @@ def test_every_cap_is_set_to_the_exact_byte(with_torch: Run) -> None:
         SETUP
         + """
 import random
-from memguard.devices.simulated import CATALOGUE
+from memguard._devices.simulated import CATALOGUE
 found, rng = card(host), random.Random(1)
 torch.cuda.init()
 wrong, tried = [], 0
@@ -242,7 +242,7 @@ def test_a_gpu_that_torch_never_used_has_no_row(with_torch: Run) -> None:
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 framework = Torch(host)
@@ -279,7 +279,7 @@ def test_a_fraction_that_somebody_set_since_is_not_overwritten_by_the_undo(with_
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200", "h200")
 found = card(host)
 torch._C._cuda_getMemoryFraction = lambda n: int(found.fractions.get(n, 1.0) * TOTAL) / TOTAL  # as torch computes it
@@ -298,7 +298,7 @@ def test_an_undo_takes_everything_back_whatever_fails(with_torch: Run) -> None:
         """
 import torch
 from memguard.errors import DeviceError
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 torch.cuda.init()
@@ -334,7 +334,7 @@ def test_after_a_refusal_nothing_stays(with_torch: Run, change: str) -> None:
     found = with_torch(
         f"""
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 torch.cuda.init()
@@ -400,7 +400,7 @@ def test_gpus_are_matched_by_uuid_and_never_by_number(with_torch: Run) -> None:
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host, order=(1, 0))
 framework = Torch(host)
@@ -416,7 +416,7 @@ def test_a_gpu_that_the_budget_does_not_have_is_left_alone(with_torch: Run) -> N
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 applied = Torch(host).apply({host.uuids[1]: 8 * GIB}, {})
@@ -507,9 +507,9 @@ def test_under_the_guard_from_init_to_shutdown(with_torch: Run) -> None:
     found = with_torch(
         """
 import torch
-from memguard.conductor import Guard
-from memguard.config import from_mapping
-from memguard.frameworks import _torch_settings
+from memguard._guard import Guard
+from memguard._config import from_mapping
+from memguard._frameworks.torch import settings
 _torch_settings.cuda_version = lambda: "13.0"
 host = Host()
 found = card(host)
@@ -613,7 +613,7 @@ def test_a_fraction_of_the_environment_is_held_against_the_caps_of_its_gpus_only
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.1"
 host = Host("h200", "h200")
 found = card(host)
@@ -652,7 +652,7 @@ def test_a_looser_fraction_of_the_users_own_is_a_conflict_and_nothing_stays(with
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 framework = Torch(host)
@@ -675,7 +675,7 @@ def test_a_looser_fraction_set_before_torch_is_live_comes_out_of_its_initialisat
     found = with_torch(
         """
 import torch
-from memguard.frameworks.torch import Torch
+from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 Torch(host).apply(dict.fromkeys(host.uuids, 4 * GIB), {})
@@ -918,7 +918,7 @@ result["destroyed"] = [len(distributed_c10d._world.pg_map), sorted(framework.lib
 def test_a_torch_that_never_communicated_is_not_asked(alone: Run) -> None:
     found = alone(
         """
-        from memguard.frameworks.torch import Torch
+        from memguard._frameworks.torch.adapter import Torch
         framework = Torch(Host())
         result["before"] = [sorted(framework.libraries()), "torch" in sys.modules]
         import torch
@@ -968,7 +968,7 @@ def test_the_cuda_version_is_read_as_text(
         (tmp_path / "torch" / "version.py").write_text(text)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert _torch_settings.cuda_version() == version
+    assert settings.cuda_version() == version
 
 
 def test_torchs_history_as_a_trace() -> None:
@@ -984,7 +984,7 @@ def test_torchs_history_as_a_trace() -> None:
         entry("alloc", 1, 1024, 4_000_000),  # the same address again
     ]
     second = [entry("alloc", 1, 7, 2_500_000), entry("free_requested", 1, 7, 2_600_000)]
-    assert _torch_history.events([first, second]) == [
+    assert history.events([first, second]) == [
         TraceEvent(2.0, "torch", "alloc", 1, 512),
         TraceEvent(3.0, "torch", "free", 1),
         TraceEvent(4.0, "torch", "alloc", 2, 1024),

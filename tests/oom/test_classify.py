@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard import incidents, oom_texts
-from memguard.oom import Facts, Verdict, classify
-from memguard.oom_texts import RULES, Rule
+from memguard._oom import classify as rules
+from memguard._oom import hooks
+from memguard._oom.classify import RULES, Rule
+from memguard._oom.report import Facts, Verdict, classify
 
 if sys.version_info >= (3, 11):
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -150,7 +151,7 @@ OTHERS = [  # of the libraries' sources and documents, and in no entry of the co
     ("builtins.RuntimeError", "NCCL error: Last error:\nFailed to CUDA host alloc 9 bytes", "pinned", "nccl", True),
     ("x.ResourceExhaustedError", PINNED, "pinned", "tensorflow", True),
     ("memguard.errors.BudgetExceeded", "CUDA out of memory is what it would be", "none", None, True),
-    ("memguard.frameworks.simulated.FrameworkOutOfMemory", "its cap is reached", "gpu", None, True),
+    ("memguard._frameworks.simulated.adapter.FrameworkOutOfMemory", "its cap is reached", "gpu", None, True),
     ("builtins.RuntimeError", "cudaHostAlloc of 5 bytes failed: out of memory", "pinned", None, True),
 ]  # fmt: skip
 
@@ -182,9 +183,9 @@ def test_a_long_text_is_no_trouble() -> None:
 def test_no_text_of_the_corpus_is_passed_over(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     variants = [facts_of(entry), facts_of(entry, entry["text"].swapcase()), wrapped(entry)]
     if entry["expect"]["memory"] == "gpu":
-        assert oom_texts._worth_a_look(variants[0])
+        assert rules._worth_a_look(variants[0])
     quick = [classify(facts) for facts in variants]
-    monkeypatch.setattr(oom_texts, "_worth_a_look", lambda facts: True)
+    monkeypatch.setattr(rules, "_worth_a_look", lambda facts: True)
     assert quick == [classify(facts) for facts in variants]
 
 
@@ -195,7 +196,7 @@ def needs_a_stem(pattern: Any) -> bool:
         if str(kind) == "LITERAL":
             run += chr(value).lower()
             continue
-        found, run = found or any(stem in run for stem in oom_texts.STEMS), ""
+        found, run = found or any(stem in run for stem in rules.STEMS), ""
         if str(kind) == "SUBPATTERN":
             found = found or needs_a_stem(value[-1])
         elif str(kind) == "BRANCH":
@@ -220,13 +221,13 @@ def test_what_a_rule_fits_has_a_stem_or_a_type_that_speaks_of_memory(rule: Rule)
 def test_nothing_around_it_hides_it(before: str, entry: dict[str, Any], after: str) -> None:
     facts = facts_of(entry, f"{before}{entry['text']}{after}")
     if entry["expect"]["memory"] == "gpu":
-        assert oom_texts._worth_a_look(facts)
+        assert rules._worth_a_look(facts)
 
 
 @pytest.mark.parametrize("words", ["x", "e'", "wrong shape of (3, 4), "])
 def test_an_ordinary_error_costs_next_to_nothing(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than 0.1 ms where every rule takes 4 ms."""
-    facts = incidents.facts_of(ValueError(words * (100_000 // len(words))))
+    facts = hooks.facts_of(ValueError(words * (100_000 // len(words))))
 
     def fastest() -> float:
         took = []
@@ -237,5 +238,5 @@ def test_an_ordinary_error_costs_next_to_nothing(words: str, monkeypatch: pytest
         return min(took)
 
     quick = fastest()
-    monkeypatch.setattr(oom_texts, "_worth_a_look", lambda facts: True)
+    monkeypatch.setattr(rules, "_worth_a_look", lambda facts: True)
     assert quick < fastest() / 10

@@ -9,12 +9,12 @@ from typing_extensions import assert_type
 
 import memguard
 from memguard import exchange
-from memguard.accounts import Ledger
-from memguard.checkup import Checkup, Finding
-from memguard.conductor import Guard
+from memguard._doctor import Checkup, Finding
+from memguard._guard import Guard
+from memguard._ledger.types import Ledger
+from memguard._types import Device, Plan, WorkloadReport
 from memguard.errors import Problem
 from memguard.exchange import Route
-from memguard.model import Device, Plan, WorkloadReport
 
 
 def applying(path: os.PathLike[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memguard.devices.simulated import SimulatedOutOfMemory
+from memguard._devices.simulated import SimulatedOutOfMemory
 
 
 class Driver:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memguard.checkup.probes import _main
-from memguard.checkup.processes import Ended, watch
+from memguard._doctor.collect.processes import Ended, watch
+from memguard._doctor.probes import main
 
 TORCH = """
 __version__ = "2.11.0+cu130"
@@ -59,5 +59,5 @@ def environ(site: Path, **changes: str) -> dict[str, str]:
 def run(environ: Mapping[str, str], *probes: str, timeout: float = 30, stop: threading.Event | None = None) -> Ended:
     """The probes in one process of this Python."""
     spec: dict[str, Any] = {"probes": probes, "path": [], "first": None}
-    command = (sys.executable, "-c", _main.BOOT, _main.__file__)
+    command = (sys.executable, "-c", main.BOOT, main.__file__)
     return watch(command, spec, environ, timeout, stop or threading.Event())

@@ -11,7 +11,7 @@ from pathlib import Path
 import memguard
 
 PACKAGE = Path(memguard.__file__).parent
-PTH = next(p for p in (PACKAGE / "_activate" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file())
+PTH = next(p for p in (PACKAGE / "_activation" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file())
 """In a checkout; as the wheel has it."""
 
 

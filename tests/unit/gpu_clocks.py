@@ -273,12 +273,12 @@ def _plain(arg: Any) -> Any:
 
 def stand_in(monkeypatch: Any, driver: Driver | None = None) -> Driver:
     """Put one where memguard keeps libcuda, and nowhere else; nothing is lent at first."""
-    from memguard.devices import contexts, streams
-    from memguard.exchange import loans
+    from memguard._devices import contexts, streams
+    from memguard.exchange import lifetimes
 
     driver = driver or Driver()
-    loans._open.clear()
-    loans._parked.clear()
+    lifetimes._open.clear()
+    lifetimes._parked.clear()
     monkeypatch.setattr(contexts, "_initialised", driver)
     monkeypatch.setattr(contexts, "_lost", False)
     monkeypatch.setattr(contexts, "_primaries", {})

@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 from capsules import Taken
 
-from memguard.devices import contexts, copies, shareable, streams
+from memguard._devices import contexts, copies, shared_memory, streams
 
 UUID = "GPU-0a1b2c3d-0000-1111-2222-333344445555"
 PIECE = 2 << 20
@@ -80,15 +80,15 @@ class Device:
     def __exit__(self, *_: object) -> None: ...
 
 
-def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = None) -> shareable.Allocation:
+def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = None) -> shared_memory.Allocation:
     done.append("copied")
     size = -(-nbytes // PIECE) * PIECE
     if size > free:
-        raise shareable.NoRoom(size, free)
+        raise shared_memory.NoRoom(size, free)
     fd = os.memfd_create("gpu")
     os.ftruncate(fd, size)
     os.pwrite(fd, ctypes.string_at(address, nbytes), 0)
-    return shareable.Allocation(ordinal, size, fd, lambda: None)
+    return shared_memory.Allocation(ordinal, size, fd, lambda: None)
 
 
 class Mapping:
@@ -103,7 +103,7 @@ class Mapping:
 
 def map_file(ordinal: int, fd: int, size: int) -> Any:
     if os.fstat(fd).st_size < size:
-        raise shareable.DeviceError("CUDA: cuMemMap: error 1")
+        raise shared_memory.DeviceError("CUDA: cuMemMap: error 1")
     return Mapping(fd, size)
 
 
@@ -130,9 +130,9 @@ def install(
     patch: Callable[[Any, str, Any], None] = setattr, put: Callable[[Any, str, Any], None] = operator.setitem
 ) -> None:
     for name in ("duplicate", "map_file", "block_handle", "map_block"):
-        patch(shareable, name, globals()[name])
-    patch(shareable, "uuid", lambda ordinal: UUID)
-    patch(shareable, "ordinal", lambda uuid: {UUID: 0}.get(uuid))
+        patch(shared_memory, name, globals()[name])
+    patch(shared_memory, "uuid", lambda ordinal: UUID)
+    patch(shared_memory, "ordinal", lambda uuid: {UUID: 0}.get(uuid))
     patch(streams, "place", lambda address: (0, None))
     patch(streams, "follow", lambda *given: done.append(f"waited {given}"))
     patch(streams, "capturing", lambda *_: False)

@@ -14,10 +14,7 @@ from budget_texts import GOOD, UUID, WATCHED, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from memguard.cli.check import check
-from memguard.cli.plan import plan
-from memguard.cli.schema import schema
-from memguard.config import (
+from memguard._config import (
     FRAMEWORKS,
     Budget,
     DeviceOverride,
@@ -29,9 +26,12 @@ from memguard.config import (
     load,
     parse,
 )
+from memguard._findings import NAMES
+from memguard._units import GIB, MIB
+from memguard.cli.check import check
+from memguard.cli.plan import plan
+from memguard.cli.schema import schema
 from memguard.errors import ConfigError
-from memguard.findings import NAMES
-from memguard.units import GIB, MIB
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -284,7 +284,7 @@ def test_every_sample_is_a_budget_and_passes_the_schema(path: Path) -> None:
 
 
 def plain(text: str) -> Any:
-    from memguard.config._yaml import read
+    from memguard._config.positions import read
 
     return read(text).data
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from budget_texts import GOOD, UUID, WATCHED, fw, problems
 
-from memguard.config import from_mapping, load, parse
+from memguard._config import from_mapping, load, parse
 from memguard.errors import ConfigError
 
 

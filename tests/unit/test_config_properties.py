@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from memguard.config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
-from memguard.config._yaml import read
+from memguard._config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
+from memguard._config.positions import read
+from memguard._findings import NAMES
+from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import ConfigError
-from memguard.findings import NAMES
-from memguard.units import GIB, GRANULE, MIB
 
 SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()
 SCHEMA = Draft202012Validator(json_schema())

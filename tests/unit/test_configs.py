@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from memguard import policy
-from memguard.config import FRAMEWORKS, load
-from memguard.devices.simulated import CATALOGUE, SimulatedHost
+from memguard import _policy
+from memguard._config import FRAMEWORKS, load
+from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._units import GIB
 from memguard.errors import PlanError
-from memguard.units import GIB
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").iterdir())
@@ -78,9 +78,9 @@ def test_it_has_a_plan_exactly_on_the_gpus_that_its_section_names(path: Path, gp
     if gpu not in fits(section(path)):
         assert not isinstance(budget.device.limit, str) and budget.device.limit > host.devices()[0].usable
         with pytest.raises(PlanError):
-            policy.plan(budget, host.devices())
+            _policy.plan(budget, host.devices())
         return
-    (part,) = policy.plan(budget, host.devices()).devices
+    (part,) = _policy.plan(budget, host.devices()).devices
     assert list(part.caps) == list(budget.frameworks)
     assert part.limit == part.reserve + sum(part.caps.values()) + part.unallocated
 
@@ -93,7 +93,7 @@ def test_every_gpu_that_a_section_names_is_known_and_the_h200_is_one(path: Path)
 @pytest.mark.parametrize("name", ["all-six.yaml", "shared-card.yaml"])
 def test_what_a_part_comes_to_is_about_what_the_text_says(name: str) -> None:
     path = ROOT / "configs" / name
-    (part,) = policy.plan(load(path), SimulatedHost(["h200"]).devices()).devices
+    (part,) = _policy.plan(load(path), SimulatedHost(["h200"]).devices()).devices
     compared = 0
     for line, said in explained(section(path)):
         about = re.match(r" about ([\d.]+) GiB", said)

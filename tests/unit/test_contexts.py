@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memguard.devices import contexts, cuda
+from memguard._devices import contexts, libcuda
 from memguard.errors import DeviceError
 
 
@@ -158,9 +158,9 @@ def test_an_initialised_cuda_is_asked_without_cuda_bindings(
     for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cuda", None)  # not installed
-    assert contexts.visible() is None and cuda.visible() is None
+    assert contexts.visible() is None and libcuda.visible() is None
     driver.initialised = True
-    found = cuda.visible()
+    found = libcuda.visible()
     assert found == contexts.visible() and found is not None
     assert [(gpu.ordinal, gpu.multiprocessors) for gpu in found] == [(0, 100), (1, 101)]
     assert {gpu.uuid: gpu.ordinal for gpu in found} == contexts.ordinals()

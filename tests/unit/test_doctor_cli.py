@@ -18,10 +18,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import memguard
-from memguard import config, findings
-from memguard.checkup import explain, gather
-from memguard.checkup.facts import Cuda, CudaDevice, Driver, Facts, Framework, Nvml, Probe, Script, Stage, System
-from memguard.cli import _program, _signals, main
+from memguard import _config, _findings
+from memguard._doctor import explain
+from memguard._doctor.collect import gather
+from memguard._doctor.facts import Cuda, CudaDevice, Driver, Facts, Framework, Nvml, Probe, Script, Stage, System
+from memguard.cli import main
+from memguard.cli.support import program, signals
 from memguard.errors import FactsError
 
 ROOT = Path(__file__).parents[2]
@@ -190,10 +192,10 @@ def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
     Path("train.py").write_text("import torch\n")
     doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
     budget, asked = gathered.asked.pop()
-    assert budget == config.load("budget.yaml")
+    assert budget == _config.load("budget.yaml")
     assert (asked["frameworks"], asked["timeout"], asked["script"]) == (("jax", "torch"), 5.0, "train.py")
     doctor("-c", "budget.yaml")
-    assert gathered.asked.pop()[0] == config.load("budget.yaml")
+    assert gathered.asked.pop()[0] == _config.load("budget.yaml")
 
 
 def test_findings_are_left_out_by_name_and_by_the_budget(gathered: Gathered) -> None:
@@ -231,11 +233,11 @@ def test_facts_are_dumped_alone_and_give_the_same_findings_anywhere(gathered: Ga
 
 def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
     done = doctor("--list")
-    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.NAMES
+    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == _findings.NAMES
     assert gathered.asked == []
 
 
-@pytest.mark.parametrize("name", findings.NAMES)
+@pytest.mark.parametrize("name", _findings.NAMES)
 def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
     done = doctor("--explain", name)
     assert (done.exit_code, done.stderr) == (0, "")
@@ -330,12 +332,12 @@ def test_what_ends_it_ends_the_processes_that_it_started(
 
 def test_handlers_are_put_back_and_what_is_ignored_stays_so() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    with pytest.raises(SystemExit) as left, _signals.unwinding():
+    with pytest.raises(SystemExit) as left, signals.unwinding():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
     assert left.value.code == 143
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
-    with pytest.raises(KeyboardInterrupt), _signals.unwinding():
+    with pytest.raises(KeyboardInterrupt), signals.unwinding():
         try:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -344,13 +346,13 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     try:
-        with _signals.unwinding():
+        with signals.unwinding():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before[2])
     with ThreadPoolExecutor() as pool:  # no thread but the main one may set handlers
-        assert pool.submit(lambda: _signals.unwinding().__enter__()).result() is None
+        assert pool.submit(lambda: signals.unwinding().__enter__()).result() is None
 
 
 # memguard.doctor
@@ -426,7 +428,7 @@ def test_a_healthy_program_is_started_without_a_word(gathered: Gathered, started
     assert (done.exit_code, done.output) == (0, "")
     assert started == [[sys.executable, "train.py"]]
     budget, asked = gathered.asked.pop()
-    assert budget == config.load("budget.yaml")
+    assert budget == _config.load("budget.yaml")
     assert (asked["python"], asked["script"], asked["here"]) == ([sys.executable], "train.py", False)
     assert asked["environ"] == dict(os.environ)
     run("-c", "budget.yaml", "--", sys.executable, "train.py")
@@ -545,7 +547,7 @@ def path(tmp_path: Path) -> Path:
 def test_the_python_and_the_script_of_a_command(
     path: Path, command: str, python: str | None, script: str | None
 ) -> None:
-    found = _program.of(command.split(), {"PATH": str(path), "B": "2"})
+    found = program.of(command.split(), {"PATH": str(path), "B": "2"})
     assert found.python == (None if python is None else str(path / python))
     assert found.script == (None if script is None else script.format(bin=path))
     assert found.environ["B"] == "2"

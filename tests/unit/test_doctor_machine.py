@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memguard.checkup import machine
+from memguard._doctor.collect import machine
 
 NVCC = "nvcc off the PATH"
 

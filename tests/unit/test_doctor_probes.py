@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from doctor_processes import TORCH, environ, run, write
 
-from memguard.checkup import processes, told
-from memguard.checkup.examine import examine
-from memguard.checkup.facts import Facts, Framework
-from memguard.checkup.probes import _main
-from memguard.checkup.processes import descendants, lines, watch
+from memguard._doctor.collect import answers, processes
+from memguard._doctor.collect.processes import descendants, lines, watch
+from memguard._doctor.examine import examine
+from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.probes import main
 
 IMPORTED, USED = 0, 1
 
@@ -30,7 +30,7 @@ def torch(tmp_path: Path, bad: str = "", when: int = USED, timeout: float = 30) 
     source = hook + TORCH.replace("def ones(*shape, device): return", "def ones(*shape, device): _bad(); return")
     if when == IMPORTED:
         source = f"{hook}\n_bad()\n{TORCH}"
-    return told.framework({}, run(environ(write(tmp_path, "torch", source)), "torch", timeout=timeout))
+    return answers.framework({}, run(environ(write(tmp_path, "torch", source)), "torch", timeout=timeout))
 
 
 def alive(pid: int) -> bool:
@@ -222,11 +222,11 @@ def test_a_file_of_the_current_folder_is_what_a_program_there_would_import(
     site = write(tmp_path / "site", "torch", TORCH)
     (tmp_path / "torch.py").write_text("notes = 'mine'")
     monkeypatch.chdir(tmp_path)
-    found = told.framework({}, run(environ(site), "torch"))
+    found = answers.framework({}, run(environ(site), "torch"))
     assert found.probe is not None and found.probe.failed is not None
     assert found.probe.failed.kind == "builtins.AttributeError"
     assert found.path == str(tmp_path / "torch.py")
-    inventory = told.installed(run(environ(site), "_inventory"))
+    inventory = answers.installed(run(environ(site), "inventory"))
     assert inventory.path("torch") == str(tmp_path / "torch.py")
 
 
@@ -251,7 +251,7 @@ def test_what_is_installed_is_told_without_an_import(tmp_path: Path) -> None:
     distribution(site, "pycuda", "2026.1", direct_url_json='{"dir_info": {"editable": true}}')
     distribution(tmp_path / "later", "torch", "1.0", "torch/__init__.py")
     both = f"{site}{os.pathsep}{tmp_path / 'later'}"
-    found = told.installed(run({**environ(site), "PYTHONPATH": both}, "_inventory"))
+    found = answers.installed(run({**environ(site), "PYTHONPATH": both}, "inventory"))
     assert found.packages["torch"] == "2.11.0", "the first on the path, as `import` has it"
     torch, tensorflow = found.frameworks["torch"], found.frameworks["tensorflow"]
     assert (torch["distributions"], torch["folder"]) == ({"torch": "2.11.0"}, str(site))
@@ -270,7 +270,7 @@ def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
     distribution(tmp_path / "meta", "torch", "2.11.0", "torch/__init__.py")
     (tmp_path / "meta" / "torch").symlink_to(site / "torch")
     both = f"{tmp_path / 'lib64'}{os.pathsep}{tmp_path / 'meta'}"
-    torch = told.installed(run({**environ(site), "PYTHONPATH": both}, "_inventory")).frameworks["torch"]
+    torch = answers.installed(run({**environ(site), "PYTHONPATH": both}, "inventory")).frameworks["torch"]
     assert torch["path"] == str(tmp_path / "lib64" / "torch" / "__init__.py")
     assert torch["folder"] == str(tmp_path / "lib64")
 
@@ -279,7 +279,7 @@ def test_frameworks_in_one_process_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path, "torch", "import sys\n" + TORCH)
     write(tmp_path, "cupy", "raise ImportError('not here')")
     order = ("cupy", "torch")
-    found = told.together(order, run(environ(tmp_path), *order))
+    found = answers.together(order, run(environ(tmp_path), *order))
     assert found.multiprocessors == {"torch": 132}
     assert [(stage.name, stage.error) for stage in found.probe.stages] == [("cupy", "not here"), ("torch", None)]
 
@@ -288,20 +288,20 @@ def test_a_crash_in_one_process_names_those_that_were_done(tmp_path: Path) -> No
     write(tmp_path, "cupy", "raise ImportError('not here')")
     crash = "def ones(*shape, device): import os; os.abort()"
     write(tmp_path, "torch", TORCH.replace("def ones(*shape, device): return Tensor(1)", crash))
-    found = told.together(("cupy", "torch"), run(environ(tmp_path), "cupy", "torch"))
+    found = answers.together(("cupy", "torch"), run(environ(tmp_path), "cupy", "torch"))
     assert found.probe.signal == "SIGABRT"
     assert [stage.name for stage in found.probe.stages] == ["cupy"]
     assert found.multiprocessors == {"torch": 132}, "it had told before it crashed"
 
 
 def test_an_error_between_steps_is_told_as_one(tmp_path: Path) -> None:
-    main = shutil.copy(_main.__file__, tmp_path)
+    copied = shutil.copy(main.__file__, tmp_path)
     (tmp_path / "mine.py").write_text(
         "def probe(report):\n    with report.stage('import'): pass\n    raise KeyError('x')"
     )
     spec = {"probes": ["mine"], "path": [], "first": None}
-    ended = watch((sys.executable, "-c", _main.BOOT, main), spec, environ(tmp_path), 30, threading.Event())
-    found = told.probe(ended)
+    ended = watch((sys.executable, "-c", main.BOOT, copied), spec, environ(tmp_path), 30, threading.Event())
+    found = answers.probe(ended)
     assert [(stage.name, stage.kind) for stage in found.stages] == [("import", None), ("probe", "builtins.KeyError")]
     assert found.exit == 0 and not found.said
 
@@ -334,17 +334,17 @@ def test_no_core_file_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_which_mapped_files_are_told(path: str, counts: bool) -> None:
-    assert bool(_main.LIBRARY.search(path)) is counts
+    assert bool(main.LIBRARY.search(path)) is counts
 
 
 def test_versions_as_they_are_written() -> None:
-    assert [_main.Report.cudnn_version(number) for number in (91900, 90100, 8902)] == ["9.19.0", "9.1.0", "8.9.2"]
-    assert [_main.Report.cuda_version(number) for number in (13020, 12040, 11080)] == ["13.2", "12.4", "11.8"]
+    assert [main.Report.cudnn_version(number) for number in (91900, 90100, 8902)] == ["9.19.0", "9.1.0", "8.9.2"]
+    assert [main.Report.cuda_version(number) for number in (13020, 12040, 11080)] == ["13.2", "12.4", "11.8"]
 
 
 def test_probes_need_nothing_of_memguards() -> None:
     """They run in interpreters that have none of it."""
-    folder = Path(_main.__file__).parent
+    folder = Path(main.__file__).parent
     code = (
         "import ast, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -387,7 +387,7 @@ def test_a_hang_in_the_middle_of_an_import_is_no_crash(tmp_path: Path) -> None:
     )
     site = write(tmp_path, "torch", bad)
     for tenth in range(3):
-        found = told.framework({}, run(environ(site), "torch", timeout=1 + tenth / 10))
+        found = answers.framework({}, run(environ(site), "torch", timeout=1 + tenth / 10))
         assert found.probe is not None and (found.probe.hung, found.probe.signal) == (True, None)
         assert any("most recent call first" in line for line in found.probe.said)
         assert not any("Fatal Python error" in line for line in found.probe.said)
@@ -507,7 +507,7 @@ def test_what_has_no_environment_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [f"{_main.ALARM}import time; time.sleep(60)", "import sys; sys.argv = ['-c', '/dev/stdin', '{}']; " + _main.BOOT],
+    [f"{main.ALARM}import time; time.sleep(60)", "import sys; sys.argv = ['-c', '/dev/stdin', '{}']; " + main.BOOT],
 )
 def test_an_orphan_ends_by_itself(code: str) -> None:
     given = {**os.environ, "MEMGUARD_PROBE": "abc.1"}
@@ -539,7 +539,7 @@ def test_where_somebody_else_takes_the_exit_code_it_is_unknown(tmp_path: Path) -
     finally:
         signal.signal(signal.SIGCHLD, previous)
     assert (ended.exit, ended.signal, ended.hung) == (None, None, False)
-    assert told.framework({}, ended).multiprocessors == (132,)
+    assert answers.framework({}, ended).multiprocessors == (132,)
     assert (bad.exit, bad.signal) == (None, None)
     assert (hung.exit, hung.signal, hung.hung) == (None, None, True)
 
@@ -559,5 +559,5 @@ def test_one_that_ends_early_without_an_error_is_told(tmp_path: Path, when: int)
 def test_one_of_several_that_ends_early_without_an_error_is_told(tmp_path: Path) -> None:
     write(tmp_path, "cupy", "raise ImportError('not here')")
     write(tmp_path, "torch", "import os; os._exit(0)")
-    found = told.together(("cupy", "torch"), run(environ(tmp_path), "cupy", "torch"))
+    found = answers.together(("cupy", "torch"), run(environ(tmp_path), "cupy", "torch"))
     assert (found.probe.exit, found.probe.complete) == (0, False)

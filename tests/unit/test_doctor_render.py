@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from memguard.checkup import Checkup, render
-from memguard.checkup.examine import examine
-from memguard.checkup.facts import (
+from memguard._doctor import Checkup, render
+from memguard._doctor.examine import examine
+from memguard._doctor.facts import (
     Cuda,
     CudaDevice,
     Driver,
@@ -23,8 +23,8 @@ from memguard.checkup.facts import (
     System,
     Together,
 )
-from memguard.checkup.finding import Finding, Severity
-from memguard.units import GIB
+from memguard._doctor.finding import Finding, Severity
+from memguard._units import GIB
 
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from environments import PACKAGE, PTH, environ, make
 
-from memguard import passive
-from memguard._activate import _memguard_environment as environment
-from memguard.frameworks import registry
+from memguard import _workers
+from memguard._activation import _memguard_environment as environment
+from memguard._frameworks import registry
 
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 APPLIED = """
 import sys
-found = sys.modules.get("memguard.active")
+found = sys.modules.get("memguard._api")
 guard = found and found._active
 print(None if guard is None else (guard.host.simulated, sorted(guard.frameworks)))
 """
@@ -85,7 +85,7 @@ def test_until_then_nothing_of_memguard_is_imported(python: Path, folder: Path) 
 
 
 def test_the_first_use_of_memguard_brings_the_budget(python: Path, folder: Path) -> None:
-    done = run(python, folder, f"import memguard\nfrom memguard import active\n{APPLIED}memguard.ledger()\n{APPLIED}")
+    done = run(python, folder, f"import memguard\nfrom memguard import _api\n{APPLIED}memguard.ledger()\n{APPLIED}")
     assert said(done) == ["None", "(True, ['torch'])"]
 
 
@@ -101,14 +101,14 @@ def test_without_the_variable_nothing_happens(python: Path, folder: Path) -> Non
 def test_the_budget_is_there_before_the_frameworks_code_runs_and_its_hooks_see_that_import(
     python: Path, folder: Path
 ) -> None:
-    (folder / "torch.py").write_text("from memguard import active\nprint('torch runs', active._active)\n")
+    (folder / "torch.py").write_text("from memguard import _api\nprint('torch runs', _api._active)\n")
     done = run(
         python, folder,
-        "from memguard import active\nfrom memguard.frameworks.late import ImportHook\nhook = ImportHook()\n"
+        "from memguard import _api\nfrom memguard._frameworks.import_hook import ImportHook\nhook = ImportHook()\n"
         "def init(config, simulate=None):\n"
         "    hook.watch('torch', lambda: print('after torch'))\n"
-        "    active._active = 'applied'\n"
-        "active.init = init\nimport torch, sys\n"
+        "    _api._active = 'applied'\n"
+        "_api.init = init\nimport torch, sys\n"
         "print(torch.__spec__.name, type(torch.__loader__).__name__, torch.__spec__.loader is torch.__loader__,\n"
         "      [f for f in sys.meta_path if 'memguard' in str(f)])\n",
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_children_find_it_too_where_their_parent_has_the_budget_of_memguard_run(
     (folder / "own.yaml").write_text("version: 1\nframeworks:\n  cupy: {share: 50%}\n")
     (folder / "program.py").write_text(f"{APPLIED}{CHILD}")
     shown = [str(python), "program.py"]
-    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_activate'}:{folder}"}
+    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_activation'}:{folder}"}
     own, child, budget = said(command(shown, folder, **env))
     assert own == "(True, ['cupy'])" and budget == "(True, ['torch'])"
     assert child.startswith(f"{folder / 'budget.yaml'} ['memguard'")
@@ -185,8 +185,8 @@ def test_a_broken_budget_is_one_message_and_the_program_runs(
 
 
 def test_a_fault_of_memguards_is_one_line_too(python: Path, folder: Path) -> None:
-    code = "from memguard import active\ndef init(*a, **k): raise KeyError('fault')\n"
-    code += "active.init = init\nimport torch, cupy"
+    code = "from memguard import _api\ndef init(*a, **k): raise KeyError('fault')\n"
+    code += "_api.init = init\nimport torch, cupy"
     assert run(python, folder, code).stderr == f"{NOT_APPLIED}KeyError: 'fault'\n"
 
 
@@ -203,9 +203,9 @@ def test_each_child_says_it_once_itself(python: Path, folder: Path) -> None:
 def test_an_interrupt_leaves_the_budget_waiting(python: Path, folder: Path) -> None:
     done = run(
         python, folder,
-        "from memguard import active\nreal = active.init\ndef init(*a, **k): raise KeyboardInterrupt\n"
-        "active.init = init\n"
-        f"try: import torch\nexcept KeyboardInterrupt: print('stopped')\nactive.init = real\nimport torch\n{APPLIED}",
+        "from memguard import _api\nreal = _api.init\ndef init(*a, **k): raise KeyboardInterrupt\n"
+        "_api.init = init\n"
+        f"try: import torch\nexcept KeyboardInterrupt: print('stopped')\n_api.init = real\nimport torch\n{APPLIED}",
     )  # fmt: skip
     assert said(done) == ["stopped", "(True, ['torch'])"]
 
@@ -268,7 +268,7 @@ def test_an_environment_without_memguard_says_nothing(python: Path, folder: Path
 
 
 def test_the_programs_own_init_with_that_file_is_the_same_guard(python: Path, folder: Path) -> None:
-    code = "import torch, memguard\nfrom memguard import active\nfirst = active.current()\n"
+    code = "import torch, memguard\nfrom memguard import _api\nfirst = _api.current()\n"
     assert said(run(python, folder, f"{code}print(memguard.init('budget.yaml') is first)")) == ["True"]
 
 
@@ -304,9 +304,9 @@ def test_its_init_means_them_after_a_file_that_is_missing_too(python: Path, fold
 def test_its_init_means_the_real_ones_where_the_environment_does_nothing(
     python: Path, folder: Path, config: str | None, first: str
 ) -> None:
-    code = f"{first}\nimport memguard\nfrom memguard import active\n"
+    code = f"{first}\nimport memguard\nfrom memguard import _api\n"
     code += "def host(simulate):\n    print(simulate)\n    raise SystemExit\n"
-    done = run(python, folder, f"{code}active._host = host\nmemguard.init('budget.yaml')", config=config)
+    done = run(python, folder, f"{code}_api._host = host\nmemguard.init('budget.yaml')", config=config)
     assert said(done) == ["None"]
 
 
@@ -324,7 +324,7 @@ def test_how_to_get_at_the_guard(python: Path, folder: Path) -> None:
 
 FAILING = """
 import torch, memguard
-from memguard.frameworks.simulated import SimulatedFramework as Framework
+from memguard._frameworks.simulated.adapter import SimulatedFramework as Framework
 real = Framework.state
 def state(self):
     if self.name == "cupy":
@@ -400,8 +400,8 @@ import multiprocessing, sys
 {top}
 def work(_):
     import torch, memguard
-    from memguard import active
-    if active._active is None:
+    from memguard import _api
+    if _api._active is None:
         try: memguard.ledger()
         except memguard.NotActive as error: return str(error).splitlines()[0]
     return "active"
@@ -465,8 +465,8 @@ def test_what_stands_twice_is_the_same() -> None:
     classes = [place.split(":") for place in registry._CLASSES.values()]
     modules = {getattr(importlib.import_module(module), name).module for module, name in classes}
     assert set(environment.MODULES) == {"numba.cuda" if module == "numba" else module for module in modules}
-    assert environment.POOLS == passive._POOLS
-    assert environment.CHILDREN == passive.ASKED
+    assert environment.POOLS == _workers._POOLS
+    assert environment.CHILDREN == _workers.ASKED
 
 
 def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from memguard.exchange import rules
-from memguard.exchange.arrays import registry
+from memguard.exchange import compatibility
+from memguard.exchange.adapters import registry
 from memguard.exchange.view import DTYPES, View
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ def test_the_benchmark_expects_what_the_rules_say(name: str, target: str, readon
     wanted, copied = _edges.expected(name, facts, target)
     counted = tuple(stride // 4 for stride in strides) if strides is not None else (64, 1)
     view = View(address, shape, counted, "float32", 0, readonly)
-    obstacle = rules.obstacle(view, registry.by_name(target).taker, 0)
+    obstacle = compatibility.obstacle(view, registry.by_name(target).taker, 0)
     assert wanted == ("shared" if obstacle is None else "refused")
     assert copied == "equal" and (obstacle is None or obstacle.copied)
 

@@ -21,9 +21,9 @@ from capsules import Taken, name, produced
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard.exchange import dlpack, loans
-from memguard.exchange.arrays._interface import Shown
-from memguard.exchange.loans import Loan, Offer
+from memguard.exchange import dlpack, lifetimes
+from memguard.exchange.adapters.array_interface import Shown
+from memguard.exchange.lifetimes import Loan, Offer
 from memguard.exchange.view import DTYPES, View, row_major
 
 ROOT = Path(__file__).parents[2]
@@ -36,15 +36,15 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_lent() -> Iterator[None]:
-    loans._open.clear()
+    lifetimes._open.clear()
     yield
     gc.collect()
-    assert not loans._open and not loans._parked
+    assert not lifetimes._open and not lifetimes._parked
 
 
 def lend(view: View = HOST, borrower: str = "numpy") -> tuple[Loan, weakref.ref[Owner]]:
     owner = Owner()
-    return loans.begin(Offer("torch", view, owner), borrower, None), weakref.ref(owner)
+    return lifetimes.begin(Offer("torch", view, owner), borrower, None), weakref.ref(owner)
 
 
 # read
@@ -152,9 +152,9 @@ def test_making_a_capsule(layout: tuple[list[int], list[int]], dtype: str, devic
         assert (taken.strides or row_major(view.shape)) == (row_major(view.shape) if view.compact else view.strides)
     opened = id(loan)
     del loan, capsule
-    assert opened in loans._open
+    assert opened in lifetimes._open
     taken.done()
-    assert opened not in loans._open
+    assert opened not in lifetimes._open
 
 
 def test_the_deleter_ends_the_loan_on_any_thread() -> None:
@@ -200,7 +200,7 @@ def test_a_loan_that_was_cancelled_asks_nobody() -> None:
     capsule = dlpack.capsule(HOST, loan, device=0)
     loan.cancel()
     loan.cancel()
-    assert not loans._open and owner() is not None
+    assert not lifetimes._open and owner() is not None
     del loan, capsule
     assert owner() is None
 
@@ -226,7 +226,7 @@ def test_numpy_and_memguard_read_one_another() -> None:
         view = dlpack.read(y.__dlpack__())
         assert view == dlpack.read(y.__dlpack__(max_version=(1, 1)))
         assert view._replace(strides=()) == View(y.ctypes.data, y.shape, (), "float32", None)
-        loan = loans.begin(Offer("torch", view, y), "numpy", None)
+        loan = lifetimes.begin(Offer("torch", view, y), "numpy", None)
         again = numpy.from_dlpack(dlpack.Exporter(view, loan, None, lambda _: None))
         assert (again == y).all() and again.shape == y.shape
         assert again.strides == y.strides or view.compact, "then they mean nothing"
@@ -234,7 +234,7 @@ def test_numpy_and_memguard_read_one_another() -> None:
     readonly = numpy.arange(3)
     readonly.flags.writeable = False
     assert dlpack.read(readonly.__dlpack__(max_version=(1, 1))).readonly
-    assert not loans._open
+    assert not lifetimes._open
 
 
 # what from_dlpack functions take
@@ -306,9 +306,10 @@ def test_memory_of_the_host_is_shown_to_numpy_only() -> None:
 LEFT = """
 import sys
 from capsules import Taken
-from memguard.exchange import dlpack, loans
-from memguard.exchange.arrays._interface import Shown
-from memguard.exchange.loans import Offer
+from memguard.exchange import dlpack
+from memguard.exchange import lifetimes
+from memguard.exchange.adapters.array_interface import Shown
+from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
 
 view = View(4096, (2, 3), (3, 1), "float32", None)
@@ -320,7 +321,7 @@ class View_:  # as a library's array, which calls the deleter when it is collect
         self.call()
 
 def lend():
-    return loans.begin(Offer("torch", view, object()), "numpy", None)
+    return lifetimes.begin(Offer("torch", view, object()), "numpy", None)
 
 def taken():
     loan = lend()
@@ -359,9 +360,9 @@ def test_views_that_live_at_the_interpreters_end(code: str) -> None:
 def test_a_loan_does_nothing_once_the_interpreter_ends() -> None:
     loan: Any = lend()[0]
     loan.__del__(ending=lambda: True)
-    assert id(loan) in loans._open
+    assert id(loan) in lifetimes._open
     loan.__del__()
-    assert not loans._open
+    assert not lifetimes._open
 
 
 def test_many_threads_take_and_let_go() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import memguard
-from memguard import config, exchange
+from memguard import _config, exchange
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "exchange.md"
@@ -40,7 +40,7 @@ def reasons(path: Path) -> Iterator[str]:
 
 def test_every_reason_in_the_table_is_one_that_is_given_and_has_a_remedy() -> None:
     given = {
-        said for path in (*PACKAGE.rglob("*.py"), PACKAGE.parent / "devices" / "streams.py") for said in reasons(path)
+        said for path in (*PACKAGE.rglob("*.py"), PACKAGE.parent / "_devices" / "streams.py") for said in reasons(path)
     }
     assert len(ROWS) >= 30
     assert [reason for reason, _ in ROWS if reason not in given] == []
@@ -49,7 +49,10 @@ def test_every_reason_in_the_table_is_one_that_is_given_and_has_a_remedy() -> No
 
 
 def test_every_reason_that_is_given_for_an_array_is_in_the_table() -> None:
-    files = [PACKAGE / "rules.py", *(path for path in PACKAGE.glob("arrays/*.py") if path.name != "attached.py")]
+    files = [
+        PACKAGE / "compatibility.py",
+        *(path for path in PACKAGE.glob("adapters/*.py") if path.name != "attached.py"),
+    ]
     said = {reason for path in files for reason in reasons(path)}
     assert len(said) >= 30
     assert sorted(said - {reason for reason, _ in ROWS}) == []
@@ -81,7 +84,7 @@ def test_the_budgets_are_valid() -> None:
     found = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     assert found
     for text in found:
-        config.parse(text)
+        _config.parse(text)
 
 
 def test_every_claim_of_folklores_comes_with_an_example_of_what_is_right() -> None:

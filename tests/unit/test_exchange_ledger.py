@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from memguard import accounts, policy, replay
-from memguard.accounts import Ledger, Lent, Overhead
-from memguard.books import Books
-from memguard.config import from_mapping
-from memguard.devices import contexts
-from memguard.devices.simulated import SimulatedHost
-from memguard.frameworks import _second_contexts
-from memguard.frameworks.base import Framework
-from memguard.model import Applied, Device, DeviceSample, Plan, Sample, Usage
-from memguard.pressure import START, Settings, decide
-from memguard.tables import ledger_table
-from memguard.timeline import Writer, load_timeline
-from memguard.units import GIB, MIB
+from memguard import _policy
+from memguard._config import from_mapping
+from memguard._devices import contexts
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import second_contexts
+from memguard._frameworks.base import Framework
+from memguard._ledger import types
+from memguard._ledger.reader import Books
+from memguard._ledger.tables import ledger_table
+from memguard._ledger.types import Ledger, Lent, Overhead
+from memguard._monitor.pressure import START, Settings, decide
+from memguard._timeline import Writer, load_timeline, replay
+from memguard._types import Applied, Device, DeviceSample, Plan, Sample, Usage
+from memguard._units import GIB, MIB
 
 CONTEXT, TORCH = 518 * MIB, 94 * MIB
-LOANS = "memguard.exchange.loans"
+LOANS = "memguard.exchange.lifetimes"
 
 
 class Real(SimulatedHost):
@@ -46,7 +47,7 @@ class Stub(Framework):
         self.held: Usage | None = None
         self.handles: set[int] = set()
 
-    def _live(self, module: types.ModuleType) -> bool:
+    def _live(self, module: ModuleType) -> bool:
         return self.held is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
@@ -70,7 +71,7 @@ class Setting:
         self.gpu = self.host.devices()[0]
         frameworks = {"torch": {"limit": "8GiB"}, "pycuda": {"limit": "1GiB"}}
         budget = from_mapping({"version": 1, "device": device, "frameworks": frameworks})
-        self.plan: Plan = policy.plan(budget, self.host.devices())
+        self.plan: Plan = _policy.plan(budget, self.host.devices())
         (self.part,) = self.plan.devices
         self.stubs = {name: Stub(self.host) for name in frameworks}
         self.said: list[str] = []
@@ -90,7 +91,7 @@ class Setting:
         assert sum(row.bytes or 0 for row in part.rows) == part.device.total, "to the byte"
         return Ledger(0.0, (part,))
 
-    def row(self, name: str) -> accounts.Row:
+    def row(self, name: str) -> types.Row:
         return self.read().devices[0].row(name)
 
     def figures(self, *names: str) -> list[int | None]:
@@ -101,7 +102,7 @@ class Setting:
         return self.books.sample(self.part, self.stubs, lambda: dict.fromkeys(self.stubs, "enforced"))
 
 
-class Loans(types.ModuleType):
+class Loans(ModuleType):
     """`exchange.loans` as the books see it."""
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     def look(ordinal: int, pools: Any = ()) -> dict[int, str]:
         return {**dict.fromkeys(pools, "PyCUDA"), **seen} if ordinal == 0 else {}
 
-    monkeypatch.setattr(_second_contexts, "beside", look)
+    monkeypatch.setattr(second_contexts, "beside", look)
     return seen
 
 
@@ -193,7 +194,7 @@ def test_a_row_that_has_a_note_already_gets_both() -> None:
     gpu = SimulatedHost(["h200"]).devices()[0]
     memory = SimulatedHost(["h200"]).memory(gpu)
     lent = {"tensorflow": Lent(MIB, {"jax": MIB})}
-    part = accounts.device_ledger(gpu, memory, GIB, usages, {}, Overhead(), lent=lent)
+    part = types.device_ledger(gpu, memory, GIB, usages, {}, Overhead(), lent=lent)
     assert part.row("tensorflow").note == "held unknown, at least this; lends 1.0 MiB: to jax 1.0 MiB"
 
 
@@ -405,6 +406,6 @@ def test_where_the_exchange_is_not_loaded_a_sample_asks_nothing_for_it(monkeypat
         raise AssertionError("nothing has changed")
 
     monkeypatch.setattr(contexts, "ordinals", asked)
-    monkeypatch.setattr(_second_contexts, "beside", asked)
+    monkeypatch.setattr(second_contexts, "beside", asked)
     monkeypatch.setattr(setting.books, "_ordinal", asked)
     assert setting.sample().overhead == 612 * MIB

@@ -30,7 +30,8 @@ from sharing_doors import CHILD, PIECE, UUID, Array
 
 from memguard import exchange
 from memguard.errors import CannotShare
-from memguard.exchange import Handle, _server, _wire, attach, export, handover, loans, processes
+from memguard.exchange import Handle, attach, export, lifetimes, transfer
+from memguard.exchange.ipc import server, sharing, wire
 
 Start = Callable[..., "Child"]
 HOLD = "y = exchange.attach(sys.argv[1], 'cupy')\nsay(y.values.tolist())\n"
@@ -117,7 +118,7 @@ def doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield runtime
     gc.collect()
     within(10, lambda: not serving(), "the thread stayed")
-    assert open_files() == before and not list(runtime.iterdir()) and not loans.kept and not loans.lent()
+    assert open_files() == before and not list(runtime.iterdir()) and not lifetimes.kept and not lifetimes.lent()
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def x() -> Array:
 def test_another_process_gets_the_values_and_is_counted_while_it_has_them(x: Array, start: Start) -> None:
     with export(x) as handle:
         assert (handle.shape, handle.dtype, handle.uuid, handle.nbytes) == ((3, 4), "float32", UUID, 48)
-        assert handle.attached == 0 and loans.kept == {0: PIECE}
+        assert handle.attached == 0 and lifetimes.kept == {0: PIECE}
         x.values[:] = 0  # it has a copy
         child = start(HOLD + "wait(); del y; wait()", str(handle))
         assert child.says() == numpy.arange(12).reshape(3, 4).tolist()
@@ -136,7 +137,7 @@ def test_another_process_gets_the_values_and_is_counted_while_it_has_them(x: Arr
         child.go()
         within(10, lambda: handle.attached == 0)
         assert child.process.poll() is None, "it let go, and lives on"
-    assert not loans.kept and handle.attached is None
+    assert not lifetimes.kept and handle.attached is None
 
 
 def test_what_is_written_by_one_is_seen_by_all(x: Array, start: Start) -> None:
@@ -171,13 +172,13 @@ def test_a_process_that_is_killed_lets_go(x: Array, start: Start) -> None:
 
 AFTERWARDS = """
 import gc
-from memguard.exchange import loans
-def held(): return [loans.kept[0], y.values.sum().item() if y is not None else None, len(sharing_doors.mapped)]
+from memguard.exchange import lifetimes
+def held(): return [lifetimes.kept[0], y.values.sum().item() if y is not None else None, len(sharing_doors.mapped)]
 say(held()); wait()
 deadline = time.monotonic() + 10
-while not loans.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
+while not lifetimes.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
 say(held()); y = None; gc.collect()
-while loans.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
+while lifetimes.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
 say(held()); wait()
 """
 
@@ -187,7 +188,7 @@ def test_who_has_attached_keeps_the_memory_when_it_is_closed_and_is_charged_for_
     child = start("y = exchange.attach(sys.argv[1], 'cupy')\n" + AFTERWARDS, str(handle))
     assert child.says() == [0, 66, 1]
     handle.close()
-    assert not loans.kept and handle.attached is None
+    assert not lifetimes.kept and handle.attached is None
     handle.close()
     child.go()
     assert child.says() == [PIECE, 66, 1] and child.says() == [0, None, 0]
@@ -230,7 +231,7 @@ def test_a_handle_in_another_process_owns_nothing(x: Array, start: Start) -> Non
             text,
         )
         assert child.says() == [None, [3, 4]]
-        assert handle.attached == 1 and loans.kept == {0: PIECE}
+        assert handle.attached == 1 and lifetimes.kept == {0: PIECE}
         copy = pickle.loads(pickle.dumps(handle))
         assert copy == handle and copy.attached == 1
         del copy
@@ -266,7 +267,7 @@ def test_a_handle_is_a_text_for_a_pipe_or_a_variable(x: Array) -> None:
 
 def test_arrays_without_elements_need_no_memory(start: Start) -> None:
     with export(Array(numpy.zeros((0, 5), "i8"))) as handle:
-        assert not loans.kept
+        assert not lifetimes.kept
         child = start(
             "y = exchange.attach(sys.argv[1], 'cupy')\nsay([y.taken.shape, sharing_doors.mapped]); wait()", str(handle)
         )
@@ -280,7 +281,7 @@ def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: py
         made = Array(numpy.ascontiguousarray(x.values))
         return giver, made, giver.offer(made)
 
-    monkeypatch.setattr(handover, "compacted", compacted)
+    monkeypatch.setattr(transfer, "compacted", compacted)
     with export(Array(whole.T)) as handle:
         child = start(HOLD + "wait()", str(handle))
         assert child.says() == whole.T.tolist()
@@ -336,7 +337,7 @@ def test_what_cannot_be_attached(x: Array, monkeypatch: pytest.MonkeyPatch, star
         )
         assert "the export is gone" in child.says(), "a token that is not known"
         elsewhere = start(
-            "from memguard.devices import shareable\nshareable.ordinal = lambda uuid: None\n"
+            "from memguard._devices import shared_memory\nshared_memory.ordinal = lambda uuid: None\n"
             "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
             str(handle),
         )
@@ -379,10 +380,10 @@ def ended(connection: socket.socket) -> bool:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff" * 9,
-        _wire.packed({"memguard": 1, "token": "f" * 32}),
-        _wire.packed({"memguard": 1, "token": "é"}),
-        _wire.packed({"memguard": 9}),
-        _wire.packed({}) + b"more",
+        wire.packed({"memguard": 1, "token": "f" * 32}),
+        wire.packed({"memguard": 1, "token": "é"}),
+        wire.packed({"memguard": 9}),
+        wire.packed({}) + b"more",
         pickle.dumps(Handle("/", "0" * 32, UUID, (), "float32")),
     ],
     ids=["http", "noise", "another token", "no token", "another version", "too much", "pickle"],
@@ -400,21 +401,21 @@ def test_garbage_is_hung_up_on_and_nothing_else(
 def test_another_user_is_hung_up_on(
     x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = _wire.peer
+    true = wire.peer
     with export(x) as handle:
-        monkeypatch.setattr(_wire, "peer", lambda connection: true(connection)._replace(uid=os.geteuid() + 1))
+        monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(uid=os.geteuid() + 1))
         connection = connect(handle)
         with contextlib.suppress(BrokenPipeError):
-            connection.sendall(_wire.packed(_wire.asking(handle.token)))
+            connection.sendall(wire.packed(wire.asking(handle.token)))
         assert ended(connection) and handle.attached == 0
 
 
 def test_an_exporter_of_another_user_is_not_even_asked(x: Array, start: Start) -> None:
     with export(x) as handle:
         child = start(
-            "from memguard.exchange import _wire\ntrue = _wire.peer\n"
-            "_wire.peer = lambda connection: true(connection)._replace(uid=7)\n"
-            "_wire.send = lambda *_: say('asked')\n"
+            "from memguard.exchange.ipc import wire\ntrue = wire.peer\n"
+            "wire.peer = lambda connection: true(connection)._replace(uid=7)\n"
+            "wire.send = lambda *_: say('asked')\n"
             "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
             str(handle),
         )
@@ -424,7 +425,7 @@ def test_an_exporter_of_another_user_is_not_even_asked(x: Array, start: Start) -
 def test_the_silent_and_the_slow_keep_nobody_waiting(
     x: Array, connect: Callable[[Handle], socket.socket], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_server, "PATIENCE", 1.0)
+    monkeypatch.setattr(server, "PATIENCE", 1.0)
     with export(x) as handle:
         silent, slow = connect(handle), connect(handle)
         slow.send(b"\0")
@@ -435,14 +436,14 @@ def test_the_silent_and_the_slow_keep_nobody_waiting(
 def test_strangers_are_not_collected_without_end(
     x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_server, "PATIENCE", 60.0)
+    monkeypatch.setattr(server, "PATIENCE", 60.0)
     with export(x) as handle:
-        strangers = [connect(handle) for _ in range(_server.STRANGERS)]
+        strangers = [connect(handle) for _ in range(server.STRANGERS)]
         late = connect(handle)
-        late.sendall(_wire.packed(_wire.asking(handle.token)))
-        message, fd = _wire.receive(late, 10)
+        late.sendall(wire.packed(wire.asking(handle.token)))
+        message, fd = wire.receive(late, 10)
         assert ended(strangers[0]), "who has been silent for longest makes room"
-        assert len(processes.hub()._strangers) < _server.STRANGERS
+        assert len(sharing.hub()._strangers) < server.STRANGERS
         assert fd is not None and message["shape"] == [3, 4]
         os.close(fd)
         assert handle.attached == 1
@@ -466,9 +467,9 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 def test_an_exporters_answer_is_checked(
     change: dict[str, Any], reason: str, doors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = _wire.Description("file", UUID, (3, 4), (4, 1), "float32", size=PIECE).message()
-    true = _wire.peer
-    monkeypatch.setattr(_wire, "peer", lambda connection: true(connection)._replace(pid=1))
+    good = wire.Description("file", UUID, (3, 4), (4, 1), "float32", size=PIECE).message()
+    true = wire.peer
+    monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(pid=1))
     path = doors / "hostile"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -479,7 +480,7 @@ def test_an_exporters_answer_is_checked(
             with connection, open(os.memfd_create("gpu"), "wb") as file:
                 file.truncate(PIECE)
                 connection.recv(1000)
-                _wire.send(connection, {**good, **change}, file.fileno())
+                wire.send(connection, {**good, **change}, file.fileno())
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -493,9 +494,9 @@ def test_an_exporters_answer_is_checked(
 def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
     doors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = _wire.peer
-    monkeypatch.setattr(_wire, "peer", lambda connection: true(connection)._replace(pid=1))
-    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    true = wire.peer
+    monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(pid=1))
+    monkeypatch.setattr(sharing, "PATIENCE", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(doors / "stopped"))
         listener.listen()
@@ -525,10 +526,10 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array
         if not child:
             try:
                 os.close(reader)
-                found = [handle.attached, dict(loans.kept), descriptors(), serving()]
+                found = [handle.attached, dict(lifetimes.kept), descriptors(), serving()]
                 handle.close()
                 with export(x) as own:
-                    found += [own.attached, loans.kept[0], own.path != handle.path]
+                    found += [own.attached, lifetimes.kept[0], own.path != handle.path]
                 os.write(writer, json.dumps(found).encode())
             finally:
                 os._exit(0)
@@ -537,7 +538,7 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array
             found = json.loads(pipe.read())
         os.waitpid(child, 0)
         assert found == [None, {}, before, False, 0, PIECE, True]
-        assert handle.attached == 1 and loans.kept == {0: PIECE} and Path(handle.path).exists()
+        assert handle.attached == 1 and lifetimes.kept == {0: PIECE} and Path(handle.path).exists()
         assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
 
 
@@ -609,9 +610,9 @@ def test_threads_export_and_close_at_once(start: Start) -> None:
 
 def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> None:
     handle = export(x)
-    with processes.hub()._lock:
+    with sharing.hub()._lock:
         handle.close()
-    assert not loans.kept
+    assert not lifetimes.kept
 
 
 @pytest.fixture
@@ -629,7 +630,7 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arra
         text = str(path).encode().ljust(64, b"\0") if handle else None
         assert text is None or len(text) == 64
         monkeypatch.setattr(sharing_doors, "blocks", [(start, size, text)])
-        monkeypatch.setattr(processes.shareable, "PAGE", 4096 if base else 1 << 60)
+        monkeypatch.setattr(sharing.shared_memory, "PAGE", 4096 if base else 1 << 60)
         return found
 
     return make
@@ -641,7 +642,7 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
     alive = weakref.ref(x)
     x.values[:2] = 5, 7
     handle = export(x, copy=False)
-    assert not loans.kept and loans.lent() == {0: {"sharing_doors": {"another process": PIECE - 16}}}
+    assert not lifetimes.kept and lifetimes.lent() == {0: {"sharing_doors": {"another process": PIECE - 16}}}
     child = start(
         "y = exchange.attach(sys.argv[1], 'cupy')\nsay(y.values[:2].tolist()); wait(); say(y.values[0].item())\nwait()",
         str(handle),
@@ -651,7 +652,7 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
     child.go()
     assert child.says() == 9, "it is the same memory"
     handle.close()
-    assert handle.attached == 1 and loans.lent(), "it stays alive until the other is done with it"
+    assert handle.attached == 1 and lifetimes.lent(), "it stays alive until the other is done with it"
     refused = "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))"
     with export(Array(numpy.ones(3, "f4"))) as other:
         again = Handle(other.path, handle.token, handle.uuid, handle.shape, handle.dtype)
@@ -660,7 +661,7 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
     x = None
     assert alive() is not None
     child.kill()
-    within(10, lambda: not loans.lent() and alive() is None)
+    within(10, lambda: not lifetimes.lent() and alive() is None)
     assert handle.attached is None
 
 
@@ -671,7 +672,7 @@ def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., 
     del x
     assert alive() is not None
     handle.close()
-    assert not loans.lent() and alive() is None
+    assert not lifetimes.lent() and alive() is None
 
 
 @pytest.mark.parametrize(
@@ -689,14 +690,14 @@ def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., 
 def test_a_block_with_others_in_it_is_not(options: dict[str, Any], reason: str, block: Callable[..., Array]) -> None:
     with pytest.raises(CannotShare, match=reason) as caught:
         export(block(**options), copy=False)
-    assert caught.value.remedy == "copy=True" and not loans.lent() and not serving()
+    assert caught.value.remedy == "copy=True" and not lifetimes.lent() and not serving()
 
 
 def test_handing_over_within_a_process_loads_no_descriptors() -> None:
     code = (
         "import sys, memguard.exchange as exchange\nexchange.to\n"
-        "assert not any('memguard.exchange.' + name in sys.modules for name in ('processes', '_server', '_wire'))\n"
-        "assert 'socket' not in sys.modules\nexchange.export\nassert 'memguard.exchange.processes' in sys.modules"
+        "assert not any('memguard.exchange.' + name in sys.modules for name in ('ipc.sharing', 'ipc.server', 'ipc.wire'))\n"
+        "assert 'socket' not in sys.modules\nexchange.export\nassert 'memguard.exchange.ipc.sharing' in sys.modules"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(sharing_doors.ROOT)}

@@ -7,8 +7,8 @@ import itertools
 import numpy
 import pytest
 
-from memguard.exchange import rules
-from memguard.exchange.arrays import registry
+from memguard.exchange import compatibility
+from memguard.exchange.adapters import registry
 from memguard.exchange.view import View
 
 STEPS = [slice(None), slice(None, None, -1), slice(None, None, 2), slice(None, None, -2), slice(2, 3)]
@@ -37,7 +37,8 @@ def test_only_a_broadcast_dimension_repeats(shape: tuple[int, int]) -> None:
 def test_numba_is_not_shown_what_it_misreads() -> None:
     row = view(numpy.broadcast_to(numpy.arange(4, dtype="float32"), (3, 4)))._replace(device=0)
     found = {
-        name: rules.obstacle(row, registry.by_name(name).taker, 0) for name in ("torch", "cupy", "pycuda", "numba")
+        name: compatibility.obstacle(row, registry.by_name(name).taker, 0)
+        for name in ("torch", "cupy", "pycuda", "numba")
     }
     assert {name for name, obstacle in found.items() if obstacle is not None} == {"numba"}
     assert found["numba"] is not None and found["numba"].copied

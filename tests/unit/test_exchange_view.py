@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memguard.exchange import rules
-from memguard.exchange.arrays import registry
-from memguard.exchange.loans import covered
-from memguard.exchange.rules import Layout, Taker, obstacle
+from memguard.exchange import compatibility
+from memguard.exchange.adapters import registry
+from memguard.exchange.compatibility import Layout, Taker, obstacle
+from memguard.exchange.lifetimes import covered
 from memguard.exchange.view import DTYPES, View, dtype_of_code, dtype_of_typestr, row_major
 
 TAKERS = {name: registry.by_name(name).taker for name in registry.NAMES}
@@ -272,5 +272,5 @@ def test_bool_is_viewed_and_integers_are_cast() -> None:
 def test_a_wider_layout_and_a_smaller_alignment_take_no_less(view: View, layout: Layout, alignment: int) -> None:
     narrow = Taker("t", "T", frozenset(DTYPES), layout, alignment, alignment, on_host=True)
     wide = Taker("t", "T", frozenset(DTYPES), Layout.FORWARD, 1, 1, writes=False, on_host=True)
-    if rules.obstacle(view, narrow, view.device) is None:
-        assert rules.obstacle(view, wide, view.device) is None
+    if compatibility.obstacle(view, narrow, view.device) is None:
+        assert compatibility.obstacle(view, wide, view.device) is None

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard.exchange import _wire
-from memguard.exchange._wire import Description, Garbage
+from memguard.exchange.ipc import wire
+from memguard.exchange.ipc.wire import Description, Garbage
 
 SENT = Description("file", "GPU-0a1b2c3d", (3, 4), (4, 1), "float32", size=2 << 20)
 GOOD = json.loads(json.dumps(SENT.message()))
@@ -34,7 +34,7 @@ def open_files() -> int:
 
 
 def test_a_description_comes_back_as_it_was_sent() -> None:
-    found = _wire.described(GOOD)
+    found = wire.described(GOOD)
     assert found == SENT
     assert found.view(4096, 1) == (4096, (3, 4), (4, 1), "float32", 1, False)
 
@@ -88,13 +88,13 @@ def test_a_description_comes_back_as_it_was_sent() -> None:
 )
 def test_what_lies_outside_its_memory_or_is_no_description_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Garbage):
-        _wire.described({**GOOD, **change})
+        wire.described({**GOOD, **change})
 
 
 def test_each_field_is_needed() -> None:
     for name in GOOD:
         with pytest.raises(Garbage):
-            _wire.described({key: value for key, value in GOOD.items() if key != name})
+            wire.described({key: value for key, value in GOOD.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_each_field_is_needed() -> None:
     ids=str,
 )
 def test_what_lies_within_is_taken(change: dict[str, Any]) -> None:
-    assert _wire.described({**GOOD, **change}).uuid == "GPU-0a1b2c3d"
+    assert wire.described({**GOOD, **change}).uuid == "GPU-0a1b2c3d"
 
 
 JSON = st.recursive(
@@ -123,7 +123,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(list(GOOD)), JSON))
 def test_no_description_gets_past_with_an_array_outside_its_memory(change: dict[str, Any]) -> None:
     try:
-        found = _wire.described({**GOOD, **change})
+        found = wire.described({**GOOD, **change})
     except Garbage:
         return
     first, behind = found.view(0, 0).extent
@@ -133,7 +133,7 @@ def test_no_description_gets_past_with_an_array_outside_its_memory(change: dict[
 @given(st.binary(max_size=64))
 def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
     try:
-        found = _wire.unpacked(data)
+        found = wire.unpacked(data)
     except Garbage:
         return
     assert found is None or isinstance(found, dict)
@@ -154,21 +154,21 @@ def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
 )
 def test_garbage_is_garbage(data: bytes) -> None:
     with pytest.raises(Garbage):
-        _wire.unpacked(data)
+        wire.unpacked(data)
 
 
 def test_what_would_be_too_long_is_not_sent() -> None:
     with pytest.raises(Garbage):
-        _wire.packed({"text": "x" * _wire.LIMIT})
+        wire.packed({"text": "x" * wire.LIMIT})
 
 
 @pytest.mark.parametrize("token", [None, 7, "", "0" * 31, "0" * 33, "G" * 32, "0" * 31 + "\n", ["0" * 32]])
 def test_what_asks_for_nothing(token: object) -> None:
     with pytest.raises(Garbage):
-        _wire.asked({"memguard": 1, "token": token})
-    assert _wire.asked(_wire.asking("0" * 32)) == "0" * 32
+        wire.asked({"memguard": 1, "token": token})
+    assert wire.asked(wire.asking("0" * 32)) == "0" * 32
     with pytest.raises(Garbage):
-        _wire.asked({"memguard": 2, "token": "0" * 32})
+        wire.asked({"memguard": 2, "token": "0" * 32})
 
 
 def test_a_file_descriptor_comes_with_its_message_and_is_not_passed_on_to_programs(
@@ -176,9 +176,9 @@ def test_a_file_descriptor_comes_with_its_message_and_is_not_passed_on_to_progra
 ) -> None:
     here, there = pair
     with open(os.devnull) as file:
-        _wire.send(here, GOOD, file.fileno())
+        wire.send(here, GOOD, file.fileno())
         before = open_files()
-        message, fd = _wire.receive(there, 5)
+        message, fd = wire.receive(there, 5)
         assert message == GOOD and fd is not None and fd != file.fileno()
         assert not os.get_inheritable(fd) and os.path.samestat(os.fstat(fd), os.fstat(file.fileno()))
         assert open_files() == before + 1
@@ -189,12 +189,12 @@ def test_a_message_may_come_byte_by_byte(pair: tuple[socket.socket, socket.socke
     here, there = pair
 
     def trickle() -> None:
-        for byte in _wire.packed(GOOD):
+        for byte in wire.packed(GOOD):
             here.send(bytes([byte]))
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    assert _wire.receive(there, 5) == (GOOD, None)
+    assert wire.receive(there, 5) == (GOOD, None)
     thread.join()
 
 
@@ -204,9 +204,9 @@ def test_several_file_descriptors_are_refused_and_closed(pair: tuple[socket.sock
     for count in (2, 4, 50):
         with open(os.devnull) as file:
             fds = array.array("i", [file.fileno()] * count)
-            here.sendmsg([_wire.packed(GOOD)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            here.sendmsg([wire.packed(GOOD)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             with pytest.raises(Garbage, match="file descriptors"):
-                _wire.receive(there, 5)
+                wire.receive(there, 5)
         assert open_files() == before
 
 
@@ -216,7 +216,7 @@ def test_with_garbage_behind_it_a_file_descriptor_is_closed(pair: tuple[socket.s
         before = open_files()
         here.sendmsg([b"\xff" * 9], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))])
         with pytest.raises(Garbage):
-            _wire.receive(there, 5)
+            wire.receive(there, 5)
         assert open_files() == before
 
 
@@ -224,10 +224,10 @@ def test_one_that_trickles_is_not_waited_for_for_ever(pair: tuple[socket.socket,
     here, there = pair
     here.send(b"\0\0")
     with pytest.raises(TimeoutError):
-        _wire.receive(there, 0.05)
+        wire.receive(there, 0.05)
     here.close()
     with pytest.raises(EOFError):
-        _wire.receive(there, 5)
+        wire.receive(there, 5)
 
 
 def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -235,12 +235,12 @@ def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, soc
     here.setblocking(False)
     with pytest.raises(ConnectionError):
         for _ in range(10_000):
-            _wire.send(here, GOOD)
+            wire.send(here, GOOD)
 
 
 def test_who_is_at_the_other_end(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    who = _wire.peer(pair[0])
-    assert who == (os.getpid(), os.geteuid()) and _wire.same_user(who)
-    assert not _wire.same_user(who._replace(uid=who.uid + 1))
+    who = wire.peer(pair[0])
+    assert who == (os.getpid(), os.geteuid()) and wire.same_user(who)
+    assert not wire.same_user(who._replace(uid=who.uid + 1))
     monkeypatch.setattr(os, "geteuid", lambda: who.uid + 1)
-    assert not _wire.same_user(who)
+    assert not wire.same_user(who)

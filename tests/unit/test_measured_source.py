@@ -15,7 +15,7 @@ import memguard
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(memguard.__file__).parent
-APART = ("memguard.checkup", "memguard.cli")
+APART = ("memguard._doctor", "memguard.cli")
 
 RUN = """
 import glob, sys, time
@@ -65,16 +65,27 @@ def test_a_run_under_a_budget_loads_no_command_and_nothing_of_the_doctor(tmp_pat
     )
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.rpartition("LOADED ")[2].split()
-    assert {"memguard.config", "memguard.conductor", "memguard.monitor", "memguard.oom", "memguard.findings"} <= set(
-        loaded
-    )
+    assert {
+        "memguard._config",
+        "memguard._guard",
+        "memguard._monitor.sampler",
+        "memguard._oom.report",
+        "memguard._findings",
+    } <= set(loaded)
     assert [name for name in loaded if name.startswith(APART)] == []
 
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmarks' own module, over a tree of one file in each place."""
-    for name in ("model.py", "findings.py", "config/__init__.py", "cli/run.py", "checkup/facts.py", "checkup/a/b.py"):
+    for name in (
+        "_types.py",
+        "_findings.py",
+        "_config/__init__.py",
+        "cli/run.py",
+        "_doctor/facts.py",
+        "_doctor/a/b.py",
+    ):
         (tmp_path / "memguard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "memguard" / name).write_text("before\n")
     spec = importlib.util.spec_from_file_location("_measured_run", ROOT / "benchmarks" / "_run.py")
@@ -89,12 +100,12 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("changed", "stale"),
     [
-        ("model.py", True),
-        ("findings.py", True),
-        ("config/__init__.py", True),
+        ("_types.py", True),
+        ("_findings.py", True),
+        ("_config/__init__.py", True),
         ("cli/run.py", False),
-        ("checkup/facts.py", False),
-        ("checkup/a/b.py", False),
+        ("_doctor/facts.py", False),
+        ("_doctor/a/b.py", False),
     ],
 )
 def test_results_are_stale_where_what_they_measured_has_changed(

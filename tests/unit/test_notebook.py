@@ -15,22 +15,22 @@ import pytest
 from notebooks import Notebook, error, html, kernel, text
 
 from memguard import notebook
-from memguard.model import WorkloadReport
+from memguard._types import WorkloadReport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 # Arrays that are freed when nothing holds them any more, as a framework's are.
 ARRAYS = """
-from memguard import active
+from memguard import _api
 GIB = 1 << 30
 class Array:
     def __init__(self, name, size):
-        self.framework = active.current().frameworks[name]
+        self.framework = _api.current().frameworks[name]
         self.id = self.framework.allocate(size)
     def __del__(self):
         if hasattr(self, "id"):
             self.framework.free(self.id)
 def in_use(name):
-    return active.ledger().devices[0].row(name).in_use / GIB
+    return _api.ledger().devices[0].row(name).in_use / GIB
 def train(size):
     weights = Array("torch", 40 * GIB)
     return grow(weights, size)
@@ -56,7 +56,7 @@ def nb(shared: Notebook) -> Notebook:
 
 def test_the_kernel_has_the_environments_budget(nb: Notebook) -> None:
     assert (
-        nb.text("print(memguard.ledger().simulated, sorted(active.current().frameworks))") == "True ['cupy', 'torch']\n"
+        nb.text("print(memguard.ledger().simulated, sorted(_api.current().frameworks))") == "True ['cupy', 'torch']\n"
     )
 
 
@@ -200,7 +200,7 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
     nb.run(
         "ip = get_ipython()\ndef theirs(*_): pass\nip.events.register('post_run_cell', theirs)\n"
         "ip.set_custom_exc((LookupError,), lambda self, *rest, **more: print('custom'))\n"
-        "from memguard import incidents\nevents = lambda: [c for cs in ip.events.callbacks.values() for c in cs]\n"
+        "from memguard._oom import hooks\nevents = lambda: [c for cs in ip.events.callbacks.values() for c in cs]\n"
         "state = lambda: (ip.CustomTB, ip.custom_exceptions)\nbefore = state()"
     )
     nb.run("%reload_ext memguard")
@@ -208,7 +208,7 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
     shown = nb.text(
         "print('memguard' in ip.magics_manager.magics['line'], 'memguard' in ip.magics_manager.magics['cell'])\n"
         "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], incidents.shows)\n"
-        "print(active.current().active)"
+        "print(_api.current().active)"
     )
     assert shown == "False False\nTrue True [] None\nTrue\n"
     assert "not found" in text(nb.fails("%memguard"))

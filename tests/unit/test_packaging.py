@@ -81,7 +81,7 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
     names = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in sorted(PACKAGE.rglob("*.py"))
-        if "_activate" not in path.parts and path.name != "__main__.py"
+        if "_activation" not in path.parts and path.name != "__main__.py"
     ]
     done = python(
         f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name.removesuffix('.__init__'))\n"
@@ -98,21 +98,21 @@ def test_no_module_is_longer_than_it_should_be() -> None:
 
 def test_the_package_carries_what_it_needs_beside_code() -> None:
     assert (PACKAGE / "py.typed").is_file()
-    assert (PACKAGE / "_activate" / "sitecustomize.py").is_file()
+    assert (PACKAGE / "_activation" / "sitecustomize.py").is_file()
 
 
 def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
-    from memguard.checkup import explain
-    from memguard.findings import NAMES
+    from memguard._doctor import explain
+    from memguard._findings import NAMES
 
     pages = {name: (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
     assert {name: explain.page(name) for name in NAMES} == pages
-    assert (PACKAGE / "checkup" / "pages").is_dir()
+    assert (PACKAGE / "_doctor" / "pages").is_dir()
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     forced = project.partition("[tool.hatch.build.targets.wheel.force-include]")[2].partition("\n[")[0]
     # An editable installation copies what is forced: a folder memguard in site-packages would be one without a module.
     assert [line for line in forced.splitlines() if "=" in line] == [
-        '"memguard/_activate/memguard.pth" = "memguard.pth"'
+        '"memguard/_activation/memguard.pth" = "memguard.pth"'
     ]
     if importlib.util.find_spec("hatchling") is None:  # it comes with the development extra
         return

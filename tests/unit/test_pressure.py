@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard.config import MonitorConfig
-from memguard.model import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
-from memguard.pressure import BLOCKS, START, Action, Settings, State, decide, leak, needed
-from memguard.units import GIB, MIB
+from memguard._config import MonitorConfig
+from memguard._monitor.pressure import BLOCKS, START, Action, Settings, State, decide, leak, needed
+from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._units import GIB, MIB
 
 BEGIN = 1_700_000_000.0
 TOTAL = 140 * GIB

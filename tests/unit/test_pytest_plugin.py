@@ -21,15 +21,15 @@ ON = () if INSTALLED else ("-p", "memguard.pytest_plugin")
 
 BUDGET = """
     import pytest
-    from memguard import incidents
+    from memguard._oom import hooks
 
     class Budget:
-        def scene(self): return incidents.Scene()
+        def scene(self): return hooks.Scene()
         def diagnosed(self, report): pass
 
     @pytest.fixture
     def budget():
-        undo = incidents.install(Budget())
+        undo = hooks.install(Budget())
         yield
         undo()
 """

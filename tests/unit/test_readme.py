@@ -31,12 +31,12 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_the_budget_of_the_readme_is_valid() -> None:
-    from memguard import config
+    from memguard import _config
 
     found = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     assert found
     for text in found:
-        config.parse(text)
+        _config.parse(text)
 
 
 def test_the_committed_results_pass_their_own_checks_again() -> None:
@@ -50,14 +50,15 @@ def test_the_committed_results_pass_their_own_checks_again() -> None:
 
 
 def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() -> None:
-    from memguard import config, policy, simulate, trace
+    from memguard import _config, _policy
+    from memguard._simulation import replay, trace
 
     recorded = trace.read(ROOT / "examples/traces/mixed-h200.jsonl")
     assert not recorded.header.simulated
-    host = simulate.host_of(recorded.header)
-    plan = policy.plan(config.load(ROOT / "examples/mixed.yaml"), host.devices())
+    host = replay.host_of(recorded.header)
+    plan = _policy.plan(_config.load(ROOT / "examples/mixed.yaml"), host.devices())
     caps = {name: plan.caps(name) for name in plan.devices[0].caps}
-    outcome = simulate.replay(recorded, host, caps, plan.options)
+    outcome = replay.replay(recorded, host, caps, plan.options)
     most = recorded.header.extra["most"]
     single = {event.framework for event in recorded.events if event.op == "alloc"}
     assert {"torch", "pycuda"} <= single

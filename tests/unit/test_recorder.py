@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import simulate, trace
-from memguard.conductor import Guard
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._guard import Guard
+from memguard._simulation import replay, trace
+from memguard._types import Device, Usage
+from memguard._units import GIB, MIB
 from memguard.errors import DeviceError, NotActive, TraceError
-from memguard.frameworks.simulated import FrameworkOutOfMemory, SimulatedFramework
-from memguard.model import Device, Usage
-from memguard.units import GIB, MIB
 
 BUDGET = {
     "version": 1,
@@ -53,9 +53,9 @@ def of(guard: Guard, name: str) -> SimulatedFramework:
     return framework
 
 
-def replayed(path: Path, guard: Guard) -> simulate.Outcome:
+def replayed(path: Path, guard: Guard) -> replay.Outcome:
     caps = {name: guard.plan.caps(name) for name in NAMES}
-    return simulate.replay(trace.read(path), caps=caps, options=guard.plan.options)
+    return replay.replay(trace.read(path), caps=caps, options=guard.plan.options)
 
 
 def test_a_recording_replays_to_what_was_recorded(tmp_path: Path) -> None:

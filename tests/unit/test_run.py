@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import memguard
-from memguard.cli import _passive
 from memguard.cli.run import environment
+from memguard.cli.support import ignored_environment
 from memguard.errors import MemguardError
 
 HOME = Path(memguard.__file__).parents[1]
-ACTIVATE = HOME / "memguard" / "_activate"
+ACTIVATE = HOME / "memguard" / "_activation"
 SEEN = """
 import json, os, sys
 import memguard
@@ -87,8 +87,8 @@ def test_simulated_gpus_are_announced_as_such(folder: Path) -> None:
 def test_the_programs_own_init_means_the_simulated_gpus_too(folder: Path) -> None:
     code = """
 import memguard
-from memguard import active
-before = active.current()
+from memguard import _api
+before = _api.current()
 print(memguard.init("budget.yaml") is before, memguard.init("budget.yaml", replace=True) is before)
 for other in ({"budget": {"version": 1, "frameworks": {"torch": {"share": "20%"}}}},
               {"budget": "budget.yaml", "simulate": "h100"}):
@@ -218,7 +218,7 @@ def test_a_spawned_worker_is_passive(folder: Path) -> None:
     (folder / "spawn.py").write_text(
         "import multiprocessing, os, sys\n"
         "def work(_):\n"
-        "    return 'memguard.active' in sys.modules, any('_activate' in p for p in sys.path)\n"
+        "    return 'memguard._api' in sys.modules, any('_activation' in p for p in sys.path)\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.map(work, [0]))\n"
@@ -233,7 +233,7 @@ def test_an_inherited_setting_does_not_make_a_run_simulated(folder: Path) -> Non
 
 
 def test_a_folder_that_pythonpath_cannot_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_activate"))
+    monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_activation"))
     with pytest.raises(MemguardError, match="PYTHONPATH cannot hold"):
         environment({}, folder / "budget.yaml")
 
@@ -359,7 +359,7 @@ def test_an_unsupported_python_runs_nothing(folder: Path) -> None:
 )  # fmt: skip
 def test_a_python_that_could_not_see_the_budget_is_refused(command: str) -> None:
     with pytest.raises(MemguardError, match=r"would not be applied: .*\n    fix: "):
-        _passive.check(command.split())
+        ignored_environment.check(command.split())
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_python_that_could_not_see_the_budget_is_refused(command: str) -> None
     ],
 )  # fmt: skip
 def test_a_python_that_sees_the_budget_is_not_refused(command: str) -> None:
-    _passive.check(command.split())
+    ignored_environment.check(command.split())
 
 
 def test_a_refused_command_is_not_started(folder: Path) -> None:
@@ -390,9 +390,9 @@ def test_a_script_whose_first_line_isolates_python_is_refused(folder: Path, monk
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     assert shutil.which("tool") == str(script)
     with pytest.raises(MemguardError, match="-E"):
-        _passive.check(["tool", "x"])
+        ignored_environment.check(["tool", "x"])
     script.write_text(f"#!{sys.executable} -s\nprint(1)\n")
-    _passive.check(["tool", "x"])
+    ignored_environment.check(["tool", "x"])
     script.write_text("#!/usr/bin/env -S python3 -I\nprint(1)\n")
     with pytest.raises(MemguardError, match="-I"):
-        _passive.check([str(script)])
+        ignored_environment.check([str(script)])

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memguard
+from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._frameworks.simulated.adapter import STYLES, SimulatedFramework
+from memguard._simulation.replay import Outcome, host_of, replay
+from memguard._simulation.trace import Trace, TraceDevice, TraceHeader, read, write
+from memguard._types import TraceEvent
+from memguard._units import GIB, MIB
 from memguard.cli.simulate import simulate as command
-from memguard.devices.simulated import CATALOGUE, SimulatedHost
 from memguard.errors import TraceError
-from memguard.frameworks.simulated import STYLES, SimulatedFramework
-from memguard.model import TraceEvent
-from memguard.simulate import Outcome, host_of, replay
-from memguard.trace import Trace, TraceDevice, TraceHeader, read, write
-from memguard.units import GIB, MIB
 
 H200 = TraceDevice("NVIDIA H200", CATALOGUE["h200"].total, CATALOGUE["h200"].reserved, "hopper")
 UUID = SimulatedHost().devices()[0].uuid

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from memguard.devices.host import Host
-from memguard.devices.simulated import CATALOGUE, CONTEXT, PID, Model, SimulatedHost, SimulatedOutOfMemory, model
+from memguard._devices.host import Host
+from memguard._devices.simulated import CATALOGUE, CONTEXT, PID, Model, SimulatedHost, SimulatedOutOfMemory, model
+from memguard._units import GIB, MIB
 from memguard.errors import DeviceError
-from memguard.units import GIB, MIB
 
 
 def balanced(host: SimulatedHost) -> bool:

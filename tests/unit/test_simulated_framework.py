@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from memguard.devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
+from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
+from memguard._frameworks.base import Framework
+from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._types import Enforcement, State, Usage
+from memguard._units import GIB, MIB
 from memguard.errors import CapNotApplied, DeviceError
-from memguard.frameworks.base import Framework
-from memguard.frameworks.late import ImportHook
-from memguard.frameworks.simulated import FrameworkOutOfMemory, SimulatedFramework
-from memguard.model import Enforcement, State, Usage
-from memguard.units import GIB, MIB
 
 NAMES = ["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]
 FIXED = ["tensorflow", "jax"]

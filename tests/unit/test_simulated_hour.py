@@ -11,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import simulated_hour as hour
 
 import memguard
-from memguard.devices.simulated import SimulatedHost
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.simulated.adapter import STYLES, SimulatedFramework
+from memguard._frameworks.simulated.driver_allocators import CuPyPool
+from memguard._types import Device, MemoryInfo
+from memguard._units import MIB
 from memguard.errors import NotActive
-from memguard.frameworks.driver_allocators import CuPyPool
-from memguard.frameworks.simulated import STYLES, SimulatedFramework
-from memguard.model import Device, MemoryInfo
-from memguard.units import MIB
 
 
 def test_ten_minutes() -> None:

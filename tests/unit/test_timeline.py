@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import START, Clock, busy, plan_of, sample_of, total
 
+from memguard._timeline import Dropped, Oom, Writer, files, load_timeline, rank_of, writer
+from memguard._timeline.format import MAX_LINE
+from memguard._types import DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._units import GIB, KIB, MAX_SIZE, MIB
 from memguard.errors import TimelineError
-from memguard.model import DeviceSample, Event, FrameworkSample, Pressure, Sample
-from memguard.timeline import Dropped, Oom, Writer, _files, _writer, load_timeline, rank_of
-from memguard.timeline._records import MAX_LINE
-from memguard.units import GIB, KIB, MAX_SIZE, MIB
 
 PLAN = plan_of()
 SMALL = 512 * KIB
@@ -155,11 +155,11 @@ def test_a_sample_of_six_frameworks_is_short(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_name(tmp_path: Path, pattern: str, name: str) -> None:
-    assert _files.expand(tmp_path / pattern, 7, 2) == str(tmp_path / name)
+    assert files.expand(tmp_path / pattern, 7, 2) == str(tmp_path / name)
 
 
 def test_the_rank_in_the_folder_is_enough() -> None:
-    assert _files.expand("/x/{rank}/run.jsonl", 7, None) == "/x/0/run.jsonl"
+    assert files.expand("/x/{rank}/run.jsonl", 7, None) == "/x/0/run.jsonl"
 
 
 def test_ranks() -> None:
@@ -360,7 +360,7 @@ def test_a_part_that_was_thinned_out_and_not_removed_is_not_read_twice(tmp_path:
         fill(out, 100)
         saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         fill(out, 2400, START + 1000)
-    oldest = min(number for number, _ in _files.numbered(out.path) if number)
+    oldest = min(number for number, _ in files.numbered(out.path) if number)
     (tmp_path / "0.1.jsonl").write_bytes(saved["0.1.jsonl"])  # as if killed between the two steps
     timeline = load_timeline(out.path)
     times = [sample.time for sample in timeline.samples()]
@@ -538,7 +538,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_hangs_does_not_hang_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_writer, "_PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "_PATIENCE", 0.05)
     out = Writer(tmp_path / "run.jsonl", PLAN)
     with out._lock:
         out.event(Event(START, "note", "lost"))

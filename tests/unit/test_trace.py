@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memguard._simulation.trace import MAX_LINE, Trace, TraceDevice, TraceHeader, read, write
+from memguard._types import TraceEvent
+from memguard._units import MAX_SIZE
 from memguard.errors import TraceError
-from memguard.model import TraceEvent
-from memguard.trace import MAX_LINE, Trace, TraceDevice, TraceHeader, read, write
-from memguard.units import MAX_SIZE
 
 HEAD: dict[str, Any] = {
     "memguard_trace": 1,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard.units import (
+from memguard._units import (
     GIB,
     GRANULE,
     KIB,

@@ -110,13 +110,13 @@ def pushed(ordinal):
 
 
 def ordinals():
-    from memguard.units import gpu_uuid
+    from memguard._units import gpu_uuid
 
     return {gpu_uuid(gpu.uuid): number for number, gpu in enumerate(gpus)} if initialised else {}
 
 
 def stand_in(monkeypatch):
-    from memguard.devices import contexts
+    from memguard._devices import contexts
 
     monkeypatch.setattr(contexts, "pushed", pushed)
     monkeypatch.setattr(contexts, "current", current)

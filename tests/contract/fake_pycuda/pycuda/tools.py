@@ -7,7 +7,7 @@ import threading
 
 import card
 
-from memguard.frameworks import allocators
+from memguard._frameworks.simulated import allocators
 from pycuda import driver
 
 

@@ -2,7 +2,7 @@
 
 from jax._src import xla_bridge
 from jax.errors import JaxRuntimeError
-from memguard.frameworks.allocators import AllocationRefused
+from memguard._frameworks.simulated.allocators import AllocationRefused
 
 
 class Array:

@@ -1,7 +1,7 @@
 """`jax._src.xla_bridge`: the backend reads its options when it starts. Its allocator is memguard's model of XLA's."""
 
 from jax._src.config import config
-from memguard.frameworks.allocators import BFCAllocator
+from memguard._frameworks.simulated.allocators import BFCAllocator
 
 TOTAL = 143_156 << 20
 """What CUDA reports as the total of an H200 (measured)."""

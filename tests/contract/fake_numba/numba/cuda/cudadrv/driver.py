@@ -337,7 +337,7 @@ def close():
 
 @contextlib.contextmanager
 def pushed(ordinal):
-    """In the place of `memguard.devices.contexts.pushed`: the primary context for a block, where it exists."""
+    """In the place of `memguard._devices.contexts.pushed`: the primary context for a block, where it exists."""
     if not cards[ordinal].contexts:
         yield False
         return

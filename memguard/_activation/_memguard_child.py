@@ -1,0 +1,117 @@
+"""Activate the budget of `memguard run` in this process, once, and leave nothing of it to the children.
+
+Runs inside `site`, before the program: the standard library is there, and memguard perhaps not on the path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+
+def activate(folder: str) -> None:
+    """Take `folder`, where this file lies, off the path again; then apply the budget or end the process."""
+    budget = os.environ.pop("MEMGUARD_RUN", None)
+    simulated = os.environ.pop("MEMGUARD_SIMULATE", None)
+    _leave_path(folder)
+    _run_shadowed()
+    if budget is None:
+        return
+    try:
+        memguard = _memguard(os.path.dirname(folder))
+        show_warnings()
+        apply(memguard.init, budget, simulated.split(",") if simulated else None)
+    except KeyboardInterrupt:
+        _end("", 130)
+    except ModuleNotFoundError as error:
+        _end(
+            f"memguard: {sys.executable} has no {error.name}, which memguard needs\n"
+            f"    fix: {sys.executable} -m pip install memguard",
+            1,
+        )
+    except Exception as error:
+        # memguard's own errors by what they carry: their module may not have been imported.
+        if not hasattr(error, "exit_code"):
+            _end(traceback.format_exc().rstrip(), 1)
+        _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
+
+
+def apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> Any:
+    """What memguard's `init` gives for the budget; the program's own means the same simulated GPUs from now on."""
+    guard = init(budget, simulate=simulated)
+    if simulated is not None:
+        active: Any = importlib.import_module("memguard._api")
+        active.simulated_by_default = simulated
+    return guard
+
+
+def _leave_path(folder: str) -> None:
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != folder]
+    if entries:
+        os.environ["PYTHONPATH"] = os.pathsep.join(entries)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+
+
+def _run_shadowed() -> None:
+    """Run the sitecustomize of the virtual environment, the system or the user that ours was found before."""
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        spec = importlib.util.find_spec("sitecustomize")
+        if spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            ours = sys.modules["sitecustomize"] = module
+            spec.loader.exec_module(module)
+    except Exception as error:  # as `site` does it
+        sys.stderr.write(f"Error in sitecustomize; set PYTHONVERBOSE for traceback:\n{type(error).__name__}: {error}\n")
+    finally:
+        if ours is not None:
+            sys.modules["sitecustomize"] = ours  # the import system looks for it when our file is done
+
+
+def _memguard(package: str) -> ModuleType:
+    """memguard as this Python has it; else the one that was run, without putting anything else on the path."""
+    try:
+        return importlib.import_module("memguard")
+    except ModuleNotFoundError as error:
+        if error.name != "memguard":
+            raise
+    spec = importlib.util.spec_from_file_location(
+        "memguard", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+    )
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["memguard"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Shows memguard's warnings to the user of a program that knows nothing of memguard and sets up no logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def show_warnings() -> Callable[[], None]:
+    """Show them until the returned call takes that back."""
+    handler = _Stderr()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("memguard: %(message)s"))
+    logging.getLogger("memguard").addHandler(handler)
+    return lambda: logging.getLogger("memguard").removeHandler(handler)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    if text and sys.stderr is not None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,235 @@
+"""Apply the budget that MEMGUARD_CONFIG names, right before the first framework is imported.
+
+`memguard.pth` loads this file while Python starts, where the variable is set, and calls `arm`. Until one of `MODULES`
+is imported, or a function of memguard's is called, that has put one finder into `sys.meta_path`, and nothing of
+memguard is imported: hence the bare standard library here, and what `memguard._workers` knows too.
+
+A budget that cannot be applied is one message, and the program runs on without it: the variable is of every Python
+that is started with it, and most of them are not about GPUs. `memguard run` and `memguard.init` are stricter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # as `typing` has it, which is dear to import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+CONFIG, DISABLE, SIMULATE, CHILDREN = "MEMGUARD_CONFIG", "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE", "MEMGUARD_CHILDREN"
+MODULES = ("tensorflow", "torch", "cupy", "jax", "pycuda", "numba.cuda")
+"""What the first import of applies the budget. Not `numba`, which most programs use for the CPU."""
+POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
+# Programs that may import a framework without computing anything with it, by their name or their module's.
+_TOOLS = {
+    "__pip-runner__", "_in_process", "compile_worker", "compileall", "conda", "easy_install", "ensurepip", "flit",
+    "get-pip", "hatch", "mamba", "memguard", "pdm", "pip", "pipx", "poetry", "pyproject-build", "setup", "twine", "uv",
+    "venv", "virtualenv",
+}  # fmt: skip
+_WORKER = (
+    f"no budget is active in this process: it is a worker, and {CONFIG} is for the program that starts workers\n"
+    f"    fix: call memguard.init in the function that the worker runs, or set {CHILDREN}=1 for a whole budget in each"
+)
+
+why: str | None = None
+"""Why no budget is active, where this file was to apply one: for `memguard.NotActive`."""
+_waiting: dict[str, _Finder] = {}
+_undo: list[Callable[[], None]] = []
+_applying = False
+_armed = False
+
+
+def arm() -> None:
+    """Wait for the first framework. The file's name is made absolute, for children that start in another folder.
+
+    Also where nothing is applied here: a child may be started without MEMGUARD_DISABLE, and none inherits MEMGUARD_RUN.
+    """
+    global _armed
+    config = os.environ.get(CONFIG, "")
+    if not config:
+        return
+    try:  # noqa: SIM105 (contextlib is one import more)
+        os.environ[CONFIG] = os.path.abspath(os.path.expanduser(config))
+    except OSError:  # the current folder is gone
+        pass
+    # `memguard run` brings a budget of its own, which is applied in a moment.
+    if _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
+        return
+    _armed = True
+    _wait(_Finder())
+
+
+def disarm() -> None:
+    """Apply nothing any more: the program has a budget of its own, or has ended the one that it had."""
+    global why
+    if _applying:
+        return
+    why = None
+    _leave(_waiting.pop("finder", None))
+    while _undo:
+        _undo.pop()()
+
+
+def simulated() -> list[str] | None:
+    """The GPUs of MEMGUARD_SIMULATE for the program's own `init`, said on stderr; None where nothing was armed."""
+    names = _names() if _armed and not _is_set(DISABLE) else None
+    if names is not None:
+        _say_simulated(names)
+    return names
+
+
+def activate() -> None:
+    """Apply the budget now, if it still waits for that; say so on stderr if it cannot be. Of two threads one does."""
+    global _applying
+    if _is_fork_server():  # it may be asked to preload a framework; its workers decide for themselves
+        return
+    finder = _waiting.pop("finder", None)
+    if finder is None:
+        return
+    _leave(finder)
+    if _is_set(DISABLE) or _is_tool(sys.argv):
+        return
+    _applying = True
+    try:
+        _apply(os.environ.get(CONFIG, ""), _names())
+    except Exception as error:
+        _fail(error)
+    except BaseException:  # Ctrl-C: the import fails with it, and the next one is to be no more without a cap
+        _wait(finder)
+        raise
+    finally:
+        _applying = False
+
+
+def _apply(config: str, names: list[str] | None) -> None:
+    global why
+    if not config:
+        return
+    if _is_worker() and not _is_set(CHILDREN):
+        why = _WORKER
+        return
+    try:
+        from memguard import _api
+    except ModuleNotFoundError as error:
+        if error.name == "memguard":  # pip builds a package in an environment of its own
+            return
+        raise
+    from memguard._activation import _memguard_child as child
+    from memguard.errors import AlreadyActive
+
+    hide = child.show_warnings()
+    try:
+        _api.from_environment = child.apply(_api.init, config, names)
+    except BaseException as error:
+        hide()
+        if isinstance(error, AlreadyActive):  # by another thread, meanwhile
+            return
+        raise
+    _undo.append(hide)
+    if names is not None:
+        _say_simulated(names)
+
+
+def _names() -> list[str] | None:
+    return [name for name in os.environ.get(SIMULATE, "").split(",") if name] or None
+
+
+def _say_simulated(names: list[str]) -> None:
+    _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
+
+
+def _fail(error: Exception) -> None:
+    global why
+    text = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
+    _write(
+        f"memguard: NO budget is active: that of {CONFIG} could not be applied, and nothing caps this program\n{text}"
+    )
+    why = f"no budget is active in this process: that of {CONFIG} could not be applied\n{text}"
+
+
+def _write(text: str) -> None:
+    if sys.stderr is not None:  # as under pythonw, or where it was closed
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _wait(finder: _Finder) -> None:
+    _waiting["finder"] = finder
+    sys.meta_path.insert(0, finder)
+
+
+def _leave(finder: object) -> None:
+    sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+def _is_tool(argv: Sequence[str]) -> bool:
+    """Whether this is pip, venv or the like: `python -m pip`, `bin/pip3.12`, `python setup.py`."""
+    folder, name = os.path.split(argv[0] if argv else "")
+    if name == "__main__.py":
+        name = os.path.basename(folder)
+    elif name.endswith(".py") and name not in ("setup.py", "_in_process.py", "__pip-runner__.py", "get-pip.py"):
+        return False
+    return name.removesuffix(".py").removesuffix(".exe").rstrip("0123456789.") in _TOOLS
+
+
+def _is_worker() -> bool:
+    for name in POOLS:
+        module = sys.modules.get(name)
+        current, parent = getattr(module, "current_process", None), getattr(module, "parent_process", None)
+        if callable(current) and getattr(current(), "_inheriting", False):
+            return True
+        if callable(parent) and parent() is not None:
+            return True
+    return False
+
+
+def _is_fork_server() -> bool:
+    return any("multiprocessing.forkserver" in word for word in sys.orig_argv) and not _is_worker()
+
+
+class _Finder:
+    """Finds what the others find, and has the budget applied before the module is made."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = _find(fullname, path, target) if fullname in MODULES else None
+        if spec is not None and hasattr(spec.loader, "create_module"):
+            spec.loader = _Loader(spec.loader, path)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    """Not before somebody imports the module: `importlib.util.find_spec("torch")` is only a question."""
+
+    def __init__(self, inner: Any, path: Sequence[str] | None) -> None:
+        self._inner, self._path = inner, path
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        spec.loader = self._inner
+        activate()
+        again = _find(spec.name, self._path)  # the budget has put hooks of its own in place
+        if again is not None and again.loader is not None and not isinstance(again.loader, _Loader):
+            spec.loader = again.loader
+        module: ModuleType | None = spec.loader.create_module(spec)
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _find(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        if not isinstance(finder, _Finder) and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+    return None

@@ -1,0 +1,291 @@
+"""The one budget that is active in this process, and memguard's public functions over it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Union
+
+from memguard import _workers
+from memguard._guard import Guard
+from memguard._monitor.session import Watch, began, belated, callbacks
+from memguard._types import Event, WorkloadReport
+from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
+    from memguard._devices.host import Host
+    from memguard._ledger.types import Ledger
+
+_log = logging.getLogger("memguard")
+
+BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
+
+_NONE = "no budget is active in this process\n    fix: call memguard.init('budget.yaml') first"
+_FORKED = (
+    "no budget is active in this process: it was forked from one that has one, and a budget is of one process\n"
+    "    fix: call memguard.init here, for a budget of its own"
+)
+_WITHOUT = '    or: try it without one: simulate="h200" (`memguard run --simulate h200`)'
+
+simulated_by_default: Sequence[str] | None = None
+"""The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: an `init` of the program's own means these too."""
+from_environment: Guard | None = None
+"""What MEMGUARD_CONFIG applied: an `init` of the program's own replaces it without being asked to."""
+_environment: Any = sys.modules.get("_memguard_environment")  # there where that variable was set when Python started
+_active: Guard | None = None
+_why_none = _NONE
+_lock = threading.RLock()
+
+
+def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Guard:
+    """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
+
+    Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
+    needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones; under
+    `memguard run --simulate`, and with MEMGUARD_SIMULATE beside MEMGUARD_CONFIG, it need not be given again.
+    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
+
+    Other processes: a forked child is inert. In a worker of multiprocessing (`spawn`, `forkserver`) an `init` at the
+    top of the script applies nothing while the script is imported again there, and returns a guard that is not
+    active. Workers that are to have a budget call `init` in the function that they run, each with its own part; or,
+    with `spawn`, MEMGUARD_CHILDREN=1 is set, and the script's own applies in each. A program that is started by itself
+    (torchrun, subprocess) is like any other.
+    """
+    global _active, _why_none, from_environment
+    if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
+        return _stay_passive()
+    from memguard import _config
+
+    loaded = _config.of(budget)
+    simulate = _simulated_by_default() if simulate is None else simulate
+    with _lock:
+        before = _active if _active is not None and _active.active else None
+        if before is not None:
+            if before.budget == loaded and _simulated_names(before.host) == _names(simulate):
+                return before
+            if belated(before):
+                raise AlreadyActive(
+                    "another budget became active while this function ran for one that is over\n"
+                    "    fix: memguard.init(..., replace=True) on a thread of the program"
+                )
+            if not replace and before is not from_environment:
+                which = f": that of {before.budget.source}" if before.budget.source else ""
+                raise AlreadyActive(
+                    f"another budget is active in this process{which}\n"
+                    "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
+                )
+        host = _host(simulate)
+        try:
+            guard = Guard(loaded, host)  # before anything is undone: a budget that does not fit changes nothing
+            watch = Watch(guard)
+            watch.prepare(before)
+        except BaseException as error:
+            host.close()
+            if isinstance(error, DeviceError) and not host.simulated:
+                raise DeviceError(f"{error}\n{_WITHOUT}") from error
+            raise
+        if before is not None:
+            before.stop()
+        _active = guard  # before start: an import in another thread may call back at once
+        try:
+            _begin(guard, watch)
+        except BaseException:
+            _active = None
+            if before is not None:
+                _active = _again(before)
+                from_environment = _active if before is from_environment else from_environment
+            raise
+        _why_none, from_environment = _NONE, None
+        if _environment is not None:
+            _environment.disarm()
+        return guard
+
+
+def _begin(guard: Guard, watch: Watch) -> None:
+    """Apply, and then look on: monitor, timeline and the hooks for errors begin with what they watch in place."""
+    guard.start()
+    guard.observer = watch
+    try:
+        watch.start()
+    except BaseException:
+        guard.stop()
+        raise
+    began(guard)
+
+
+def _stay_passive() -> Guard:
+    """Apply nothing and touch no GPU: this is a worker of multiprocessing that imports the script again."""
+    global _why_none
+    if _active is not None and _active.active:
+        return _active
+    _why_none = _workers.WHY
+    _log.debug("memguard.init applies nothing while multiprocessing imports the script again in a worker")
+    return _workers.PassiveGuard()
+
+
+def _again(before: Guard) -> Guard | None:
+    """The budget that was active before a replacement failed, applied anew."""
+    try:
+        guard = Guard(before.budget, before.host)
+        guard.plan = before.plan  # as `resize` had left it
+        _begin(guard, Watch(guard))
+    except MemguardError as error:
+        # As text: a log that keeps its records would keep the error, what it came from, and the frames of that.
+        _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
+        return None
+    return guard
+
+
+@contextmanager
+def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
+    """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
+
+    Where the same budget is active already, the block leaves it active. With `replace=True` the one that was
+    active before is not brought back at the end.
+    """
+    with _lock:  # of two blocks that begin at once one applies the budget, and that one ends it
+        before = _active
+        active = init(budget, replace=replace, simulate=simulate)
+    try:
+        yield active
+    except Exception as error:
+        if active.active:
+            active.observer.failed(error)
+        raise
+    finally:
+        with _lock:
+            if _active is active and active is not before:
+                shutdown()
+
+
+def shutdown() -> list[str]:
+    """Undo the active budget. Returns what stays, as sentences; an empty list where nothing does, or none is active.
+
+    A function of `on_pressure` that still runs for a budget that is over ends none that came after it.
+    """
+    global _active
+    with _lock:
+        if belated(_active):
+            _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
+            return []
+        if _environment is not None:
+            _environment.disarm()
+        current = _active
+        try:
+            return current.stop() if current is not None and current.active else []
+        finally:
+            if current is None or not current.active:  # else a Ctrl-C came first, and it can be tried again
+                _active = None
+
+
+def ledger() -> Ledger:
+    """Who holds what on each GPU of the budget, adding up to what the driver says."""
+    return current().ledger()
+
+
+def require(framework: str, size: int | str) -> None:
+    """Raise BudgetExceeded *before* an allocation of `size` (bytes or `"4GiB"`) by `framework` would fail."""
+    current().require(framework, size)
+
+
+@contextmanager
+def workload(name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+    """Admission before a block (`needs`), its peak and what it left behind after it."""
+    with current().workload(name, framework=framework, needs=needs) as report:
+        yield report
+
+
+def resize(framework: str, size: int | str) -> None:
+    """Change a framework's cap at run time. Raises CapNotApplied where it cannot change, as TensorFlow's."""
+    current().resize(framework, size)
+
+
+def trim(framework: str | None = None) -> int:
+    """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
+    return current().trim(framework)
+
+
+def checkpoint() -> None:
+    """The moment for what `on_pressure` says: trims, and UnderPressure. For loops that have no `workload` in them."""
+    current().observer.checkpoint()
+
+
+def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
+    """Call `callback` with every event of the monitor, on the monitor's thread; the returned call takes that back."""
+    if not callable(callback):
+        raise TypeError(f"memguard.on_pressure takes a function, found {callback!r}")
+    callbacks.append(callback)
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):
+            callbacks.remove(callback)
+
+    return forget
+
+
+def current() -> Guard:
+    """The active guard. Raises NotActive where none is."""
+    if _active is None and _environment is not None:
+        _environment.activate()
+    found = _active  # once: another thread may shut it down meanwhile. Without the lock, which init may hold long
+    if found is None:
+        raise NotActive(getattr(_environment, "why", None) or _why_none)
+    return found
+
+
+def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if simulate is None:
+        return None
+    names: Sequence[object] = simulate if isinstance(simulate, (list, tuple)) else [simulate]
+    for name in names:
+        if not isinstance(name, str):
+            text = f"simulate names GPUs as text, found {name!r}"
+            raise DeviceError(f"{text}\n    fix: simulate='h200', or a list of names")
+    return tuple(str(name).strip().lower() for name in names)
+
+
+def _simulated_by_default() -> Sequence[str] | None:
+    global simulated_by_default
+    if simulated_by_default is None and _environment is not None:
+        simulated_by_default = _environment.simulated()
+    return simulated_by_default
+
+
+def _simulated_names(host: Host) -> tuple[str, ...] | None:
+    return getattr(host, "names", ()) if host.simulated else None
+
+
+def _host(simulate: str | Sequence[str] | None) -> Host:
+    names = _names(simulate)
+    if names is not None:
+        from memguard._devices.simulated import SimulatedHost
+
+        return SimulatedHost(names)
+    from memguard._devices.real import RealHost
+
+    return RealHost()
+
+
+def _inert() -> None:
+    """A forked child starts without a budget, with a lock of its own: the parent's may be held for ever."""
+    global _active, _lock, _why_none
+    _lock = threading.RLock()
+    before, _active = _active, None
+    if before is not None:
+        before.forked()
+        if _workers.from_fork_server(sys.modules, sys.orig_argv):  # somebody asked for a budget in the workers
+            _why_none = _workers.SERVED
+            _log.warning("%s", _why_none)
+            return
+        _why_none = _FORKED
+        _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
+
+
+if hasattr(os, "register_at_fork"):  # here, so that it is there before anybody holds the lock
+    os.register_at_fork(after_in_child=_inert)

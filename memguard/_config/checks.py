@@ -1,0 +1,189 @@
+"""What must hold between the values of a budget. Lenient: looks only at what can be read, so that every problem of
+a file is found at once, beside those of single values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from pydantic_core import PydanticCustomError
+
+from memguard._config import values
+from memguard._config.values import percent_text, size_text
+
+Loc = tuple[str | int, ...]
+T = TypeVar("T")
+
+_SETTINGS = {
+    # key: whose it is, what that means for another framework, what to do there
+    "growth": ("tensorflow", "{name} always grows as it needs memory", "remove it"),
+    "nccl": ("torch", "it counts the communicators of torch.distributed", "move it below torch, or remove it"),
+    "context": ("pycuda", "{name} works in the primary context as it is", "remove it"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem that has not been given its line yet.
+
+    `at_key` marks the key rather than the value; `alone` silences what else is wrong with or below it.
+    """
+
+    loc: Loc
+    message: str
+    fix: str
+    at_key: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class _Amounts:
+    shares: dict[str, Fraction]
+    limits: dict[str, int]
+
+    @property
+    def share(self) -> Fraction:
+        return sum(self.shares.values(), Fraction(0))
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.limits.values())
+
+
+def check(data: Mapping[str, Any], known: tuple[str, ...]) -> list[Finding]:
+    """Every finding in raw or already parsed data. `known` names the frameworks that count."""
+    frameworks = {name: entry for name, entry in _mapping(data.get("frameworks")).items() if name in known}
+    findings = [f for name, entry in frameworks.items() if isinstance(entry, Mapping) for f in _framework(name, entry)]
+    amounts = _Amounts(
+        {name: s for name, entry in frameworks.items() if (s := _read(values.share, _mapping(entry).get("share")))},
+        {name: b for name, entry in frameworks.items() if (b := _read(values.limit, _mapping(entry).get("limit")))},
+    )
+    findings += _shares(amounts)
+    if amounts.share < 1:
+        findings += _sizes(_mapping(data.get("device")), _mapping(data.get("devices")), amounts)
+    findings += _same_device(_mapping(data.get("devices")))
+    findings += _levels(_mapping(data.get("monitor")))
+    findings += _on_pressure(data)
+    findings += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
+    return findings
+
+
+def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Finding]:
+    loc: Loc = ("frameworks", name)
+    if "share" in entry and "limit" in entry:
+        later = [key for key in entry if key in ("share", "limit")][-1]
+        yield Finding((*loc, later), "has both share and limit: exactly one is allowed", "remove one of them", True)
+    elif not {"share", "limit"} & set(entry) and set(entry) <= set(_SETTINGS):
+        message = "has neither share nor limit: exactly one is needed"
+        yield Finding(loc, message, f"write '{name}: {{share: 50%}}' or '{name}: {{limit: 4GiB}}'", True)
+    for key, (owner, why, fix) in _SETTINGS.items():
+        if key in entry and name != owner:
+            yield Finding((*loc, key), f"{key} is a setting of {owner}; {why.format(name=name)}", fix, True, True)
+
+
+def _shares(amounts: _Amounts) -> Iterator[Finding]:
+    last = list(amounts.shares)[-1:]
+    if amounts.share > 1:
+        each = " + ".join(f"{name} {percent_text(share)}" for name, share in amounts.shares.items())
+        message = f"the shares add up to {percent_text(amounts.share)} ({each}); at most 100% can be given out"
+        fix = f"lower them by {percent_text(amounts.share - 1)} together"
+        yield Finding(("frameworks", last[0], "share"), message, fix)
+    elif amounts.share == 1 and amounts.limits:
+        name = list(amounts.limits)[-1]
+        message = (
+            f"the shares take 100%, so nothing is left for the {size_text(amounts.bytes)} of {_names(amounts.limits)}"
+        )
+        yield Finding(("frameworks", name, "limit"), message, f"lower the share of {_names(amounts.shares)}")
+
+
+def _sizes(device: Mapping[str, Any], devices: Mapping[str, Any], amounts: _Amounts) -> Iterator[Finding]:
+    yield from _fits(("device",), device, {}, amounts)
+    for key, override in devices.items():
+        yield from _fits(("devices", key), _mapping(override), device, amounts)
+
+
+def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amounts: _Amounts) -> Iterator[Finding]:
+    """Bytes against bytes: what fits only on some GPUs is the plan's to find."""
+    at = next((key for key in ("limit", "reserve") if key in own), None)
+    limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
+    if at is None or not isinstance(limit, int):
+        return
+    declared = _read(values.reserve, own.get("reserve", inherited.get("reserve")))
+    reserve = declared if isinstance(declared, int) else 0
+    if reserve >= limit:
+        message = f"the reserve of {size_text(reserve)} leaves nothing of the limit of {size_text(limit)}"
+        yield Finding((*loc, "reserve" if "reserve" in own else at), message, "lower the reserve or raise the limit")
+        return
+    needed = amounts.bytes + amounts.share * (limit - reserve)
+    over = -(-(needed - (limit - reserve)) // 1)
+    if over > 0:
+        parts = [f"{name} {size_text(size)}" for name, size in amounts.limits.items()]
+        parts += [f"{name} {percent_text(share)}" for name, share in amounts.shares.items()]
+        kept = f" − reserve {size_text(reserve)}" if reserve else ""
+        message = f"{' + '.join(parts)} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
+        least = _about(-(-amounts.bytes // (1 - amounts.share)) + reserve)
+        yield Finding((*loc, at), message, f"raise the limit to {least}, or lower the frameworks by {_about(over)}")
+
+
+def _same_device(devices: Mapping[str, Any]) -> Iterator[Finding]:
+    seen: dict[str, object] = {}
+    for key in devices:
+        same = _read(values.device_key, key)
+        if same is not None and same in seen:
+            message = f"the same GPU as {values.found(seen[same])} above"
+            yield Finding(("devices", key), message, "keep one of them", True)
+        elif same is not None:
+            seen[same] = key
+
+
+def _levels(monitor: Mapping[str, Any]) -> Iterator[Finding]:
+    warn = _read(values.warn, monitor.get("warn", "85%"))
+    critical = _read(values.critical, monitor.get("critical", "95%"))
+    if warn is None or critical is None or warn < critical:
+        return
+    at = [key for key in monitor if key in ("warn", "critical")][-1]
+    first, second = (
+        f"{name} at {percent_text(part)}{'' if name in monitor else ' by default'}"
+        for name, part in (("warn", warn), ("critical", critical))
+    )
+    fix = f"write a warn below {percent_text(critical)}" if at == "warn" else "raise critical, or lower warn"
+    yield Finding(("monitor", at), f"{first} must come before {second}", fix)
+
+
+def _on_pressure(data: Mapping[str, Any]) -> Iterator[Finding]:
+    listed = data.get("on_pressure")
+    if not isinstance(listed, (list, tuple)) or not listed:
+        return
+    if "monitor" not in data:
+        message = "nothing watches the pressure: on_pressure needs a monitor"
+        yield Finding(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True)
+    yield from _repeated(("on_pressure",), listed)
+
+
+def _repeated(loc: Loc, listed: object) -> Iterator[Finding]:
+    names = listed if isinstance(listed, (list, tuple)) else ()
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name in names[:index]:
+            yield Finding((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
+
+
+def _about(size: int) -> str:
+    exact = size_text(size)
+    return exact if exact.endswith(("MiB", "GiB", "TiB")) else f"{-(-size // 2**20)}MiB"
+
+
+def _names(entries: Mapping[str, object]) -> str:
+    return " and ".join(entries)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read(read: Callable[[object], T], value: object) -> T | None:
+    try:
+        return None if value is None else read(value)
+    except PydanticCustomError:
+        return None

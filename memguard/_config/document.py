@@ -1,0 +1,94 @@
+"""Plain values (mappings, lists, text, whole numbers, true, false, nothing) and where in a file they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from memguard._units import short
+from memguard.errors import Problem
+
+MAX_DEPTH = 16
+MAX_NODES = 10_000
+
+Mark = tuple[int, int]
+"""Line and column, both from 1."""
+Path = tuple[str | int, ...]
+
+
+@dataclass
+class Document:
+    """One document as plain values, where its keys and values stand, and what was wrong with it.
+
+    `keys` and `values` are in file order; a mark is None where there is no file. What lies at or below a path in
+    `bad` was reported already.
+    """
+
+    data: object = None
+    keys: dict[Path, Mark | None] = field(default_factory=dict)
+    values: dict[Path, Mark | None] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    bad: set[Path] = field(default_factory=set)
+
+
+class Opaque:
+    """Stands for a Python object that no budget can hold, and shows only its type."""
+
+    def __init__(self, value: object) -> None:
+        self._name = type(value).__name__[:40]
+
+    def __repr__(self) -> str:
+        return f"<{self._name}>"
+
+
+def of_mapping(mapping: object) -> Document:
+    """A Python mapping as a document without lines. Raises nothing, whatever the mapping holds."""
+    document = Document()
+    try:
+        document.data = _plain(mapping, (), document)
+    except Exception as error:  # foreign mappings run foreign code
+        problem = Problem(f"the mapping cannot be read ({type(error).__name__})", "give plain dicts, text and numbers")
+        return Document(problems=[problem], bad={()})
+    return document
+
+
+def _plain(value: object, path: Path, document: Document) -> object:
+    document.values[path] = None
+    if len(document.values) > MAX_NODES or len(path) > MAX_DEPTH:
+        raise OverflowError
+    if isinstance(value, Mapping):
+        found: dict[str, object] = {}
+        for key, child in value.items():
+            name = _key(key)
+            at = (*path, name or "")
+            if name is None or name in found:
+                message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
+                document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
+            else:
+                document.keys[at] = None
+                found[name] = _plain(child, at, document)
+        return found
+    if isinstance(value, (list, tuple)):
+        return [_plain(child, (*path, index), document) for index, child in enumerate(value)]
+    if isinstance(value, str):
+        text = str.__str__(value)
+        return text if text.isascii() or encodable(text) else Opaque(value)
+    if value is None or isinstance(value, (bool, int, float, Fraction)):
+        return value
+    return Opaque(value)
+
+
+def _key(key: object) -> str | None:
+    if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < MAX_NODES:
+        return str(int(key))
+    return str.__str__(key) if isinstance(key, str) and encodable(key) else None
+
+
+def encodable(text: str) -> bool:
+    """Whether text can be written as UTF-8: half characters (surrogates) cannot."""
+    try:
+        str.encode(text, "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

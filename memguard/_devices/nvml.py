@@ -1,0 +1,282 @@
+"""NVML, the only door to it. Reading NVML creates no context and initialises no CUDA.
+
+Quirks handled here, each a read or measured fact: NVML must be initialised again after a fork, and after others in
+this process shut it down; its count contains GPUs that it then gives no handle for;
+`NVMLLibraryMismatchError` is no `NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU
+set-ups; drivers 535.43 to 535.85 swap fields of the process list, so their bytes are not believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from memguard._types import Device, MemoryInfo
+from memguard.errors import DeviceError
+
+_log = logging.getLogger("memguard")
+T = TypeVar("T")
+
+_ARCHITECTURES = {
+    2: "kepler",
+    3: "maxwell",
+    4: "pascal",
+    5: "volta",
+    6: "turing",
+    7: "ampere",
+    8: "ada",
+    9: "hopper",
+    10: "blackwell",
+}
+_FIXES = {
+    "NVMLError_DriverNotLoaded": "load the NVIDIA kernel module (`nvidia-smi` must work first); "
+    "in a container start it with --gpus all",
+    "NVMLError_LibRmVersionMismatch": "the driver was updated while loaded: reboot, or reload the kernel module",
+    "NVMLLibraryMismatchError": "update the NVIDIA driver, or install an nvidia-ml-py that matches it",
+    "NVMLError_NoPermission": "run as a user who may open /dev/nvidia*",
+    "NVMLError_GpuIsLost": "the GPU fell off the bus: reset it or reboot the machine (`dmesg | grep Xid` says why)",
+    "NVMLError_ResetRequired": "reset the GPU (`nvidia-smi --gpu-reset`), or reboot the machine",
+    "NVMLError_NotSupported": "this GPU does not report it, as those that share the machine's memory do not: "
+    "choose another one with CUDA_VISIBLE_DEVICES",
+    "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: start it anew",
+}
+_SLOW = 1.0
+"""Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
+_LIBRARY = "NVMLError_LibraryNotFound"
+
+
+def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None) -> str:
+    """What to do where NVML's library cannot be loaded: from what is there instead of it.
+
+    `control` is /dev/nvidiactl, `module` a loaded kernel module, `amd` what there is of AMD's, as words.
+    """
+    if control:
+        return (
+            "the driver is there (/dev/nvidiactl) and its library libnvidia-ml.so.1 is not: start the container with "
+            "--gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute; outside of one install the driver's libraries"
+        )
+    if module:
+        return "the machine has an NVIDIA driver and this container no GPU: start it with --gpus all"
+    if wsl:
+        return "install the NVIDIA driver on Windows; WSL then has libnvidia-ml.so.1 in /usr/lib/wsl/lib"
+    if amd:
+        return (
+            f"there is {amd} here, and memguard budgets NVIDIA GPUs only: run without it, or try a budget with "
+            "memguard.init(..., simulate='h200'); where there is an NVIDIA GPU too, install its driver"
+        )
+    return "install the NVIDIA driver; in a container start it with --gpus all"
+
+
+def _without_library() -> str:
+    return without_library(
+        control=_exists("/dev/nvidiactl"),
+        module=_exists("/proc/driver/nvidia/version"),
+        wsl=_exists("/dev/dxg"),
+        amd=_amd(),
+    )
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path)
+
+
+def _amd() -> str | None:
+    if _exists("/sys/class/kfd"):
+        return "an AMD GPU (ROCm)"
+    version = sys.modules.get("torch.version")  # imported or not at all: nothing is loaded to say it
+    return "a PyTorch built for ROCm (AMD GPUs)" if getattr(version, "hip", None) else None
+
+
+class Nvml:
+    """NVML for one process. Thread-safe. Every failure is a DeviceError that names the cause and the fix."""
+
+    _slow_said = False  # once in a process, not for each door
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid: int | None = None
+        self._handles: dict[str, Any] = {}
+        self._indices: dict[str, int] = {}
+        self._refused: dict[int, str] = {}
+        self._v2: dict[str, bool] = {}
+        self._bytes_believed = True
+        self._doing = ""
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; less those in `refused`."""
+        return self._call("", self._devices)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Why GPUs are missing from `devices`: each a text with its fix. NVML counts those that it will not show."""
+        return tuple(text for _, text in sorted(self._refused.items()))
+
+    def memory(self, uuid: str) -> MemoryInfo:
+        """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
+        return self._call(f"memory of {uuid}", lambda n: self._memory(n, uuid))
+
+    def processes(self, uuid: str) -> dict[int, int | None]:
+        """Bytes by PID of every compute process; None where NVML gives no bytes. 40 µs on an H200."""
+        return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(n, uuid)))
+
+    def mig(self, uuid: str) -> bool:
+        """Whether the GPU is divided by MIG, whose parts this version does not know."""
+        return self._call(f"MIG mode of {uuid}", lambda n: self._mig(n, self._handle(n, uuid)))
+
+    def close(self) -> None:
+        """Give NVML back (nvmlShutdown). The next call initialises it again."""
+        with self._lock:
+            if self._pid == os.getpid():
+                import pynvml
+
+                with contextlib.suppress(pynvml.NVMLError):  # the driver went away: nothing is left to give back
+                    pynvml.nvmlShutdown()
+            self._pid = None
+            self._handles.clear()
+
+    def _call(self, what: str, work: Callable[[Any], T]) -> T:
+        try:
+            import pynvml  # not timed: it may come from a slow disk
+        except ImportError as error:
+            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from error
+        started = time.monotonic()
+        try:
+            with self._lock:
+                started = time.monotonic()  # what others waited for is theirs to say
+                return self._ask(pynvml, what, work)
+        finally:
+            self._say_slow(what, time.monotonic() - started)  # without the lock: a log handler may call us
+
+    def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+        try:
+            if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
+                self._start(n)
+            self._doing = what
+            try:
+                return work(n)
+            except n.NVMLError_Uninitialized:  # somebody in this process shut it down once too often
+                self._start(n)
+                self._doing = what
+                return work(n)
+        except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
+            raise DeviceError(self._text(error)) from None
+
+    def _text(self, error: Exception) -> str:
+        name = type(error).__name__
+        fix = (
+            _without_library() if name == _LIBRARY else _FIXES.get(name, "run `nvidia-smi` to see what the driver says")
+        )
+        return f"NVML: {error}{f' ({self._doing})' if self._doing else ''}\n    fix: {fix}"
+
+    def _say_slow(self, what: str, seconds: float) -> None:
+        if seconds < _SLOW or self._slow_said:
+            return
+        Nvml._slow_said = True
+        _log.warning(
+            "NVML is slow: %.1f s for one call (%s); fix: where `nvidia-smi` is slow too, turn persistence mode on "
+            "(`nvidia-smi -pm 1`: without it each start wakes the GPUs) and look at `dmesg | grep Xid`",
+            seconds,
+            what or "list of GPUs",
+        )
+
+    def _start(self, n: Any) -> None:
+        self._pid, self._doing = None, ""
+        n.nvmlInit()
+        try:
+            self._probe(n)
+        except BaseException:
+            with contextlib.suppress(n.NVMLError):
+                n.nvmlShutdown()
+            raise
+        self._pid = os.getpid()  # last: what failed on the way starts anew
+
+    def _probe(self, n: Any) -> None:
+        self._handles.clear()
+        self._refused.clear()
+        for index in range(n.nvmlDeviceGetCount()):
+            self._doing = f"GPU {index}"
+            try:
+                handle = n.nvmlDeviceGetHandleByIndex(index)
+                uuid = n.nvmlDeviceGetUUID(handle)
+            except n.NVMLError_NoPermission as error:  # NVML counts GPUs of others too (SLURM, containers)
+                self._refused[index] = self._text(error)
+                continue
+            self._handles[uuid], self._indices[uuid] = handle, index
+        self._doing = "driver version"
+        version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
+        self._bytes_believed = not (535, 43) <= version <= (535, 85)
+
+    def _handle(self, n: Any, uuid: str) -> Any:
+        if uuid not in self._handles:
+            with contextlib.suppress(n.NVMLError):
+                n.nvmlShutdown()
+            self._pid = None  # the next call looks again: it may have been missing for a moment
+            gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
+            raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
+        return self._handles[uuid]
+
+    def _devices(self, n: Any) -> tuple[Device, ...]:
+        found = []
+        for uuid, handle in self._handles.items():
+            self._doing = uuid
+            name = n.nvmlDeviceGetName(handle)
+            try:
+                info = self._memory(n, uuid)
+            except n.NVMLError_NoPermission:
+                if not self._mig(n, handle):
+                    raise
+                self._refused[self._indices[uuid]] = divided(name, uuid)  # the whole of it is for root to read
+                continue
+            index, architecture = self._indices[uuid], self._architecture(n, handle)
+            found.append(Device(uuid, name, index, info.total, info.reserved, architecture))
+        return tuple(found)
+
+    def _memory(self, n: Any, uuid: str) -> MemoryInfo:
+        handle = self._handle(n, uuid)
+        if self._v2.get(uuid, True):
+            try:
+                info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
+                self._v2[uuid] = True
+                return MemoryInfo(info.total, info.reserved, info.used, info.free)
+            except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
+                if uuid in self._v2:  # it worked before: figures of another kind would not fit the plan
+                    raise
+                self._v2[uuid] = False
+        info = n.nvmlDeviceGetMemoryInfo(handle)
+        return MemoryInfo(info.total, None, info.used, info.free)
+
+    def _processes(self, n: Any, handle: Any) -> dict[int, int | None]:
+        found: dict[int, int | None] = {}
+        for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
+            size = process.usedGpuMemory if self._bytes_believed else None
+            before = found.get(process.pid, 0)
+            found[process.pid] = None if size is None or before is None else before + size
+        return found
+
+    @staticmethod
+    def _architecture(n: Any, handle: Any) -> str:
+        try:
+            return _ARCHITECTURES.get(n.nvmlDeviceGetArchitecture(handle), "unknown")
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError, AttributeError):
+            return "unknown"
+
+    @staticmethod
+    def _mig(n: Any, handle: Any) -> bool:
+        try:
+            return bool(n.nvmlDeviceGetMigMode(handle)[0])
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
+            return False
+
+
+def divided(name: str, uuid: str) -> str:
+    """Why a GPU that MIG has divided cannot be budgeted."""
+    return (
+        f"{name} ({uuid}) has MIG enabled, which this version does not support\n"
+        "    fix: choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one"
+    )

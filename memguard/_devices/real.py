@@ -1,0 +1,115 @@
+"""The GPUs of this machine: NVML's figures joined with CUDA's numbering, by UUID and never by index."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+from memguard._devices import contexts, libcuda
+from memguard._devices.nvml import Nvml, divided
+from memguard._types import Device, MemoryInfo
+from memguard.errors import DeviceError
+
+_log = logging.getLogger("memguard")
+_ELSEWHERE = {
+    "darwin": ("this is macOS (darwin), which has no CUDA", "run on Linux"),
+    "win32": ("this is Windows (win32)", "run on Linux, or in WSL 2, which is Linux to memguard"),
+}
+
+
+class RealHost:
+    """`Host` over NVML and libcuda; before CUDA is initialised only where `cuda-bindings` is installed."""
+
+    simulated = False
+
+    def __init__(self) -> None:
+        if not sys.platform.startswith("linux"):
+            here, fix = _ELSEWHERE.get(sys.platform, (f"this is {sys.platform}", "run on Linux"))
+            raise DeviceError(
+                f"memguard budgets NVIDIA GPUs on Linux, and {here}\n"
+                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')"
+            )
+        self._nvml = Nvml()
+        self._lock = threading.Lock()
+        self._cuda: tuple[contexts.CudaDevice, ...] | None = None
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
+        all_of_them = self._nvml.devices()
+        refused = self._nvml.refused
+        if not all_of_them:
+            nothing = "NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all"
+            raise DeviceError(refused[0] if refused else nothing)
+        found = self._visible(all_of_them, ordinals)
+        for device in found:
+            if self._nvml.mig(device.uuid):
+                raise DeviceError(divided(device.name, device.uuid))
+        return found
+
+    def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
+        hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
+        if libcuda.hides_all(hidden) and not contexts.initialised():  # CUDA read the variable when it was initialised
+            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+        alone = len(all_of_them) == 1 and not refused
+        asked = self._ask(child=hidden is not None or (ordinals and not alone))
+        if asked is None:
+            if hidden is not None:
+                missing = "pip install cuda-bindings"
+                fix = "see why CUDA fails here (PyTorch says it)" if libcuda.available() else missing
+                _log.warning(
+                    "CUDA_VISIBLE_DEVICES=%s, but CUDA could not be asked which GPUs that means: budgeting all %d. "
+                    "fix: %s",
+                    hidden,
+                    len(all_of_them),
+                    fix,
+                )
+            return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
+        if not asked:
+            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+        by_uuid = {device.uuid: device for device in all_of_them}
+        for gpu in asked:
+            if gpu.uuid not in by_uuid:  # a part of one, or one that NVML keeps to itself: it would have no cap
+                parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
+                unlisted = f"CUDA shows {gpu.uuid}, and NVML does not\n    fix: compare with `nvidia-smi -L`"
+                raise DeviceError(next(parted, refused[0] if refused else unlisted))
+        return tuple(replace(by_uuid[gpu.uuid], ordinal=gpu.ordinal) for gpu in asked)
+
+    def memory(self, device: Device) -> MemoryInfo:
+        return self._nvml.memory(device.uuid)
+
+    def processes(self, device: Device) -> Mapping[int, int | None]:
+        return self._nvml.processes(device.uuid)
+
+    def context_active(self, device: Device) -> bool | None:
+        asked = self._ask(child=False)
+        if asked is None:  # nothing has initialised CUDA
+            return False
+        ordinal = next((c.ordinal for c in asked if c.uuid == device.uuid), None)
+        return None if ordinal is None else contexts.active(ordinal)
+
+    def multiprocessors(self, uuid: str) -> int | None:
+        """The driver's own count, to check what a framework believes; None where CUDA cannot be asked."""
+        return next((c.multiprocessors for c in self._ask(child=False) or () if c.uuid == uuid), None)
+
+    def close(self) -> None:
+        self._nvml.close()
+
+    def _ask(self, *, child: bool) -> tuple[contexts.CudaDevice, ...] | None:
+        with self._lock:
+            if self._cuda is None:  # what CUDA shows cannot change once it was initialised
+                self._cuda = libcuda.visible(ask_child=child)
+            return self._cuda
+
+
+def _shows_none(visible_devices: str | None, count: int) -> str:
+    return (
+        f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={visible_devices!r}); NVML sees {count}\n"
+        "    fix: unset CUDA_VISIBLE_DEVICES, or name a GPU that `nvidia-smi -L` lists"
+    )

@@ -1,0 +1,245 @@
+"""What the driver is and says, read in a process of its own: libraries of a broken driver crash and hang.
+
+`survey` is called there and reports parts as they are read, in the words of `checkup.facts.Driver`. Unlike the other
+doors here it initialises CUDA, and takes every failure for an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import glob
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from memguard._units import gpu_uuid
+
+_CAPABILITY, _MULTIPROCESSORS = (75, 76), 16  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
+_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib")
+_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/dxg")
+_SWAPPED = ((535, 43), (535, 85))
+"""Drivers whose process lists have their fields swapped."""
+
+
+def main(fd: int, without: Iterable[int] = ()) -> None:
+    """Report to the pipe `fd`, a line of JSON for each part. `without`: processes that are no others'."""
+    with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
+        survey(lambda part: print(json.dumps(part), file=pipe, flush=True), frozenset(without))
+
+
+def survey(tell: Callable[[dict[str, Any]], None], without: frozenset[int]) -> None:
+    tell({"module": module(), "pci": pci(), "files": files()})
+    tell({"nvml": nvml(without)})
+    for cuda in driver():
+        tell({"cuda": cuda})
+
+
+def module(root: str = "/") -> str | None:
+    """The kernel module's version; "" where it is loaded and does not say, None where there is none."""
+    with contextlib.suppress(OSError), open(os.path.join(root, "proc/driver/nvidia/version"), encoding="utf-8") as file:
+        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+\.\d+(?:\.\d+)?)", file.read())
+        return found[1] if found else ""
+    folder = os.path.join(root, "sys/module/nvidia")
+    with contextlib.suppress(OSError), open(os.path.join(folder, "version"), encoding="utf-8") as file:
+        return file.read().strip()
+    return "" if os.path.isdir(folder) else None
+
+
+def pci(root: str = "/") -> list[str]:
+    """Addresses of NVIDIA's display controllers on the bus."""
+    found = []
+    for folder in sorted(glob.glob(os.path.join(root, "sys/bus/pci/devices/*"))):
+        with contextlib.suppress(OSError):
+            if _read(folder, "vendor") == "0x10de" and _read(folder, "class").startswith("0x03"):
+                found.append(os.path.basename(folder))
+    return found
+
+
+def _read(folder: str, name: str) -> str:
+    with open(os.path.join(folder, name), encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
+    """Whether each device file can be opened. Asked by opening: a container's device rules show nowhere else."""
+    found = {}
+    for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
+        try:
+            if not stat.S_ISCHR(os.stat(path).st_mode):
+                continue
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+            found[path] = "ok"
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            found[path] = "denied" if error.errno == errno.EACCES else name
+    return found
+
+
+def nvml(without: frozenset[int]) -> dict[str, Any]:
+    """NVML, in the words of `checkup.facts.Nvml`."""
+    try:
+        import pynvml as n
+    except ImportError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    failures = (n.NVMLError, n.NVMLLibraryMismatchError)
+    try:
+        n.nvmlInit()
+    except failures as error:
+        return {"error": type(error).__name__, "text": str(error), "path": mapped("libnvidia-ml")}
+    found: dict[str, Any] = {"path": mapped("libnvidia-ml"), "devices": []}
+    with contextlib.suppress(*failures):
+        found["driver"] = n.nvmlSystemGetDriverVersion()
+    with contextlib.suppress(*failures):
+        found["cuda"] = n.nvmlSystemGetCudaDriverVersion_v2()
+    try:
+        count = n.nvmlDeviceGetCount()
+    except failures as error:
+        return {**found, "error": type(error).__name__, "text": str(error)}
+    version = tuple(int(part) for part in str(found.get("driver", "")).split(".")[:2] if part.isdigit())
+    believed = not _SWAPPED[0] <= version <= _SWAPPED[1]
+    for index in range(count):
+        found["devices"].append({"index": index, **_gpu(n, failures, index, without, believed)})
+    with contextlib.suppress(*failures):
+        n.nvmlShutdown()
+    return found
+
+
+def _gpu(
+    n: Any, failures: tuple[type[Exception], ...], index: int, without: frozenset[int], believed: bool
+) -> dict[str, Any]:
+    try:
+        handle = n.nvmlDeviceGetHandleByIndex(index)
+        found: dict[str, Any] = {"uuid": n.nvmlDeviceGetUUID(handle)}
+    except failures as error:
+        return {"error": type(error).__name__}
+    quiet = (*failures, AttributeError)  # older bindings lack some calls
+    with contextlib.suppress(*quiet):
+        found["name"] = n.nvmlDeviceGetName(handle)
+    with contextlib.suppress(*quiet):
+        found["capability"] = list(n.nvmlDeviceGetCudaComputeCapability(handle))
+    with contextlib.suppress(*quiet):
+        found["mig"] = bool(n.nvmlDeviceGetMigMode(handle)[0])
+    with contextlib.suppress(*quiet):
+        found["mode"] = _MODES.get(n.nvmlDeviceGetComputeMode(handle))
+    with contextlib.suppress(*quiet):
+        found.update(_memory(n, quiet, handle))
+    with contextlib.suppress(*quiet):
+        processes: dict[str, int | None] = {}
+        for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid not in without:
+                size = process.usedGpuMemory if believed else None
+                before = processes.get(str(process.pid), 0)
+                processes[str(process.pid)] = None if size is None or before is None else before + size
+        found["processes"] = processes
+    return found
+
+
+def _memory(n: Any, quiet: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
+    try:
+        info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
+    except quiet:  # of drivers that lack it; their `used` contains the driver's reserve
+        info = n.nvmlDeviceGetMemoryInfo(handle)
+    return {"total": info.total, "used": info.used, "free": info.free}
+
+
+def driver() -> Iterator[dict[str, Any]]:
+    """libcuda, in the words of `checkup.facts.Cuda`: once more after each step, as the next one may not return."""
+    found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        yield {**found, "error": str(error)}
+        return
+    found["path"] = mapped("libcuda")
+    number = ctypes.c_int()
+    with contextlib.suppress(AttributeError):  # no driver's library at all
+        if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
+            found["version"] = number.value
+    yield dict(found)
+    try:
+        found["init"] = _name(cuda, cuda.cuInit(0))
+    except AttributeError as error:
+        yield {**found, "error": str(error)}
+        return
+    yield dict(found)
+    if found["init"] == "CUDA_SUCCESS":
+        yield {**found, "devices": list(_devices(cuda))}
+
+
+def _devices(cuda: ctypes.CDLL) -> Iterator[dict[str, Any]]:
+    count, device, other, number = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    raw, name, size = (ctypes.c_ubyte * 16)(), ctypes.create_string_buffer(100), ctypes.c_size_t()
+    uuid = cuda.cuDeviceGetUuid_v2 if hasattr(cuda, "cuDeviceGetUuid_v2") else cuda.cuDeviceGetUuid
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    for ordinal in range(count.value):
+
+        def attribute(which: int) -> int:
+            return number.value if cuda.cuDeviceGetAttribute(ctypes.byref(number), which, device) == 0 else 0
+
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or uuid(ctypes.byref(raw), device):
+            continue
+        peers = []
+        for peer in range(count.value):
+            if peer != ordinal and cuda.cuDeviceGet(ctypes.byref(other), peer) == 0:
+                number.value = 0
+                if cuda.cuDeviceCanAccessPeer(ctypes.byref(number), device, other) == 0 and number.value:
+                    peers.append(peer)
+        called = name.value.decode(errors="replace") if cuda.cuDeviceGetName(name, 100, device) == 0 else ""
+        known = gpu_uuid(bytes(raw))
+        yield {
+            "ordinal": ordinal,
+            "uuid": known.replace("GPU-", "MIG-", 1) if " MIG " in called else known,
+            "name": called,
+            "capability": [attribute(which) for which in _CAPABILITY],
+            "multiprocessors": attribute(_MULTIPROCESSORS),
+            "total": size.value if cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else None,
+            "peers": peers,
+        }
+
+
+def _name(cuda: ctypes.CDLL, code: int) -> str:
+    text = ctypes.c_char_p()
+    with contextlib.suppress(AttributeError):
+        if cuda.cuGetErrorName(code, ctypes.byref(text)) == 0 and text.value:
+            return text.value.decode(errors="replace")
+    return f"error {code}"
+
+
+def mapped(name: str) -> str | None:
+    """The file of a library that this process has mapped, links resolved."""
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            path = line.rstrip("\n").split(None, 5)[5:]
+            if path and re.search(rf"/{re.escape(name)}\.so", path[0]):
+                return path[0]
+    return None
+
+
+def candidates(search: str, cache: str, folders: Iterable[str] = _FOLDERS) -> list[str]:
+    """Every libcuda.so.1 that the loader could find, in its order: LD_LIBRARY_PATH, its cache, the usual folders."""
+    wide = ("x86-64", "AArch64") if sys.maxsize > 1 << 32 else ()
+    cached = [
+        line.rpartition(" => ")[2].strip()
+        for line in cache.splitlines()
+        if line.strip().startswith("libcuda.so.1 (") and (not wide or any(word in line for word in wide))
+    ]
+    paths = [os.path.join(folder, "libcuda.so.1") for folder in search.split(":") if folder]
+    paths += [*cached, *(os.path.join(folder, "libcuda.so.1") for folder in folders)]
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isfile(path)))
+
+
+def _cache() -> str:
+    for program in ("/sbin/ldconfig", "/usr/sbin/ldconfig", "ldconfig"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(
+                [program, "-p"], capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL
+            ).stdout
+    return ""

@@ -1,0 +1,123 @@
+"""`memguard doctor`: why a framework does not work on this GPU, and what to do.
+
+`gather` reads facts, each framework in a short process of its own; `examine` makes findings of them, and touches
+nothing. `doctor` does both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memguard._doctor.facts import Facts
+from memguard._doctor.finding import Finding, Severity
+from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
+
+__all__ = ["Checkup", "Facts", "Finding", "Severity", "doctor"]
+
+_LONGEST = 86400
+"""Seconds: a day."""
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What was read and what it amounts to. `ignored`: names of findings that were left out."""
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing above info, and the frameworks that were asked for are installed: one of the six where none was."""
+        return not self.found and bool(self.facts.frameworks) and not self.not_installed
+
+    @property
+    def found(self) -> tuple[Finding, ...]:
+        """What is above info."""
+        return tuple(finding for finding in self.findings if finding.severity is not Severity.INFO)
+
+    @property
+    def not_installed(self) -> tuple[str, ...]:
+        """Frameworks that were asked for, by name or by the budget, and are not there."""
+        return tuple(name for name, found in self.facts.frameworks.items() if found.probe is None and not found.path)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity is Severity.ERROR)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as `memguard doctor --json` prints it."""
+        from memguard._doctor import render
+
+        return render.as_dict(self)
+
+    def __str__(self) -> str:
+        from memguard._doctor import render
+
+        return render.text(self)
+
+    def __repr__(self) -> str:
+        """Short, where a prompt shows what was returned; `print` shows all of it."""
+        from memguard._doctor import render
+
+        return f"<Checkup: {render.verdict(self)}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython and notebooks show."""
+        printer.text(str(self))
+
+
+def doctor(
+    budget: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    frameworks: str | Sequence[str] | None = None,
+    ignore: str | Collection[str] = (),
+    timeout: float = 60.0,
+) -> Checkup:
+    """Look for what keeps frameworks from working here, this process included. Creates no context in this process.
+
+    Each framework that is installed (`frameworks`: only those; with a budget those that it names) is imported and used
+    in a process of its own, stopped after `timeout` seconds; that takes some seconds, and up to 1.5 GiB of the GPU for
+    each process meanwhile. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out. One
+    name may be given as it is.
+    Raises ConfigError for a wrong budget and MemguardError for an unknown name or a wrong `timeout`.
+    """
+    from memguard import _config
+    from memguard._doctor.collect import gather
+    from memguard._findings import known
+
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
+        raise MemguardError(
+            f"timeout is a number of seconds, above 0 and up to {_LONGEST}, not {timeout!r}\n    fix: timeout=60"
+        )
+    wanted, left_out = _names("frameworks", frameworks), _names("ignore", ignore)
+    loaded = None if budget is None else _config.of(budget)
+    silent = known(left_out)
+    facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, here=True)
+    return examined(facts, loaded, silent)
+
+
+def examined(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> Checkup:
+    """The facts with what they amount to, less what is ignored by name or by the budget."""
+    from memguard._doctor.examine import examine
+
+    silent = ignore | set(budget.doctor.ignore if budget is not None and budget.doctor is not None else ())
+    return Checkup(facts, examine(facts, silent), tuple(sorted(silent)))
+
+
+def _names(argument: str, given: Any) -> tuple[str, ...]:
+    """Of frameworks or findings. A plain string is one, not its letters."""
+    names = (given,) if isinstance(given, str) else () if given is None else given
+    try:
+        names = tuple(names)
+    except TypeError:
+        names = (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise MemguardError(f"{argument} is a list of names, not {given!r}\n    fix: {argument}=['...']")
+    return names

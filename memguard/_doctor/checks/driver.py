@@ -1,0 +1,333 @@
+"""The driver: whether it is there, in one version, new enough, and let through to this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from memguard._doctor.checks.driver_answers import broken_off, said, start, state, with_capabilities, without_init
+from memguard._doctor.checks.phrases import listing
+from memguard._doctor.checks.shared import blocked_by, capable, computes, device_files, same
+from memguard._doctor.checks.versions import forward, minor, mismatch, too_old_for
+from memguard._doctor.facts import Facts
+from memguard._doctor.finding import Finding, Severity
+
+_CAUSES = {
+    "CUDA_ERROR_SYSTEM_NOT_READY": (
+        "the GPUs hang on NVSwitches and the Fabric Manager that has to set these up has not (error 802)",
+        "sudo systemctl start nvidia-fabricmanager  # its version must be that of the driver",
+    ),
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": (
+        "the GPU is taken by another process or does not allow any (error 46)",
+        "nvidia-smi -q -d COMPUTE,PIDS  # mode and processes; sudo nvidia-smi -c DEFAULT lets several in",
+    ),
+    "CUDA_ERROR_OPERATING_SYSTEM": (
+        "a call to the operating system failed (error 304), for example in opening a device file or locking memory",
+        "sudo dmesg | grep -i nvrm  # says which; then look at ulimit -l and the container's permissions",
+    ),
+    "CUDA_ERROR_UNKNOWN": (
+        "the driver does not say why (error 999); the usual reasons are a module nvidia_uvm that lost its state after "
+        "the machine slept, and an update of the driver without a reboot",
+        "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm  # with no GPU process running, else reboot",
+    ),
+    "CUDA_ERROR_NO_DEVICE": (
+        "the driver knows no GPU that it can use (error 100)",
+        "nvidia-smi -L; sudo dmesg | grep -i -E 'nvrm|xid'  # whether the GPU is there, and what befell it",
+    ),
+    "CUDA_ERROR_STUB_LIBRARY": (
+        "the stub that programs are linked against was loaded in place of the driver's libcuda (error 34)",
+        "take the folder .../stubs out of LD_LIBRARY_PATH",
+    ),
+    "CUDA_ERROR_ECC_UNCORRECTABLE": (
+        "the GPU's memory has an error that ECC cannot correct (error 214)",
+        "sudo nvidia-smi --gpu-reset  # or reboot; a GPU that repeats it has to be replaced",
+    ),
+    "CUDA_ERROR_DEVICE_NOT_LICENSED": (
+        "the virtual GPU has no licence (error 102)",
+        "nvidia-smi -q | grep -i license  # then the guest's /etc/nvidia/gridd.conf",
+    ),
+    "CUDA_ERROR_MPS_CONNECTION_FAILED": (
+        "CUDA was told to use MPS and its control daemon does not answer (error 805)",
+        "nvidia-cuda-mps-control -d  # as the same user; or unset CUDA_MPS_PIPE_DIRECTORY",
+    ),
+    "CUDA_ERROR_MPS_SERVER_NOT_READY": (
+        "the MPS server recovers from an error or is starting (error 807)",
+        "echo quit | nvidia-cuda-mps-control; nvidia-cuda-mps-control -d  # if it stays so",
+    ),
+}
+
+_NVML = {
+    "NVMLError_LibraryNotFound": "install the package of the driver's version that has libnvidia-ml.so.1 (Ubuntu: "
+    "libnvidia-compute-...), or put its folder into LD_LIBRARY_PATH; in a container set "
+    "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    "NVMLError_NoPermission": "run as a user who may open /dev/nvidiactl and every /dev/nvidia0, 1, ...",
+    "NVMLError_DriverNotLoaded": "make /dev/nvidiactl reachable: NVML opens it by that name",
+    "NVMLError_GpuIsLost": "sudo dmesg | grep -i xid  # why it fell off the bus; then reset it or reboot",
+    "NVMLError_ResetRequired": "sudo nvidia-smi --gpu-reset  # with no process on it; or reboot",
+    "NVMLError_Unknown": "start the container anew: one whose devices were taken away while it ran (systemctl "
+    "daemon-reload does that) says this; outside of one run nvidia-smi",
+}
+
+
+def absent(facts: Facts) -> Iterator[Finding]:
+    """Kernel module, libraries or both are not there."""
+    if blocked_by(facts) != "driver-absent":
+        return
+    driver = facts.driver
+    module, library = driver.module is not None, driver.cuda.error is None
+    gpus = listing(driver.pci) if driver.pci else ""
+    if facts.system.wsl:
+        cause = "CUDA's library of the Windows driver (libcuda.so.1 in /usr/lib/wsl/lib) is not there"
+        remedy = "install the NVIDIA driver on Windows, then run: wsl --update; wsl --shutdown"
+    elif module:
+        cause = f"the driver's kernel module {driver.module} is loaded and its libraries (libcuda.so.1) are not found"
+        remedy = (
+            f"on a host with the NVIDIA Container Toolkit: {with_capabilities(facts.system.container)}"
+            if facts.system.container
+            else f"sudo apt install libnvidia-compute-{_branch(driver.module)}  # or your system's package; if they "
+            "are there, put their folder into /etc/ld.so.conf.d and run sudo ldconfig"
+        )
+    elif library:
+        cause = "the driver's libraries are installed and its kernel module is not loaded"
+        remedy = (
+            "on the host: sudo modprobe nvidia"
+            if facts.system.container
+            else "sudo modprobe nvidia  # if it refuses, sudo dmesg says why: a new kernel wants it built anew, "
+            "Secure Boot wants it signed, nouveau has to be off"
+        )
+    elif gpus:
+        cause = (
+            f"an NVIDIA GPU is on the bus ({gpus}) and neither the driver's kernel module nor its libraries are here"
+        )
+        remedy = f"install the NVIDIA driver on the host, and start the container with: {start(facts.system.container)}"
+        if not facts.system.container:
+            remedy = "sudo ubuntu-drivers install  # or your system's package of the NVIDIA driver; then reboot"
+    else:
+        cause = "there is neither an NVIDIA GPU on the bus nor an NVIDIA driver"
+        remedy = "run on a machine with an NVIDIA GPU; memguard.init(..., simulate='h200') tries a budget without one"
+    yield Finding("driver-absent", Severity.ERROR, cause, state(facts), remedy)
+
+
+def container(facts: Facts) -> Iterator[Finding]:
+    """A container that was given no GPU, or not all that it takes to use one."""
+    given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
+    shown = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
+    blocked = blocked_by(facts)
+    if blocked == "container-without-gpu":
+        kind = facts.system.container
+        cause = f"the host has an NVIDIA driver and this container ({kind}) was given no GPU"
+        evidence = [*state(facts)]
+        if facts.system.wsl:
+            cause = f"this container ({kind}) was given no GPU: WSL's /dev/dxg is not in it"
+            evidence.append(f"/dev/dxg: {facts.driver.files.get('/dev/dxg', 'not there')}")
+        if kind == "apptainer":
+            cause = f"the host has an NVIDIA driver and this container ({kind}) was started without its libraries"
+        elif shown in ("", "void", "none"):
+            cause += f": NVIDIA_VISIBLE_DEVICES={shown} keeps them out"
+        if shown is not None:
+            evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
+        elif kind != "apptainer":  # which does not want it
+            evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
+        yield Finding("container-without-gpu", Severity.ERROR, cause, tuple(evidence), start(kind))
+    compute = blocked == "container-capabilities"
+    utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    if compute or utility:
+        lacks, what = ("compute", "CUDA (libcuda.so.1)") if compute else ("utility", "NVML (libnvidia-ml.so.1)")
+        yield Finding(
+            "container-capabilities",
+            Severity.ERROR if compute else without_init(facts),
+            f"the container was started without the driver capability {lacks!r} and has no {what}"
+            + ("" if compute else ", so that memory cannot be read and memguard.init fails"),
+            (
+                f"NVIDIA_DRIVER_CAPABILITIES={given} (environment)",
+                f"libcuda: {facts.driver.cuda.error}" if compute else f"NVML: {facts.driver.nvml.error}",
+            ),
+            with_capabilities(facts.system.container),
+        )
+
+
+def files(facts: Facts) -> Iterator[Finding]:
+    """Device files that are not there, or cannot be opened."""
+    if blocked_by(facts) != "device-files":
+        return
+    found = device_files(facts)
+    bad = {path: state for path, state in sorted(found.items()) if state != "ok"}
+    denied = [path for path, state in bad.items() if state in ("denied", "EPERM")]  # EPERM is a container's rule
+    broken = [path for path in bad if path not in denied]
+    if denied:
+        cause = f"this user may not open {listing(denied)}"
+        remedy = (
+            f"{start(facts.system.container)}  # mounting the files alone does not allow them"
+            if facts.system.container
+            else "sudo usermod -aG video $USER  # the group that ls -l /dev/nvidia* shows; then log in anew"
+        )
+    elif broken:
+        cause = f"opening {listing(broken)} fails with {listing(bad[path] for path in broken)}"
+        remedy = (
+            "sudo dmesg | grep -i -E 'nvrm|xid'  # what befell the GPU; then sudo nvidia-smi --gpu-reset, or reboot"
+        )
+    else:
+        needed = ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+        absent = [path for path in needed if path not in found]
+        if not any(re.search(r"\d$", path) for path in found):
+            absent.insert(0, "/dev/nvidia0")
+        are = "files {} are" if len(absent) > 1 else "file {} is"
+        cause = f"the kernel module is loaded and the device {are.format(listing(absent))} not there"
+        remedy = (
+            start(facts.system.container)
+            if facts.system.container
+            else "sudo nvidia-modprobe -c 0 && sudo nvidia-modprobe -u -c 0  # nvidia-persistenced does it at boot"
+        )
+    yield Finding(
+        "device-files",
+        Severity.ERROR,
+        cause,
+        (*(f"{path}: {state}" for path, state in sorted(found.items())), *said(facts)),
+        remedy,
+        next(iter(denied or broken), ""),
+    )
+
+
+def initialisation(facts: Facts) -> Iterator[Finding]:
+    """cuInit fails for a reason of its own, or libcuda cannot be loaded though it is there."""
+    if blocked_by(facts) != "cuda-init-failed":
+        return
+    cuda, broken = facts.driver.cuda, broken_off(facts)
+    if cuda.error is not None:
+        cause = "the driver's library libcuda.so.1 is there and cannot be loaded"
+        remedy = "install the NVIDIA driver again (its libraries are damaged, or of another architecture)"
+    elif broken is not None:
+        cause = f"the driver could not be asked: the process that does it {broken}"
+        remedy = "sudo dmesg | grep -i -E 'nvrm|xid'  # what befell the GPU or the driver; then reboot"
+        if "exit code" in broken:
+            remedy = "the last line that it said is above: repair the Python that memguard runs in"
+    elif cuda.init is None:
+        cause = "CUDA cannot be initialised: cuInit does not come back"
+        remedy = "sudo dmesg | grep -i -E 'nvrm|xid'  # what befell the GPU or the driver; then reboot"
+    else:
+        init = "CUDA_ERROR_NO_DEVICE" if cuda.init == "CUDA_SUCCESS" else cuda.init
+        if "/stubs/" in (cuda.path or ""):
+            init = "CUDA_ERROR_STUB_LIBRARY"  # a stub may not know the names of errors
+        why, remedy = _CAUSES.get(
+            init, (f"the driver answers {init}", "nvidia-smi; sudo dmesg | grep -i nvrm  # say more; then reboot")
+        )
+        cause = f"CUDA cannot be initialised: {why}"
+    hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    read = cuda.path or facts.driver.module is not None or facts.driver.files
+    evidence = (
+        *(state(facts) if read or broken is None else said(facts)),
+        *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
+    )
+    # A process of ours that failed says nothing about frameworks that work all the same.
+    works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
+    yield Finding("cuda-init-failed", Severity.WARNING if works else Severity.ERROR, cause, evidence, remedy)
+
+
+def nvml(facts: Facts) -> Iterator[Finding]:
+    """NVML refuses while CUDA works: frameworks run and nobody can say what memory is whose."""
+    read = facts.driver.nvml
+    missing = read.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    elsewhere = missing or read.error == "NVMLError_LibRmVersionMismatch"
+    if blocked_by(facts) is not None or not facts.driver.cuda.devices:
+        return
+    if read.error is not None and not elsewhere:
+        yield Finding(
+            "nvml-blocked",
+            without_init(facts),
+            f"CUDA works and NVML does not ({read.error}), so that memory cannot be read and memguard.init fails",
+            (
+                f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
+                *([f"library: {read.path}"] if read.path else []),
+                f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
+            ),
+            _NVML.get(read.error, "nvidia-smi  # asks NVML too and says more"),
+        )
+    yield from _cards(facts)
+
+
+def _cards(facts: Facts) -> Iterator[Finding]:
+    """GPUs that NVML counts and gives no handle for. Those of other jobs, which CUDA does not show, are no trouble."""
+    refused = [card for card in facts.driver.nvml.devices if card.error is not None]
+    known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
+    shown = [device.uuid for device in facts.driver.cuda.devices if not device.uuid.startswith("MIG-")]
+    unlisted = [uuid for uuid in shown if not any(same(uuid, other) for other in known)]
+    nodes = {card.index: facts.driver.files.get(f"/dev/nvidia{card.index}", "ok") for card in refused}
+    foreign = [
+        card
+        for card in refused
+        if card.error == "NVMLError_NoPermission" and (not unlisted or nodes[card.index] != "ok")
+    ]
+    for card in (card for card in refused if card not in foreign):
+        yield Finding(
+            "nvml-blocked",
+            without_init(facts) if unlisted else Severity.WARNING,
+            f"NVML counts GPU {card.index} and will not show it ({card.error})",
+            (f"NVML, GPU {card.index}: {card.error}", *(f"CUDA shows {uuid}, and NVML does not" for uuid in unlisted)),
+            _NVML.get(card.error or "", f"nvidia-smi -i {card.index}  # asks NVML too and says more"),
+            card.uuid or f"GPU {card.index}",
+        )
+    if foreign:
+        count = len(facts.driver.nvml.devices)
+        yield Finding(
+            "nvml-blocked",
+            Severity.INFO,
+            f"{len(foreign)} of the {count} GPUs that NVML counts {'is' if len(foreign) == 1 else 'are'} not this "
+            "process's to use, as where a scheduler or a container gives a job some of them",
+            tuple(
+                f"NVML, GPU {card.index}: {card.error}"
+                + ("" if nodes[card.index] == "ok" else f", /dev/nvidia{card.index}: {nodes[card.index]}")
+                for card in foreign
+            ),
+            "nothing to do",
+        )
+
+
+def windows(facts: Facts) -> Iterator[Finding]:
+    """WSL: what it cannot say, and a Linux driver over that of Windows."""
+    if not facts.system.wsl:
+        return
+    cuda = facts.driver.cuda
+    if blocked_by(facts) == "wsl":
+        yield Finding(
+            "wsl",
+            Severity.ERROR,
+            "under WSL the GPU is reached through the driver on Windows, and a Linux driver's libcuda is in its place",
+            (
+                f"libcuda: {cuda.path}",
+                *(f"also found: {path}" for path in cuda.candidates if path != cuda.path),
+                *said(facts),
+            ),
+            "sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*' && sudo ldconfig  # and /usr/lib/wsl/lib first in "
+            "LD_LIBRARY_PATH",
+            cuda.path or "",
+        )
+    elif blocked_by(facts) is None:
+        yield Finding(
+            "wsl",
+            Severity.INFO,
+            "under WSL NVML does not say which process holds how much, so that the ledger shows that as unknown",
+            (f"kernel: {facts.system.kernel}", f"libcuda: {cuda.path}"),
+            "nothing to do; the budget's caps hold all the same",
+        )
+
+
+def _no_utility(facts: Facts) -> bool:
+    return facts.system.container is not None and not capable(facts, "utility")
+
+
+def _branch(module: str | None) -> str:
+    return (module or "").partition(".")[0] or "..."
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
+    absent,
+    container,
+    files,
+    mismatch,
+    forward,
+    initialisation,
+    too_old_for,
+    minor,
+    nvml,
+    windows,
+)

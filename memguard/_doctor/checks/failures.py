@@ -1,0 +1,200 @@
+"""What went wrong in a probe and nothing else explains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from memguard._doctor.checks import import_order
+from memguard._doctor.checks.cpu_only import kept_off, without_cuda
+from memguard._doctor.checks.cudnn import too_old
+from memguard._doctor.checks.libraries import without_libraries
+from memguard._doctor.checks.noise import meaning
+from memguard._doctor.checks.numpy import fails_of_numpy
+from memguard._doctor.checks.phrases import ended, full_name, how_it_ended, killed, last_line, listing
+from memguard._doctor.checks.shared import explained, out_of_memory
+from memguard._doctor.collect.missing_libraries import missing
+from memguard._doctor.facts import Facts, Framework, Probe, Stage
+from memguard._doctor.finding import Finding, Severity
+
+NO_NVCC = re.compile(r"nvcc was not found|No such file or directory: '[^']*nvcc'|error invoking '[^']*nvcc")
+NO_COMPILER = re.compile(
+    r"Failed to find C compiler|nvcc fatal *: Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus)['\"]?: "
+    r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
+)
+
+_APART = "Run them in processes of their own, or try another order of their imports"
+_OUTSIDE = "Mostly for want of host memory: `dmesg | grep -i oom` tells, or the memory limit of the container"
+
+
+def elsewhere(found: Framework) -> bool:
+    """It was imported from outside the folder that its package is installed in."""
+    if found.path is None or not found.folder:
+        return False
+    return not found.path.startswith(found.folder.rstrip("/") + "/")
+
+
+def _known(facts: Facts, name: str) -> bool:
+    """Another finding is about why it fails."""
+    found = facts.frameworks[name]
+    return (
+        explained(facts, name)
+        or without_libraries(facts, name)
+        or too_old(found)
+        or fails_of_numpy(facts, name)
+        or elsewhere(found)
+        or without_cuda(facts, name)
+        or _lacks_a_tool(found)
+    )
+
+
+def _lacks_a_tool(found: Framework) -> bool:
+    failed = found.probe.failed if found.probe is not None else None
+    error = failed.error or "" if failed is not None else ""
+    return NO_NVCC.search(error) is not None or NO_COMPILER.search(error) is not None
+
+
+STEPS = ("import", "devices", "compute")
+
+
+def step(probe: Probe, steps: tuple[str, ...]) -> str:
+    """The step it was in: only those that ended are in the facts."""
+    ended_ones = {stage.name for stage in probe.stages}
+    following = next((step for step in steps if step not in ended_ones), None)
+    return f"in the step {following}" if following is not None else "at its end"
+
+
+def _said(probe: Probe) -> tuple[str, ...]:
+    """The end of what it said, without what is known to be harmless."""
+    lines = [last_line(text) for text in probe.said if meaning(text) is None]
+    return tuple(filter(None, lines[-6:]))
+
+
+def _error(stage: Stage) -> str:
+    line, kind = last_line(stage.error or ""), (stage.kind or "").removeprefix("builtins.")
+    return line if not kind or line.startswith(kind.rpartition(".")[2]) else f"{kind}: {line}"
+
+
+def _in_a_sentence(stage: Stage) -> str:
+    return re.sub(r"[.!?]+\s+", "; ", _error(stage)).rstrip(".!?")
+
+
+def _remedy(name: str, failed: Stage, absent: tuple[str, ...]) -> str:
+    if absent:
+        return (
+            f"install the package that has {absent[0]} (apt-file search {absent[0]} names Debian's), or put its folder "
+            "into LD_LIBRARY_PATH"
+        )
+    if failed.name == "import":
+        return f"python -c 'import {name}' shows the whole of it"
+    return f"Look for this text in the issues of {name}; a few lines that do the same show the whole error"
+
+
+def framework_fails(facts: Facts) -> Iterator[Finding]:
+    """An exception in a step, or no GPU where CUDA has one."""
+    for name, found in facts.frameworks.items():
+        probe = found.probe
+        if probe is None or probe.hung or ended(probe) or _known(facts, name):
+            continue
+        failed = probe.failed
+        if failed is not None:
+            absent = missing([failed.error or ""])
+            yield Finding(
+                "framework-fails",
+                Severity.ERROR,
+                f"{full_name(facts, name)} fails in the step {failed.name}: "
+                + (f"{listing(absent)} is missing" if absent else _in_a_sentence(failed)),
+                (f"{name}, {failed.name}: {_error(failed)}", *_said(probe)),
+                _remedy(name, failed, absent),
+                name,
+            )
+        elif failed is None and found.gpus == 0 and facts.driver.cuda.devices and not kept_off(facts, name):
+            yield Finding(
+                "framework-fails",
+                Severity.ERROR,
+                f"{full_name(facts, name)} sees no GPU where CUDA sees {len(facts.driver.cuda.devices)}",
+                (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_said(probe)),
+                f"See what {name} says on stderr when it is imported; reinstall it where it says nothing",
+                name,
+            )
+    yield from _together(facts)
+
+
+def _fine(facts: Facts, names: tuple[str, ...]) -> bool:
+    """Each of them is, alone."""
+    probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
+    return all(probe is None or not (probe.failed or probe.hung or ended(probe)) for probe in probes)
+
+
+def _together(facts: Facts) -> Iterator[Finding]:
+    """An exception in a process of several that none of them raises alone."""
+    for together in facts.together:
+        failed = together.probe.failed
+        if failed is None or not _fine(facts, together.order) or import_order.breaks(facts, together):
+            continue
+        if out_of_memory(failed) or any(explained(facts, name) for name in together.order):
+            continue
+        names = listing(together.order)
+        yield Finding(
+            "framework-fails",
+            Severity.ERROR,
+            f"{failed.name} fails in a process with {names}, and not alone: {_in_a_sentence(failed)}",
+            (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
+            _APART,
+            ", ".join(together.order),
+        )
+
+
+def probe_crashed(facts: Facts) -> Iterator[Finding]:
+    for name, found in facts.frameworks.items():
+        if found.probe is not None and ended(found.probe) and not _known(facts, name):
+            what = f"a process that only imports and uses {full_name(facts, name)}"
+            where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
+            remedy = f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries"
+            yield _crashed(name, what, step(found.probe, STEPS), where, found.probe, remedy)
+    if any(import_order.findings(facts)):
+        return
+    for together in facts.together:
+        if ended(together.probe) and _fine(facts, together.order):
+            what = f"a process of {listing(together.order)}"
+            at = f"{step(together.probe, together.order)}, and alone each works"
+            where = f"{' then '.join(together.order)}: the process", ""
+            yield _crashed(", ".join(together.order), what, at, where, together.probe, _APART)
+
+
+def _crashed(subject: str, what: str, at: str, where: tuple[str, str], probe: Probe, remedy: str) -> Finding:
+    """`where`: what the line of evidence says before and after how it ended."""
+    how = how_it_ended(probe)
+    return Finding(
+        "probe-crashed",
+        Severity.ERROR,
+        f"{what} {how}, {at}",
+        (f"{where[0]} {how}{where[1]}", *_said(probe)),
+        _OUTSIDE if killed(probe) else remedy,
+        subject,
+    )
+
+
+def probe_hung(facts: Facts) -> Iterator[Finding]:
+    for name, found in facts.frameworks.items():
+        if found.probe is not None and found.probe.hung and not explained(facts, name):
+            yield _hung(name, full_name(facts, name), found.probe, STEPS)
+    for together in facts.together:
+        if together.probe.hung and _fine(facts, together.order):
+            names = listing(together.order)
+            yield _hung(", ".join(together.order), names, together.probe, together.order)
+
+
+def _hung(subject: str, what: str, probe: Probe, steps: tuple[str, ...]) -> Finding:
+    return Finding(
+        "probe-hung",
+        Severity.ERROR,
+        f"{what} did not finish within {probe.seconds:.0f} s, {step(probe, steps)}, and was stopped",
+        (
+            *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages),
+            f"{subject}: stopped after {probe.seconds:.1f} s",
+            *_said(probe),
+        ),
+        "memguard doctor --timeout 300 tells slow from stuck: kernels compiled at a first start can take minutes",
+        subject,
+    )

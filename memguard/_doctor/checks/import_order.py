@@ -1,0 +1,96 @@
+"""TensorFlow imported before PyTorch, each for another CUDA: PyTorch then finds a function of TensorFlow's CUDA.
+
+Measured with TensorFlow for CUDA 12 and PyTorch for CUDA 13: PyTorch reads its GPU's properties wrongly (1
+multiprocessor instead of 132) and dies of SIGFPE in its first matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from memguard._doctor.checks.phrases import broken, built_for, ended, how_it_ended, killed
+from memguard._doctor.facts import Facts, Together
+from memguard._doctor.finding import Finding, Severity
+
+_CURE = "`import torch` before `import tensorflow`, or memguard.init(...) with both in the budget above the two imports"
+
+
+def _before(order: Sequence[str]) -> bool:
+    """TensorFlow stands before PyTorch in it."""
+    return "tensorflow" in order and "torch" in order and order.index("tensorflow") < order.index("torch")
+
+
+def _right(facts: Facts) -> int | None:
+    """GPU 0's multiprocessors: the driver's word, else what PyTorch reads when it is alone."""
+    if facts.driver.cuda.devices:
+        return facts.driver.cuda.devices[0].multiprocessors
+    torch = facts.frameworks.get("torch")
+    return torch.multiprocessors[0] if torch is not None and torch.multiprocessors else None
+
+
+def breaks(facts: Facts, together: Together) -> bool:
+    """PyTorch read wrongly or died there: of itself, not for want of host memory."""
+    count, right = together.multiprocessors.get("torch"), _right(facts)
+    return (ended(together.probe) and not killed(together.probe)) or (
+        count is not None and right is not None and count != right
+    )
+
+
+def _witness(facts: Facts) -> Together | None:
+    """The probe that had the two in that order and broke, where neither alone nor the other order does."""
+    if any(broken(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks):
+        return None
+    if any(breaks(facts, each) for each in facts.together if not _before(each.order) and "torch" in each.order):
+        return None
+    return next((each for each in facts.together if _before(each.order) and breaks(facts, each)), None)
+
+
+def _imported(facts: Facts) -> tuple[str, str] | None:
+    """Who imports them in that order without a cure, and the line of evidence."""
+    process, script = facts.process, facts.script
+    if process is not None and not process.budget:
+        tops = [module.partition(".")[0] for module in process.modules]
+        if _before(tops):
+            return "this process", "this process has imported tensorflow before torch (sys.modules)"
+    if script is not None:
+        tops = [module.partition(".")[0] for module, _ in script.imports]
+        lines = {module.partition(".")[0]: line for module, line in reversed(script.imports)}
+        if _before(tops) and "memguard" not in tops[: tops.index("tensorflow")]:
+            said = f"{script.path}: line {lines['tensorflow']} imports tensorflow, line {lines['torch']} torch"
+            return script.path, said
+    return None
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    witness = _witness(facts)
+    if witness is None:
+        return
+    count, right, who = witness.multiprocessors.get("torch"), _right(facts), _imported(facts)
+    budget = facts.budget is not None and {"tensorflow", "torch"} <= set(facts.budget.frameworks)
+    cured = budget and (who is None or who[0] != "this process")
+    severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
+    does = "dies" if ended(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
+    built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
+    yield Finding(
+        "import-order",
+        severity,
+        f"torch {does} in a process that has imported tensorflow before it, because it then finds functions of "
+        "tensorflow's CUDA in place of its own" + (": this budget cures it" if cured else ""),
+        tuple(
+            filter(
+                None,
+                (
+                    f"a process that imported {' then '.join(witness.order)} {how_it_ended(witness.probe)}"
+                    if ended(witness.probe)
+                    else "",
+                    f"GPU 0's multiprocessors as torch counts them there: {count}; in truth: {right}"
+                    if count is not None and count != right
+                    else "",
+                    *(built_for(facts, name) for name in built),
+                    who[1] if who is not None else "",
+                ),
+            )
+        ),
+        "Nothing to do while memguard has both in its budget" if cured else _CURE,
+        "torch",
+    )

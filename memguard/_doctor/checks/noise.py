@@ -1,0 +1,71 @@
+"""Messages that read like errors and are none. Sources: docs/doctor/harmless-message.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from memguard._doctor.checks.phrases import listing
+from memguard._doctor.facts import Facts
+from memguard._doctor.finding import Finding, Severity
+
+HARMLESS: tuple[tuple[str, str], ...] = (
+    (
+        r"Unable to register cu(DNN|FFT|BLAS) factory",
+        "a second copy of XLA in this process keeps the first's libraries",
+    ),
+    (r"computation.placer already registered", "the same, for XLA's placement of programs"),
+    (r"NUMA node read from SysFS had negative value", "the machine names no NUMA node for the GPU, zero is taken"),
+    (r"could not open file to read NUMA node", "the kernel tells no NUMA node for the GPU, zero is taken"),
+    (r"TF-TRT Warning: (Could not find TensorRT|Cannot dlopen some TensorRT libraries)", "TensorRT is optional"),
+    (r"(?:TensorFlow|This TensorFlow) binary is optimized", "a note on the CPU instructions that TensorFlow uses"),
+    (r"oneDNN custom operations are on", "a note on rounding on the CPU"),
+    (r"All log messages before absl::InitializeLog\(\)", "a note of the logging library"),
+    (r"Delay kernel timed out: measured time has sub-optimal accuracy", "one timing while kernels are chosen is rough"),
+    (r"Skipping the delay kernel", "timings while kernels are chosen are rough"),
+    (
+        r"NumbaPerformanceWarning:.*(low occupancy|under-utilization)",
+        "a kernel with few blocks, as small examples have",
+    ),
+    (r"disabling MLIR crash reproducer", "a facility for XLA's developers is off"),
+    (r"Loaded cuDNN version \d+", "a note of XLA"),
+    (r"Created device /job:localhost.* with \d+ MB memory", "TensorFlow says how much it may take"),
+    (r"This process is running with a very low file descriptor limit|Compiled cluster using XLA!", "a note of XLA"),
+)
+
+_RULES = tuple((re.compile(pattern), meaning) for pattern, meaning in HARMLESS)
+
+
+def meaning(line: str) -> str | None:
+    """What a harmless line means; None where it is not known to be harmless."""
+    return next((said for pattern, said in _RULES if pattern.search(line)), None)
+
+
+def _short(line: str) -> str:
+    """Without time, process and place."""
+    message = re.sub(r"^.*?\.(?:cc|py):\d+[\]:] *", "", line.strip())
+    return message if len(message) <= 100 else message[:100].rpartition(" ")[0] + " …"
+
+
+def harmless_message(facts: Facts) -> Iterator[Finding]:
+    """One finding for all that were seen."""
+    seen: dict[str, tuple[str, str]] = {}
+    who: dict[str, None] = {}
+    for name, probe in facts.probes():
+        for line in probe.said:
+            said = meaning(line)
+            if said is not None:
+                seen.setdefault(said, (name, line))
+                who.update(dict.fromkeys(name.split(" then ")) if name not in facts.frameworks else {name: None})
+    if seen:
+        what = f"{len(seen)} kinds of message look like errors" if len(seen) > 1 else "a message looks like an error"
+        yield Finding(
+            "harmless-message",
+            Severity.INFO,
+            f"{what} and {'mean' if len(seen) > 1 else 'means'} no harm, from {listing(who)}",
+            tuple(f"{name}: {_short(line)} ({said})" for said, (name, line) in seen.items()),
+            "Nothing to do",
+        )
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (harmless_message,)

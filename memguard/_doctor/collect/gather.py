@@ -1,0 +1,252 @@
+"""Reads the facts: the driver, what is installed, and each framework at work, all in processes of their own."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memguard._doctor.bounds import clip, printable
+from memguard._doctor.collect import answers, machine
+from memguard._doctor.facts import BudgetFacts, Driver, Facts
+from memguard._doctor.probes import main
+from memguard.errors import FactsError, PlanError
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
+    from memguard._doctor.collect.processes import Ended
+
+ORDER = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
+"""In which they get on with each other in one process: PyTorch before TensorFlow."""
+_LONGEST = ("tensorflow", "jax", "torch", "numba", "cupy", "pycuda")
+_TENSORFLOW_FIRST = ("tensorflow", "torch")
+_EACH = 1536 << 20
+"""Bytes of a GPU that a probe may take: context, modules and libraries of all six at once."""
+
+
+def facts(
+    budget: Budget | None,
+    *,
+    frameworks: Sequence[str] | None,
+    timeout: float,
+    here: bool,
+    python: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    script: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Facts:
+    """What there is to know. Each process is stopped after `timeout` seconds; `say` gets a line as each one ends.
+
+    `frameworks`: only those; else those that the budget names; else all that are installed. `here`: this process too.
+    `python` and `environ` are those of the program in question, where they are not this process's. `script` is its
+    file, which is read. Raises FactsError where that Python cannot be started, and for a name that no framework
+    has.
+    """
+    if not sys.executable:
+        raise FactsError(
+            "this Python runs inside of another program and has no executable that a process could be started with\n"
+            "    fix: run `memguard doctor` in a shell, with the environment of that program"
+        )
+    machine.require_linux()
+    unknown = [name for name in frameworks or () if name not in ORDER]
+    if unknown:
+        raise FactsError(f"no framework has the name {unknown[0]!r}\n    fix: one of {', '.join(ORDER)}")
+    started = time.monotonic()
+    environ = dict(os.environ if environ is None else environ)
+    stop = threading.Event()
+    asked = _Asked(
+        tuple(python or (sys.executable,)),
+        machine.clean(environ),
+        timeout,
+        stop,
+        tuple(entry for entry in sys.path if isinstance(entry, str)) if here and python is None else (),
+        _folder(script) if script is not None else None,
+        say or (lambda line: None),
+    )
+    try:
+        driver, installed = _first(asked)
+        wanted = tuple(frameworks) if frameworks is not None else _named(budget)
+        names = [name for name in ORDER if (name in wanted if wanted is not None else installed.path(name))]
+        ended = _probe(asked, driver, [name for name in names if installed.path(name)])
+    finally:
+        stop.set()
+    level = machine.level(environ)
+    found = Facts(
+        memguard=str(getattr(sys.modules["memguard"], "__version__", "")),
+        time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        system=machine.system(environ, installed.python, installed.executable),
+        environment=machine.environment(environ),
+        tools=machine.tools(environ),
+        packages=installed.packages,
+        driver=driver,
+        frameworks={name: answers.framework(installed.frameworks.get(name, {}), ended.get((name,))) for name in names},
+        together=tuple(answers.together(order, how, level) for order, how in ended.items() if len(order) > 1),
+        process=_here(driver) if here else None,
+        script=_script(script),
+        budget=_budget(budget, driver),
+        seconds={
+            **asked.seconds,
+            "total": round(time.monotonic() - started, 3),
+        },
+    )
+    plain = machine.without_home(found.model_dump(mode="json"), machine.homes(environ))
+    return Facts.model_validate(clip(plain))
+
+
+@dataclass
+class _Asked:
+    """What all processes have in common."""
+
+    python: tuple[str, ...]
+    environ: Mapping[str, str]
+    timeout: float
+    stop: threading.Event
+    path: tuple[str, ...]
+    first: str | None
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, probes: Sequence[str], *, name: str, timeout: float | None = None) -> Ended:
+        """Probes in one process of the interpreter in question."""
+        # As many programs begin; TensorFlow's import alone brings its CUDA runtime.
+        until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
+        spec = {"probes": list(probes), "until": until, "path": list(self.path), "first": self.first}
+        command = (*self.python, "-c", main.BOOT, main.__file__)
+        return self._watched(name, command, spec, timeout or self.timeout)
+
+    def survey(self) -> Ended:
+        """The driver's own, which needs memguard and so this interpreter."""
+        code = (
+            f"{main.ALARM}import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
+            "from memguard._devices import survey; fd = os.dup(spec['fd']); survey.main(spec['fd'], spec['without']); "
+            'os.write(fd, b\'{"done": "driver"}\\n\')'
+        )
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        spec = {"path": path, "without": [os.getpid()]}
+        return self._watched("driver", (sys.executable, "-c", code), spec, self.timeout)
+
+    def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:
+        from memguard._doctor.collect.processes import (
+            watch,  # of Linux only: elsewhere its import would hide the reason
+        )
+
+        try:
+            ended = watch(command, spec, self.environ, timeout, self.stop)
+        except OSError as error:
+            raise FactsError(
+                f"{command[0]} cannot be started: {error.strerror or error}\n"
+                f"    fix: name a Python that there is: `{shlex.quote(command[0])} -c pass` has to work"
+            ) from None
+        self.seconds[name] = ended.seconds
+        how = f"stopped after {ended.seconds:.0f} s" if ended.hung else ended.signal or f"{ended.seconds:.1f} s"
+        self.say(f"{name}: {how}")
+        return ended
+
+
+def _first(asked: _Asked) -> tuple[Driver, answers.Installed]:
+    """Driver and inventory: what the rest depends on."""
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            survey = pool.submit(asked.survey)
+            inventory = pool.submit(asked.run, ["inventory"], name="inventory")
+            return answers.driver(survey.result()), answers.installed(inventory.result(), asked.python)
+        except BaseException:  # Ctrl-C: leaving the pool waits for what runs in it
+            asked.stop.set()
+            raise
+
+
+def _folder(script: str) -> str | None:
+    """Where a program lies; None in a current folder that was deleted."""
+    try:
+        return os.path.dirname(os.path.abspath(script))
+    except OSError:
+        return None
+
+
+def _named(budget: Budget | None) -> tuple[str, ...] | None:
+    return tuple(budget.frameworks) if budget is not None else None
+
+
+def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
+    """Each framework alone; where there is a GPU also all of them at once, and PyTorch after TensorFlow."""
+    several: list[tuple[str, ...]] = []
+    if driver.cuda.devices and len(names) > 1:
+        several.append(tuple(names))
+        if "torch" in names and "tensorflow" in names:
+            several.append(_TENSORFLOW_FIRST)
+    orders = [*several, *((name,) for name in sorted(names, key=_LONGEST.index))]
+    with ThreadPoolExecutor(at_once(driver, len(orders), _cpus())) as pool:
+        try:
+            waiting: dict[tuple[str, ...], Future[Ended]] = {
+                order: pool.submit(
+                    asked.run,
+                    order,
+                    name=" then ".join(order),
+                    timeout=asked.timeout * (2 if len(order) > 1 else 1),
+                )
+                for order in orders
+            }
+            return {order: future.result() for order, future in waiting.items()}
+        except BaseException:
+            asked.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def at_once(driver: Driver, probes: int, cpus: int) -> int:
+    """How many probes may run at a time: one each for a CPU and for the memory it may need on the fullest GPU.
+
+    Only one where a GPU lets one process in at a time.
+    """
+    visible = {device.uuid for device in driver.cuda.devices}
+    gpus = [device for device in driver.nvml.devices if device.uuid in visible]
+    if any(device.mode == "Exclusive_Process" for device in gpus):
+        return 1
+    room = [device.free // _EACH for device in gpus if device.free is not None]
+    return max(1, min([probes, cpus, *room]))
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _here(driver: Driver) -> Any:
+    from memguard._doctor.collect import this_process
+
+    return this_process.process(device.uuid for device in driver.nvml.devices if device.uuid)
+
+
+def _script(path: str | None) -> Any:
+    from memguard._doctor.collect import script
+
+    return None if path is None else script.read(path)
+
+
+def _budget(budget: Budget | None, driver: Driver) -> BudgetFacts | None:
+    from memguard import _policy
+
+    if budget is None:
+        return None
+    limits: dict[str, int] = {}
+    errors: tuple[str, ...] = ()
+    devices = answers.devices(driver)
+    if devices:
+        try:
+            limits = {part.device.uuid: part.limit for part in _policy.plan(budget, devices).devices}
+        except PlanError as error:
+            errors = tuple(problem.render(error.source) for problem in error.problems)
+    return BudgetFacts(
+        source=printable(budget.source or "budget"),
+        frameworks=tuple(budget.frameworks),
+        limits=limits,
+        errors=errors,
+    )

@@ -1,0 +1,132 @@
+"""The process that called `memguard.doctor()`: what it has loaded, holds and has swapped. Looks, and starts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from memguard._devices import contexts
+from memguard._devices.nvml import Nvml
+from memguard._doctor.facts import Process
+from memguard._doctor.probes.main import libraries
+from memguard.errors import DeviceError
+
+_MODULES = {
+    "torch", "tensorflow", "jax", "jaxlib", "cupy", "pycuda", "pycuda.driver", "pycuda.autoinit",
+    "pycuda.autoprimaryctx", "pycuda.gl.autoinit", "numba", "numba.cuda", "rmm", "keras",
+}  # fmt: skip
+
+
+def process(uuids: Iterable[str]) -> Process:
+    """This process; `uuids` are the GPUs' that NVML knows."""
+    from memguard import _api
+
+    guard = _api._active
+    return Process(
+        modules=tuple(name for name in list(sys.modules) if name in _MODULES),
+        libraries=tuple(libraries()),
+        contexts=_bytes(uuids),
+        foreign_context=_foreign(),
+        allocators=allocators(sys.modules),
+        budget=guard is not None and guard.active,
+    )
+
+
+def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
+    """By the UUID of each GPU that this process has a context on; None where NVML does not list it, or gives no bytes.
+
+    NVML lists the PIDs of the host, among which a process in a container does not find its own.
+    """
+    found: dict[str, int | None] = {}
+    nvml = Nvml()
+    try:
+        for uuid in uuids:
+            with contextlib.suppress(DeviceError):
+                processes = nvml.processes(uuid)
+                if os.getpid() in processes:
+                    found[uuid] = processes[os.getpid()]
+    finally:
+        nvml.close()
+    with contextlib.suppress(DeviceError):
+        for uuid, ordinal in contexts.ordinals().items():
+            if contexts.active(ordinal) is not False or contexts.current() == ordinal:
+                found.setdefault(uuid, None)
+    return found
+
+
+def _foreign() -> bool | None:
+    """Whether this thread's context, or the one that `pycuda.autoinit` made, is no GPU's primary one; None if unknown.
+
+    The current one alone would not do: a first call of the runtime, as torch's, puts the primary one in its place.
+    """
+    if "pycuda.driver" not in sys.modules or not contexts.initialised():
+        return None
+    made = getattr(getattr(sys.modules.get("pycuda.autoinit"), "context", None), "handle", None)
+    with contextlib.suppress(OSError, AttributeError, DeviceError):
+        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
+        now = ctypes.c_void_p()
+        known = {int(made)} if isinstance(made, int) else set()
+        if not driver.cuCtxGetCurrent(ctypes.byref(now)) and now.value:
+            known.add(now.value)
+        if known:
+            return not known <= _primaries(driver)
+    return None
+
+
+def _primaries(driver: ctypes.CDLL) -> set[int]:
+    """The handles of the primary contexts that exist in this process. Makes none."""
+    found = set()
+    for ordinal in contexts.ordinals().values():
+        handle, device = ctypes.c_void_p(), ctypes.c_int()
+        if contexts.active(ordinal) and not driver.cuDeviceGet(ctypes.byref(device), ordinal):
+            if driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), device):
+                continue
+            driver.cuDevicePrimaryCtxRelease_v2(device)
+            found.add(handle.value or 0)
+    return found
+
+
+def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
+    """What stands in for a framework's own allocator, by framework. Asks none that is not imported."""
+    found: dict[str, str | None] = {}
+    for name, ask in (("torch", _torch), ("cupy", _cupy), ("numba", _numba)):
+        try:
+            found[name] = ask(modules)
+        except Exception:  # of a version that has it elsewhere: unknown
+            found[name] = None
+    return {name: swapped for name, swapped in found.items() if swapped is not None}
+
+
+def _torch(modules: Mapping[str, Any]) -> str | None:
+    memory = modules.get("torch.cuda.memory")
+    if memory is None or not hasattr(modules["torch"]._C, "_cuda_getAllocatorBackend"):
+        return None
+    backend = str(memory.get_allocator_backend())
+    return None if backend == "native" else backend
+
+
+def _cupy(modules: Mapping[str, Any]) -> str | None:
+    cupy = modules.get("cupy")
+    if cupy is None:
+        return None
+    allocator = cupy.cuda.get_allocator()
+    pool = getattr(allocator, "__self__", None)
+    if pool is not None and pool is cupy.get_default_memory_pool():
+        return None
+    owner = type(pool) if pool is not None else allocator
+    name = getattr(owner, "__qualname__", type(allocator).__qualname__)
+    module = str(getattr(owner, "__module__", type(allocator).__module__))
+    return None if module.startswith("memguard.") else f"{module}.{name}"
+
+
+def _numba(modules: Mapping[str, Any]) -> str | None:
+    driver = modules.get("numba.cuda.cudadrv.driver")
+    manager = getattr(driver, "_memory_manager", None)
+    if manager is None or manager is getattr(driver, "NumbaCUDAMemoryManager", None):
+        return None
+    cls = manager if isinstance(manager, type) else type(manager)
+    return None if cls.__module__.startswith("memguard.") else f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,25 @@
+"""Facts in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from memguard._doctor.checks import build, devices, driver, libraries, memory, noise
+from memguard._doctor.facts import Facts
+from memguard._doctor.finding import Finding
+
+Check = Callable[[Facts], Iterable[Finding]]
+CHECKS: tuple[Check, ...] = (
+    *driver.CHECKS,
+    *devices.CHECKS,
+    *libraries.CHECKS,
+    *build.CHECKS,
+    *memory.CHECKS,
+    *noise.CHECKS,
+)
+
+
+def examine(facts: Facts, ignore: Collection[str] = ()) -> tuple[Finding, ...]:
+    """What the facts amount to: errors first, otherwise in the order of the checks. Names in `ignore` are left out."""
+    found = [finding for check in CHECKS for finding in check(facts) if finding.name not in ignore]
+    return tuple(sorted(dict.fromkeys(found), key=lambda finding: finding.severity.rank))

@@ -1,0 +1,22 @@
+"""The pages of the findings, as `memguard doctor --explain` prints them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memguard._findings import known
+from memguard.errors import MemguardError
+
+_PAGES = Path(__file__).resolve().parent / "pages"
+"""In a checkout a link to docs/doctor, in an installed package the files themselves."""
+
+
+def page(name: str) -> str:
+    """The text of a finding's page. Raises MemguardError for a name that there is not."""
+    known([name])
+    try:
+        return (_PAGES / f"{name}.md").read_text(encoding="utf-8")
+    except OSError as error:
+        raise MemguardError(
+            f"the page of {name} is not installed\n    fix: install memguard again, or read docs/doctor/{name}.md"
+        ) from error

@@ -1,0 +1,89 @@
+"""What is installed in the interpreter in question, and where `import` would find it. Imports no framework."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from memguard._doctor.probes.main import Report
+
+_PACKAGES = re.compile(
+    r"^(torch|pytorch|tensorflow|tf-nightly|tf-keras|keras|jax|cupy|pycuda|numba|numpy|triton|nvidia-|cuda-|rmm|librmm"
+    r"|cudnn|cupti|onnxruntime|memguard)"
+)
+_MODULES = {
+    "torch": r"torch",
+    "tensorflow": r"tensorflow|tf-nightly",
+    "jax": r"jax",
+    "cupy": r"cupy",
+    "pycuda": r"pycuda",
+    "numba": r"numba",
+}
+
+
+def probe(report: Report) -> None:
+    with report.stage("inventory"):
+        report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
+        distributions = list(_distributions())  # in the order of the path, where the first of a name is imported
+        report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
+        for module, pattern in _MODULES.items():
+            ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
+            # Those further down the path are not what `import` finds.
+            ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]
+            path = _found(module)
+            folder = _folder(ours[0][1], module, path) if ours else None
+            report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
+
+
+def _distributions() -> Any:
+    seen = set()
+    for distribution in importlib.metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        place = (name, _place(distribution))
+        # The same folder may be on the path twice; and a name that is none was written by nobody's packager.
+        if re.fullmatch(r"[a-z0-9_][a-z0-9_.+-]{0,199}", name) and place not in seen:
+            seen.add(place)
+            yield name, distribution
+
+
+def _place(distribution: Any) -> str:
+    return os.path.realpath(str(distribution.locate_file("")))
+
+
+def _installs(distribution: Any, module: str, name: str) -> bool:
+    record = distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")
+    if record:
+        return bool(re.search(rf"^(\.\./)*{module}/__init__\.py(,|$)", record, re.MULTILINE)) or name == module
+    top = distribution.read_text("top_level.txt")
+    return module in top.split() if top else name == module
+
+
+def _folder(distribution: Any, module: str, path: str | None) -> str | None:
+    """Where the distribution puts modules, as `path` writes it; None for an editable one, whose are elsewhere."""
+    with contextlib.suppress(ValueError, AttributeError):
+        if json.loads(distribution.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"):
+            return None
+    folder = os.path.normpath(str(distribution.locate_file("")))
+    with contextlib.suppress(OSError):  # the same by another name: lib64 for lib, links of uv's
+        if path is not None and os.path.samefile(os.path.join(folder, module), os.path.dirname(path)):
+            return os.path.dirname(os.path.dirname(path))
+    return folder
+
+
+def _found(module: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)

@@ -1,0 +1,286 @@
+"""A checkup as a screen of text, and as plain data.
+
+The verdict first; then what was found, the worst first; then each framework in a line; then what is only worth knowing.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from memguard._doctor.checks.cpu_only import kept_off
+from memguard._doctor.checks.failures import STEPS, step
+from memguard._doctor.checks.phrases import broken, ended, listing
+from memguard._doctor.checks.shared import computes
+from memguard._doctor.examine import examine
+from memguard._doctor.facts import Facts, Framework, Probe
+from memguard._doctor.finding import Finding, Severity
+from memguard._units import format_size
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from memguard._doctor import Checkup
+
+WIDTH = 80
+_CELL = 24
+"""Characters of a version in the table: that of a build of one's own can be longer than the screen."""
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
+_GLUE = "\N{NO-BREAK SPACE}"
+
+Piece = tuple[str, str]
+"""Style and text."""
+Line = list[Piece]
+
+
+def text(checkup: Checkup, *, brief: bool = False) -> str:
+    """For files, pipes and `str`: no colours. `brief` as in `lines`."""
+    return "\n".join("".join(piece for _, piece in line) for line in lines(checkup, brief=brief))
+
+
+def rich(checkup: Checkup, *, brief: bool = False) -> Text:
+    """For terminals. `brief` as in `lines`."""
+    from rich.text import Text
+
+    out = Text(no_wrap=True, overflow="ignore")
+    for number, line in enumerate(lines(checkup, brief=brief)):
+        out.append("\n" if number else "")
+        for style, piece in line:
+            out.append(piece, style)
+    return out
+
+
+def as_dict(checkup: Checkup) -> dict[str, Any]:
+    """Plain data; the facts themselves are what `--dump-facts` prints."""
+    facts = checkup.facts
+    return {
+        "memguard_doctor": 1,
+        "healthy": checkup.healthy,
+        "verdict": verdict(checkup),
+        "findings": [
+            {
+                "name": finding.name,
+                "severity": str(finding.severity),
+                "subject": finding.subject,
+                "cause": finding.cause,
+                "evidence": list(finding.evidence),
+                "remedy": finding.remedy,
+                "page": finding.page,
+            }
+            for finding in checkup.findings
+        ],
+        "ignored": list(checkup.ignored),
+        "not_installed": list(checkup.not_installed),
+        "frameworks": {
+            name: {
+                "works": works(framework),
+                "state": state(framework, facts, name),
+                "version": framework.version,
+                "cuda": framework.cuda,
+                "seconds": framework.probe.seconds if framework.probe is not None else None,
+            }
+            for name, framework in facts.frameworks.items()
+        },
+        "probes": dict(facts.seconds),
+    }
+
+
+def verdict(checkup: Checkup) -> str:
+    """In one sentence: what works and what does not."""
+    facts = checkup.facts
+    good = [name for name, framework in facts.frameworks.items() if works(framework)]
+    off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
+    bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
+    gpus = facts.driver.cuda.devices
+    where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
+    said = []
+    if bad:
+        said.append(f"{listing(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
+    if good:
+        said.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
+    if off:
+        said.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
+    absent = list(checkup.not_installed)
+    if absent or not facts.frameworks:
+        who = f"{listing(absent)} {_verb(absent, 'is', 'are')} not" if absent else "none of the six is"
+        said.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
+    return ": ".join(filter(None, (_found(checkup, bad), "; ".join(said) or "no framework was tried")))
+
+
+def _found(checkup: Checkup, bad: list[str]) -> str:
+    """What the verdict begins with: healthy only where nothing fails, or an info says why."""
+    counts = [
+        _count(sum(finding.severity is severity for finding in checkup.findings), str(severity))
+        for severity in (Severity.ERROR, Severity.WARNING)
+    ]
+    if any(counts):
+        return ", ".join(filter(None, counts))
+    if not checkup.healthy:
+        return ""
+    told = {name for finding in checkup.findings for name in finding.subject.split(", ")}
+    if told.issuperset(bad):
+        return "healthy"
+    found = [finding.name for finding in examine(checkup.facts) if finding.severity is not Severity.INFO]
+    left_out = [name for name in dict.fromkeys(found) if name in checkup.ignored]
+    return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
+
+
+def _off(framework: Framework, facts: Facts, name: str) -> bool:
+    """A variable keeps it off the GPU, and nothing else fails."""
+    probe = framework.probe
+    return probe is not None and not framework.gpus and not broken(probe) and kept_off(facts, name)
+
+
+def works(framework: Framework) -> bool | None:
+    """Whether it computed on a GPU in its probe; None where it was not tried."""
+    probe = framework.probe
+    if probe is None:
+        return None
+    return computes(framework) and not broken(probe)
+
+
+def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:
+    """How its probe went, in a few words. `facts` and `name`: where it is to be told from one that is kept off."""
+    probe = framework.probe
+    if probe is None:
+        return "not tried" if framework.path else "is not installed"
+    how = _bad_end(probe, STEPS, ("hangs", "dies of", "fails", "exits with"))
+    if how is not None:
+        return how
+    if works(framework):
+        return "works"
+    if facts is not None and _off(framework, facts, name):
+        return "is kept off the GPU"
+    return "is a build without CUDA" if framework.gpu is False else "sees no GPU"
+
+
+def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
+    """How and where it did not get through: in the step that the finding about it names too."""
+    where = step(probe, steps).replace("in the step ", "in ")
+    hang, die, fail, leave = verbs
+    if probe.hung:
+        return f"{hang} {where}"
+    if probe.signal is not None:
+        return f"{die} {probe.signal} {where}"
+    if probe.failed is not None:
+        return f"{fail} in {probe.failed.name}"
+    return f"{leave} {probe.exit} {where}" if ended(probe) else None
+
+
+def lines(checkup: Checkup, *, brief: bool = False) -> list[Line]:
+    """The screen, line by line. `brief`: without what is only worth knowing, and without the frameworks."""
+    good = "bold green" if checkup.healthy else "bold red" if checkup.errors else "bold yellow"
+    out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(checkup), good, 2)
+    for finding in checkup.findings:
+        if finding.severity is not Severity.INFO:
+            out += [[], *_finding(finding)]
+    if brief:
+        return out
+    out += [[], *_frameworks(checkup.facts), *_machine(checkup)]
+    known = [finding for finding in checkup.findings if finding.severity is Severity.INFO]
+    return [*out, *([[]] if known else []), *(line for finding in known for line in _info(finding))]
+
+
+def _finding(finding: Finding) -> list[Line]:
+    out = [_head(finding)]
+    out += _wrap([("", "  ")], finding.cause, "", 2)
+    for line in finding.evidence:
+        out += _wrap([("dim", "  - ")], line, "dim", 4)
+    out += _wrap([("", "  fix: ")], finding.remedy, "green", 7)
+    return [*out, _more(finding)]
+
+
+def _info(finding: Finding) -> list[Line]:
+    """Without evidence and remedy: there is nothing to do."""
+    return [_head(finding), *_wrap([("", "  ")], finding.cause, "", 2), _more(finding)]
+
+
+def _more(finding: Finding) -> Line:
+    """Where its page is: a path in the documentation is none that whoever installed a package has."""
+    return [("", "  "), ("dim", f"more: memguard doctor --explain {finding.name}")]
+
+
+def _head(finding: Finding) -> Line:
+    subject = f": {_clean(finding.subject)}" if finding.subject else ""
+    return [(_STYLES[finding.severity], f"{finding.severity}  "), ("bold", f"{finding.name}{subject}")]
+
+
+def _frameworks(facts: Facts) -> list[Line]:
+    """A table of those that were looked at, and of what they did in one process."""
+    rows = []
+    for name, framework in facts.frameworks.items():
+        cuda = f"CUDA {framework.cuda}" if framework.cuda else ""
+        cells = (name, state(framework, facts, name), _cut(framework.version or ""), _cut(cuda))
+        rows.append((works(framework), cells, framework.probe))
+    widths = [max((len(cells[column]) for _, cells, _ in rows), default=0) for column in range(4)]
+    out: list[Line] = []
+    for good, cells, probe in rows:
+        style = {True: "green", False: "red", None: "dim"}[good]
+        shades = zip(cells, widths, ("bold", style, "", ""), strict=True)
+        line: Line = [(shade, f"{cell:<{width}}  ") for cell, width, shade in shades]
+        out.append(_stripped([*line, ("dim", f"{probe.seconds:5.1f} s")] if probe is not None else line))
+    for together in facts.together:
+        how = _bad_end(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
+        style = "green" if how == "work" else "red"
+        said = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
+        out += _wrap([("", "")], said, style, 2)
+    return out
+
+
+def _cut(cell: str) -> str:
+    plain = _clean(cell)
+    return plain if len(plain) <= _CELL else plain[: _CELL - 1] + "…"
+
+
+def _stripped(line: Line) -> Line:
+    """Without spaces at its end."""
+    while line and not line[-1][1].rstrip():
+        line = line[:-1]
+    return [*line[:-1], (line[-1][0], line[-1][1].rstrip())] if line else line
+
+
+def _machine(checkup: Checkup) -> list[Line]:
+    facts = checkup.facts
+    driver, cuda = facts.driver.nvml.driver or facts.driver.module, facts.driver.cuda.version
+    said = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
+    free = {device.uuid: device.free for device in facts.driver.nvml.devices}
+    for device in facts.driver.cuda.devices:
+        left = free.get(device.uuid)
+        said.append(
+            f"GPU {device.ordinal} {device.name}" + (f" ({format_size(left)} free)" if left is not None else "")
+        )
+    out = _wrap([("dim", "")], ", ".join(filter(None, said)), "dim", 2) if any(said) else []
+    shown = {name for name, _ in facts.probes()}
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items() if name not in shown)
+    out += _wrap([("dim", "time: ")], times, "dim", 6) if times else []
+    return out + (_wrap([("dim", "left out: ")], ", ".join(checkup.ignored), "dim", 10) if checkup.ignored else [])
+
+
+def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
+    """The words behind `start`, in lines of the screen's width. What is in `backquotes` stays whole, to be copied."""
+    used = sum(len(piece) for _, piece in start)
+    quoted = _clean(words).split("`")
+    glued = "`".join(part.replace(" ", _GLUE) if number % 2 else part for number, part in enumerate(quoted))
+    found = textwrap.wrap(
+        glued,
+        WIDTH,
+        initial_indent=" " * used,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+    first, *rest = (line.replace(_GLUE, " ") for line in found)
+    return [[*start, (style, first[used:])], *([(style, line)] for line in rest)]
+
+
+def _clean(said: str) -> str:
+    """In one line, and nothing in it that a terminal obeys: much of it was said by others."""
+    return " ".join("".join(char if char.isprintable() else " " for char in said).split())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}" if number else ""
+
+
+def _verb(names: list[str], one: str, several: str) -> str:
+    return one if len(names) == 1 else several

@@ -1,0 +1,92 @@
+"""PyTorch and TensorFlow built for different CUDA majors, in one process.
+
+TensorFlow brings CUDA runtime symbols into the global scope. Where they are of another major, torch's
+`cudaGetDeviceProperties` binds to them, misreads the struct (1 multiprocessor instead of 132) and dies of
+SIGFPE in its first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two cures, both
+measured to work, training and torch's own exceptions included:
+
+- TensorFlow not loaded yet: load torch's own `libcudart` with RTLD_GLOBAL, so that it is found first.
+- TensorFlow loaded, torch not: load torch's CUDA libraries with RTLD_DEEPBIND, so that they find their own.
+
+A loaded library cannot be unloaded: the cure is permanent. It is verified when torch initialises CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from memguard._frameworks.torch import settings
+from memguard.errors import CapNotApplied
+
+
+def cure_installed() -> str | None:
+    """`cure` for the PyTorch that is installed; None where it is built without CUDA."""
+    version = settings.cuda_version()
+    return None if version is None else cure(version)
+
+
+def cure(cuda_version: str) -> str | None:
+    """Apply the cure that fits what is loaded. `cuda_version` is torch's (`'13.0'`).
+
+    Returns what was done as a sentence, None where nothing was needed (torch is loaded already).
+    """
+    if "torch" in sys.modules:
+        return None
+    try:
+        if "tensorflow" not in sys.modules:
+            library = _runtime(cuda_version)
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            return f"loaded {library.name} of torch first, so that TensorFlow's cannot take its place"
+        names = _bind_deeply(cuda_version)
+    except (OSError, LookupError) as error:
+        raise CapNotApplied(
+            "torch",
+            f"torch and TensorFlow may need different CUDA runtimes, and torch's could not be loaded first: {error}",
+            "import torch before tensorflow",
+        ) from error
+    return f"loaded {' and '.join(names)} bound to their own CUDA runtime, as TensorFlow was imported first"
+
+
+def _bind_deeply(cuda_version: str) -> list[str]:
+    ctypes.CDLL(str(_runtime(cuda_version)))
+    folder = _torch_folder() / "lib"
+    first = folder / "libtorch_global_deps.so"
+    if first.exists():  # as `import torch` does it: with the libraries that the others need
+        ctypes.CDLL(str(first), mode=ctypes.RTLD_GLOBAL)
+    names = ["libc10_cuda.so", "libtorch_cuda.so"]
+    for name in names:
+        ctypes.CDLL(str(folder / name), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
+    return names
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise LookupError("torch is not installed")
+    return Path(spec.origin).parent
+
+
+def _runtime(cuda_version: str) -> Path:
+    """The `libcudart` that torch itself loads: from its wheel, the NVIDIA wheels beside it, or the library path."""
+    major = cuda_version.partition(".")[0]
+    for folder in _folders():
+        for found in sorted(folder.glob(f"libcudart.so.{major}*")) + sorted(folder.glob(f"libcudart-*.so.{major}*")):
+            return found
+    raise LookupError(f"libcudart.so.{major} is not where torch's libraries are")
+
+
+def _folders() -> Iterator[Path]:
+    torch = _torch_folder()
+    yield torch / "lib"
+    for base in [torch.parent, *(Path(entry) for entry in sys.path if entry)]:
+        yield from sorted((base / "nvidia").glob("*/lib"))
+    for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
+        if entry:
+            yield Path(entry)
+    yield Path(sys.prefix) / "lib"
+    yield from (Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"))

@@ -1,0 +1,364 @@
+"""CuPy: the limit of its memory pool on every device, and requests rounded as the driver rounds them.
+
+Facts: `MemoryPool.set_limit` is exact and changeable; asking for the current device initialises CUDA, so a pool's
+limit is set at the first allocation on its device. The pool counts what it asked for and not the pages that the
+driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200): each request is rounded up to
+them. The limit of `MemoryAsyncPool` is the release threshold of a pool that everybody shares: only watched.
+
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator` and pools of the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard._devices import contexts
+from memguard._frameworks import rmm
+from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.cupy.pieces import Pieces
+from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
+from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._units import format_size
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be asked beside a capture
+
+
+class CuPy(Framework):
+    """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
+
+    name: ClassVar[str] = "cupy"
+    module: ClassVar[str] = "cupy"
+    hook: ClassVar[str] = "cupy"
+    tested: ClassVar[tuple[str, ...]] = ("14.2.0",)
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._lock = threading.RLock()
+        self._caps: dict[str, int] = {}
+        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
+        self._pieces: dict[int, Pieces] = {}
+        self._ordinals: dict[str, int] = {}
+        self._pool: Any = None
+        self._allocate: Callable[[int], Any] | None = None
+        self._rmm: rmm.Limit | None = None
+
+    def _live(self, module: ModuleType) -> bool:
+        if self._limited:
+            return True
+        asked = contexts.initialised()
+        return asked and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        cupy: Any = sys.modules["cupy"]
+        allocator = cupy.cuda.get_allocator()
+        pool = getattr(allocator, "__self__", None)
+        if isinstance(pool, cupy.cuda.MemoryAsyncPool):
+            note = "cupy: watched, not capped: the limit of its async pool is the threshold of a pool that all share"
+            return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+        if rmm.is_cupys(allocator):
+            asked = contexts.initialised()  # else asking CuPy would initialise CUDA
+            ordinals = self._by_uuid() if asked else rmm.ordinals(self.name, self.host)
+            self._rmm, applied = rmm.apply(self.name, caps, ordinals)
+            return applied
+        if not isinstance(pool, cupy.cuda.MemoryPool):
+            raise ConflictingSetting(
+                self.name,
+                f"cupy.cuda.set_allocator({_named(allocator)})",
+                "takes allocations past CuPy's memory pool, which is what can be limited",
+                "remove that call, or let it set the malloc of a cupy.cuda.MemoryPool",
+            )
+        self._refuse_looser(caps)
+        self._caps, self._pool = dict(caps), pool
+        residual: dict[str, int] = {}
+        capped = self._capped(cupy, pool)
+        try:
+            if contexts.initialised():
+                residual = self._limit_live(cupy)
+            self._set_allocator(cupy, capped)
+        except BaseException:
+            self._restore(cupy, allocator)
+            raise
+        self._allocate = capped
+        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator), residual=residual)
+
+    def usage(self, device: Device) -> Usage | None:
+        """`total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
+        cupy = _imported()
+        if cupy is None or not contexts.initialised():
+            return None
+        ordinal = self._by_uuid().get(device.uuid)
+        if ordinal is None:
+            return None
+        if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
+            with contexts.pushed(ordinal) as there:
+                return Usage(None, None) if there else None  # whatever serves now does not say what it holds
+        if self._rmm is not None:
+            return self._rmm.usage(device.uuid)
+        total = self._totals(ordinal)
+        return None if total is None else Usage(*total)
+
+    def trim(self, device: Device) -> None:
+        """`free_all_blocks()`: every block that is not split, of this device."""
+        cupy = _imported()
+        if cupy is None or not contexts.initialised():
+            return
+        ordinal = self._by_uuid().get(device.uuid)
+        if ordinal is not None:
+            self._on(ordinal, lambda pool: pool.free_all_blocks())
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        if self._rmm is not None:
+            return super().resize(caps)
+        with self._lock:
+            caps_before, limited_before = self._caps, dict(self._limited)
+            self._caps = dict(caps)
+            try:
+                for uuid, ordinal in self._by_uuid().items() if contexts.initialised() else ():
+                    if ordinal in self._limited and uuid in caps:
+                        before, _ = self._limited[ordinal]
+                        cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of its own stays
+                        self._limited[ordinal] = (before, cap)
+                        self._on(ordinal, functools.partial(_set_limit, cap))
+            except BaseException:
+                changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
+                self._caps, self._limited = caps_before, limited_before
+                for ordinal in changed:
+                    with contextlib.suppress(Exception):
+                        self._on(ordinal, functools.partial(_set_limit, limited_before[ordinal][1]))
+                raise
+        return None
+
+    def footprint(self, size: int) -> int:
+        return whole_share(size)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        cupy = _imported()
+        if cupy is None:
+            return ()
+        own = cupy.cuda.memory.OutOfMemoryError
+        return (own,) if self._rmm is None else (own, MemoryError)  # which is what RMM raises (measured)
+
+    def drift(self) -> list[str]:
+        cupy = _imported()
+        if cupy is None:
+            return []
+        swapped = self._swapped_for(cupy)
+        if swapped is not None:
+            return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
+        if self._rmm is not None:
+            return self._rmm.drift(self.name)
+        limits = {ordinal: (self._on(ordinal, _get_limit), cap) for ordinal, (_, cap) in list(self._limited.items())}
+        return [
+            f"cupy: the limit of its pool was raised after memguard.init on cuda:{ordinal}"
+            for ordinal, (limit, cap) in limits.items()
+            if limit is not None and not 0 < limit <= cap
+        ]
+
+    def capturing(self) -> bool:
+        cupy = _imported()
+        if cupy is None or contexts.current() is None:
+            return False
+        try:
+            return bool(cupy.cuda.get_current_stream().is_capturing())
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            return bool(error.status == _CAPTURE_IMPLICIT)
+
+    def about(self) -> dict[str, str]:
+        cupy = _imported()
+        if cupy is None or not self._live(cupy):
+            return {}
+        return {"allocator": "rmm" if self._rmm is not None else type(self._asked(cupy)).__name__}
+
+    def forked(self) -> None:
+        self._lock, self._caps, self._limited = threading.RLock(), {}, {}
+
+    def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
+        get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
+        refusal, count = cupy.cuda.memory.OutOfMemoryError, 0
+        seen: set[int] = set()
+
+        def allocate(size: int) -> Any:
+            """CuPy's allocator under a memguard budget: pages as the driver counts them, the pool's own limit."""
+            nonlocal count
+            if len(seen) != count or not count:  # until every device has been seen; then nothing is left to be done
+                count = count or _device_count(cupy)
+                ordinal = get_device()
+                if ordinal not in seen:
+                    self._limit_here(cupy, ordinal)
+                    seen.add(ordinal)
+            small = size <= SMALL
+            before = total_bytes() if small else 0  # 0.15 µs
+            try:
+                memory = malloc(size if size <= TINY else whole_share(size))
+            except refusal as error:
+                with_size(error, size)
+                raise
+            if small and total_bytes() != before:
+                pieces = self._pieces.get(get_device())
+                if pieces is not None:
+                    pieces.took(memory.ptr)
+            return memory
+
+        return allocate
+
+    def _limit_here(self, cupy: Any, ordinal: int) -> None:
+        """Limit the pool of the device that is current on this thread; a stricter limit of its own stays."""
+        with self._lock:
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            cap = self._caps.get(uuid)
+            if cap is None or ordinal in self._limited:
+                if cap is None and self._caps:
+                    self._say(
+                        f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
+                    )
+                return
+            before = self._pool.get_limit()
+            if 0 < before < cap:
+                self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
+                cap = before
+            elif before > cap:  # set before its GPU could be asked; an allocation is no place to refuse it
+                self._say(f"cupy: its own limit of {format_size(before)} is looser than the cap, which holds")
+            self._pool.set_limit(size=cap)
+            found = self._pool.get_limit()
+            if found != cap:
+                self._pool.set_limit(size=before)
+                raise CapNotApplied(
+                    self.name,
+                    f"the limit reads back as {found}",
+                    "report this with the version; until then leave cupy out of the budget",
+                )
+            self._limited[ordinal] = (before, cap)
+            self._pieces[ordinal] = Pieces(slabs[uuid])
+
+    def _limit_live(self, cupy: Any) -> dict[str, int]:
+        """Limit every pool whose device has a context already. Returns what is held above the cap, by UUID."""
+        residual = {}
+        for uuid, ordinal in self._by_uuid().items():
+            if uuid not in self._caps:
+                continue
+            with contexts.pushed(ordinal) as there:
+                if not there:
+                    continue
+                before = self._pool.get_limit()
+                if before > self._caps[uuid]:
+                    raise self._looser(f"cupy's MemoryPool.set_limit ({format_size(before)})", self._caps[uuid])
+                self._limit_here(cupy, ordinal)
+                held = self._pool.total_bytes()
+            if held > self._caps[uuid]:
+                residual[uuid] = held - self._caps[uuid]
+        return residual
+
+    def _refuse_looser(self, caps: Mapping[str, int]) -> None:
+        text = os.environ.get(_LIMIT, "").strip()
+        if not text:
+            return
+        for device in self.host.devices():
+            cap = caps.get(device.uuid)
+            try:
+                limit = int(float(text[:-1]) / 100 * device.usable) if text.endswith("%") else int(text)
+            except (ValueError, OverflowError):
+                limit = -1
+            if limit < 0:
+                raise ConflictingSetting(
+                    self.name, f"{_LIMIT}={text}", "cannot be read", "unset it, or write bytes or a percentage"
+                )
+            if cap is not None and limit > cap:
+                raise self._looser(f"{_LIMIT}={text} ({format_size(limit)})", cap)
+
+    def _looser(self, setting: str, cap: int) -> ConflictingSetting:
+        return ConflictingSetting(
+            self.name,
+            setting,
+            f"is looser than the cap of {format_size(cap)}",
+            "remove it, lower it, or raise frameworks.cupy in the budget",
+        )
+
+    def _restore(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
+        with self._lock:
+            for ordinal, (before, cap) in list(self._limited.items()):
+                if self._on(ordinal, _get_limit) == cap:
+                    self._on(ordinal, functools.partial(_set_limit, before))
+            self._limited.clear()
+            for pieces in self._pieces.values():
+                pieces.forget()
+            self._pieces.clear()
+            ours, self._caps, self._allocate, self._pool = self._allocate, {}, None, None
+        if ours is not None and cupy.cuda.get_allocator() is ours:
+            self._set_allocator(cupy, allocator)
+
+    def _swapped_for(self, cupy: Any) -> str | None:
+        """What CuPy's allocator has become where it is not the capped one any more."""
+        now = cupy.cuda.get_allocator()
+        if self._allocate is not None:
+            swapped = now is not self._allocate
+        else:
+            swapped = self._rmm is not None and bool(self._rmm.standing) and not rmm.is_cupys(now)
+        return _named(now) if swapped else None
+
+    def _set_allocator(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
+        try:
+            cupy.cuda.set_allocator(allocator)
+        except ValueError as error:
+            raise CapNotApplied(
+                self.name, f"its allocator cannot be set: {error}", "leave cupy.cuda.using_allocator first"
+            ) from error
+
+    def _totals(self, ordinal: int) -> tuple[int, int] | None:
+        def ask(pool: Any) -> tuple[int, int]:
+            total = int(pool.total_bytes())
+            if ordinal in self._pieces:
+                self._pieces[ordinal].settle(total)
+            return total, int(pool.used_bytes())
+
+        found: tuple[int, int] | None = self._on(ordinal, ask)
+        return found if found != (0, 0) or ordinal in self._limited else None
+
+    def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:
+        """Ask the pool about a device that has a context; None where it has none."""
+        with contexts.pushed(ordinal) as there:
+            return ask(self._asked(sys.modules["cupy"])) if there else None
+
+    def _asked(self, cupy: Any) -> Any:
+        """The pool that is capped, else CuPy's allocator where that is a pool, else the default one."""
+        pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
+        known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
+        return pool if known else cupy.get_default_memory_pool()
+
+    def _by_uuid(self) -> dict[str, int]:
+        """CUDA ordinal by UUID, once CUDA is initialised."""
+        if not self._ordinals:
+            self._ordinals = contexts.ordinals()
+        return self._ordinals
+
+
+def _get_limit(pool: Any) -> int:
+    return int(pool.get_limit())
+
+
+def _set_limit(size: int, pool: Any) -> None:
+    pool.set_limit(size=size)
+
+
+def _device_count(cupy: Any) -> int:
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def _imported() -> Any:
+    """CuPy where its import is complete, else None."""
+    cupy = sys.modules.get("cupy")
+    return None if getattr(getattr(cupy, "__spec__", None), "_initializing", False) else cupy
+
+
+def _named(allocator: Any) -> str:
+    owner = getattr(allocator, "__self__", None)
+    name = getattr(allocator, "__name__", repr(allocator))
+    return name if owner is None or isinstance(owner, ModuleType) else f"{type(owner).__name__}.{name}"

@@ -1,0 +1,274 @@
+"""JAX: `memory_fraction` among the client options that its GPU backend starts with; preallocation off.
+
+Facts: the fraction is of what CUDA gives, is read once when the backend starts, and nothing changes or shrinks the
+pool afterwards; for 4 GiB an H200 gave a limit of 4,294,967,296 bytes. The client options win over the environment.
+With both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION set the GPU backend does not load and JAX goes on
+with the CPU, silently. `cuda_async` and `platform` know no limit (6 GiB served under 2.8). An out-of-memory takes 10 s.
+
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard._frameworks.base import Framework, accept_standing
+from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._units import MIB, format_size, round_up
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_OPTIONS = "jax_pjrt_client_create_options"
+_FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
+_LIMITED = ("", "default", "bfc")
+_standing: dict[str, int] = {}
+"""The caps that JAX went live with, by device: they stay for the process, whatever comes next."""
+
+
+class JAX(Framework):
+    """JAX's BFC allocator (XLA), capped by the `memory_fraction` of its client."""
+
+    name: ClassVar[str] = "jax"
+    module: ClassVar[str] = "jax"
+    hook: ClassVar[str] = "jax"
+    tested: ClassVar[tuple[str, ...]] = ("0.11.2", "0.10.2")
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._by_ordinal: dict[int, str] | None = None
+        self._options: dict[str, Any] = {}
+
+    def why_absent(self) -> str | None:
+        """Not installed, without a CUDA plugin, or told to keep off the GPU. Imports nothing."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        asked = getattr(getattr(sys.modules.get("jax"), "config", None), "jax_platforms", None)
+        platforms = (os.environ.get("JAX_PLATFORMS", "") if asked is None else asked).lower().split(",")
+        named = [name.strip() for name in platforms if name.strip()]
+        if named and not {"cuda", "gpu"} & set(named):
+            return f"JAX_PLATFORMS={','.join(named)} keeps jax off the GPU"
+        if not _has_plugin():
+            return "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'"
+        return None
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def _live(self, module: ModuleType) -> bool:
+        return _client() is not None
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        jax: Any = sys.modules["jax"]
+        if _client() is not None:
+            standing = {uuid: (cap, cap) for uuid, cap in _standing.items()}
+            applied = accept_standing(self.name, "JAX", "pool", standing, caps)
+            self._caps = dict(caps)
+            return applied
+        if not hasattr(jax.config, _OPTIONS):
+            raise CapNotApplied(
+                self.name, f"jax {jax.__version__} has no option {_OPTIONS}", "install jax 0.5 or newer"
+            )
+        before = getattr(jax.config, _OPTIONS)
+        own = _as_mapping(before)
+        self._refuse_conflicts(own)
+        usable = {device.uuid: device.usable for device in self.host.devices() if device.uuid in caps}
+        if not usable:
+            raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
+        fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
+        if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
+            self._say("jax: it takes one fraction for all GPUs; the smallest of its caps' fractions is set on each")
+        fraction = self._stricter(fraction, own, usable, caps)
+        wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
+        jax.config.update(_OPTIONS, wanted)
+        found = getattr(jax.config, _OPTIONS)
+        if found != wanted:
+            jax.config.update(_OPTIONS, before)
+            raise CapNotApplied(
+                self.name,
+                f"the options read back as {found!r}",
+                "report this with the version; until then leave jax out of the budget",
+            )
+        self._caps, self._options = dict(caps), wanted
+
+        def undo() -> None:
+            if _client() is not None:
+                _standing.update(self._caps)
+                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
+            if getattr(jax.config, _OPTIONS) == wanted:
+                jax.config.update(_OPTIONS, before)
+            self._caps = {}
+
+        return Applied(Enforcement.ENFORCED, undo)
+
+    def usage(self, device: Device) -> Usage | None:
+        """`memory_stats()` (1.4 µs) of the backend that is live; `pool_bytes` is what it holds."""
+        locals_ = self._locals()
+        found = next((found for found, uuid in locals_ if uuid == device.uuid), None)
+        if found is None:
+            return Usage(None, None) if any(not uuid for _, uuid in locals_) else None
+        stats = found.memory_stats()
+        if not stats or "pool_bytes" not in stats:  # the platform and cuda_async allocators keep no pool of their own
+            return Usage(None, (stats or {}).get("bytes_in_use"))
+        return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, peak=stats["peak_bytes_in_use"])
+
+    def trim(self, device: Device) -> None:
+        """Nothing from outside shrinks XLA's pool."""
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        raise CapNotApplied(
+            self.name,
+            "JAX's memory_fraction is fixed once its backend has started",
+            "change the budget file and restart the process",
+        )
+
+    def footprint(self, size: int) -> int:
+        return round_up(size, 256)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        errors: Any = getattr(sys.modules.get("jax"), "errors", None)  # none while another thread imports it
+        return () if errors is None else (errors.JaxRuntimeError,)
+
+    def drift(self) -> list[str]:
+        if not self._caps:
+            return []
+        if _client() is None:
+            now = _as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
+            lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
+            return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
+        return [
+            f"jax: it started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} on "
+            f"cuda:{ordinal}, its cap is {format_size(cap)}"
+            for ordinal, (limit, cap) in self._limits().items()
+            if not 0 < limit <= cap
+        ]
+
+    def about(self) -> dict[str, str]:
+        if _client() is None:
+            return {}
+        return {"allocator": str(_as_mapping(self._options).get("allocator", "bfc"))}
+
+    def _refuse_conflicts(self, own: Mapping[str, Any]) -> None:
+        fractions = [name for name in (_FRACTION, _DEPRECATED) if os.environ.get(name)]
+        if len(fractions) == 2:
+            raise ConflictingSetting(
+                self.name,
+                " and ".join(fractions),
+                "are both set: JAX then loads no GPU backend and goes on with the CPU",
+                f"unset {_DEPRECATED}, the deprecated one",
+            )
+        for setting, value in (
+            (_ALLOCATOR, os.environ.get(_ALLOCATOR, "")),
+            (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
+        ):
+            if value.strip().lower() not in _LIMITED:
+                raise ConflictingSetting(
+                    self.name, f"{setting}={value}", "knows no limit", "unset it, so that JAX uses its BFC allocator"
+                )
+
+    def _stricter(
+        self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
+    ) -> float:
+        """The stricter of the cap's fraction and the user's; ConflictingSetting where the user's is looser."""
+        name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
+        given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
+        for setting, value in given:
+            if value is None or value == "":
+                continue
+            try:
+                theirs = float(value)
+                if not 0 < theirs < math.inf:
+                    raise ValueError(value)
+            except (TypeError, ValueError):
+                raise ConflictingSetting(
+                    self.name, f"{setting}={value}", "cannot be read", "unset it, or write a number such as 0.25"
+                ) from None
+            if any(int(theirs * total) > caps[uuid] + MIB for uuid, total in usable.items()):
+                raise ConflictingSetting(
+                    self.name,
+                    f"{setting}={value}",
+                    f"is looser than the cap of {format_size(min(caps[uuid] for uuid in usable))}",
+                    "unset it, lower it, or raise frameworks.jax in the budget",
+                )
+            if theirs < fraction:
+                self._say(f"jax: its own {setting}={value} is stricter than the cap and stays")
+                fraction = theirs
+        return fraction
+
+    def _preallocate(self, own: Mapping[str, Any]) -> bool:
+        """Off, unless the user asked for it: then JAX takes its whole cap when its backend starts."""
+        asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
+        if asked is None or str(asked) in ("false", "False", "0"):
+            return False
+        setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
+        self._say(f"jax: {setting} stays: it takes its whole cap when its backend starts")
+        return True
+
+    def _locals(self) -> list[tuple[Any, str]]:
+        """The devices of a live backend with their UUIDs, "" where not known: JAX numbers them as CUDA does."""
+        client = _client()
+        if client is None:
+            return []
+        if self._by_ordinal is None:
+            known = self.host.devices(ordinals=True)
+            self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
+            if len(known) == 1:
+                self._by_ordinal = self._by_ordinal or {0: known[0].uuid}
+        return [(found, self._by_ordinal.get(_ordinal(found), "")) for found in client.local_devices()]
+
+    def _limits(self) -> dict[int, tuple[int, int]]:
+        """By ordinal: the limit that a live backend has, and its cap."""
+        return {
+            _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
+            for found, uuid in self._locals()
+            if uuid in self._caps
+        }
+
+
+def _ordinal(local: Any) -> int:
+    ordinal = getattr(local, "local_hardware_id", None)
+    return int(local.id if ordinal is None else ordinal)
+
+
+def _client() -> Any:
+    """JAX's CUDA backend where it has started, else None. Asking starts none."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    backends = getattr(bridge, "_backends", None)
+    return backends.get("cuda") if isinstance(backends, dict) else None
+
+
+def _has_plugin() -> bool:
+    """Whether a CUDA plugin of JAX lies on the path (`jax_plugins` is a namespace package: nothing is imported)."""
+    try:
+        spec = importlib.util.find_spec("jax_plugins")
+    except (ImportError, ValueError):
+        return False
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return any(path.name.startswith("xla_cuda") for folder in folders for path in Path(folder).glob("*"))
+
+
+def _as_mapping(options: Any) -> dict[str, Any]:
+    """`jax_pjrt_client_create_options` as JAX reads it: a mapping, or `key:value;key:value`."""
+    if isinstance(options, str):
+        pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)
+        return dict(pairs)
+    return dict(options or {})
+
+
+def _fraction(cap: int, total: int) -> float:
+    """The largest fraction in single precision, in which the client takes it, that does not pass the cap."""
+    fraction = struct.unpack("f", struct.pack("f", cap / total))[0]
+    while int(fraction * total) > cap:
+        bits = struct.unpack("I", struct.pack("f", fraction))[0] - 1
+        fraction = struct.unpack("f", struct.pack("I", bits))[0]
+    return float(fraction)

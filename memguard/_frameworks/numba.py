@@ -1,0 +1,299 @@
+"""Numba: a memory manager (EMM plugin) with a cap, and its pending frees flushed before it refuses.
+
+Facts: the plugin must be set before Numba makes its context; Numba has no pool: each array is an allocation of the
+driver's, freed later, when more than ten or a fifth of the card are pending. What is counted is the pages that the
+driver takes for them, pending ones included. `Device.reset()` destroys everybody's memory, not only Numba's.
+
+Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard._devices import contexts
+from memguard._frameworks import rmm
+from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.driver_pages import DriverPages, slabs
+from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._units import format_size, round_up
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_DRIVER = "numba.cuda.cudadrv.driver"
+
+
+class _Count:
+    """What Numba holds in one context: live arrays and those whose free is pending.
+
+    Finalizers run at any time and on any thread, also inside `taken`: they append to the log, and that is all.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self.lock = threading.RLock()
+        self.peak = 0
+        self._pages = DriverPages(slabs[uuid])
+        self._sizes: dict[int, int] = {}  # by address, of the live ones
+        self._log: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+
+    def pages(self) -> DriverPages:
+        """The figures, what finalizers left behind worked in. With the lock."""
+        while self._log:
+            step, address, size = self._log.popleft()
+            step(address, size)
+        return self._pages
+
+    def taken(self, address: int, size: int) -> None:
+        pages = self.pages()
+        self._sizes[address] = size
+        pages.add(address, size)
+        self.peak = max(self.peak, pages.in_use)
+
+    def freeing(self, free: Callable[..., None], handle: Any) -> Callable[..., None]:
+        """`free`, which now says when it is done; as it is where it is of a module, an event or managed memory."""
+        try:
+            address = int(getattr(handle, "value", handle))
+        except (TypeError, ValueError):
+            return free
+        size = self._sizes.pop(address, None)
+        if size is None:
+            return free
+        self._log.append((self._pages.going, address, size))
+
+        def freed(*args: Any) -> None:
+            free(*args)
+            self._log.append((self._pages.remove, address, size))
+
+        return freed
+
+
+class Numba(Framework):
+    """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
+
+    name: ClassVar[str] = "numba"
+    module: ClassVar[str] = "numba"
+    hook: ClassVar[str] = "numba.cuda"
+    tested: ClassVar[tuple[str, ...]] = ("0.30.4",)
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._manager: Any = None
+        self._rmm: rmm.Limit | None = None
+
+    def why_absent(self) -> str | None:
+        """Not installed, or told to keep off the GPU (NUMBA_DISABLE_CUDA, NUMBA_ENABLE_CUDASIM)."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        for name in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM"):
+            if os.environ.get(name, "0").strip() not in ("", "0"):
+                return f"{name}={os.environ[name]} keeps numba off the GPU"
+        return None
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def _live(self, module: ModuleType) -> bool:
+        return bool(_contexts())
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        driver: Any = sys.modules.get(_DRIVER)
+        needed = ("set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError")
+        lacking = [name for name in needed if not hasattr(driver, name)]
+        if driver is None or lacking:
+            raise CapNotApplied(
+                self.name, f"this numba.cuda has no {lacking[0] if lacking else 'driver'}", "pip install -U numba-cuda"
+            )
+        before = driver._memory_manager
+        chosen = str(getattr(getattr(driver, "config", None), "CUDA_MEMORY_MANAGER", "default"))
+        if chosen.startswith("rmm") or str(getattr(before, "__module__", "")).startswith("rmm."):
+            return self._apply_rmm(caps)
+        if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
+            setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
+            raise ConflictingSetting(
+                self.name, setting, "allocates for Numba, past any cap", "remove it, or leave numba out of the budget"
+            )
+        live = [context.memory_manager for context in _contexts()]
+        if not all(hasattr(manager, "memguard") for manager in live):
+            raise CapNotApplied(
+                self.name,
+                "it was live before memguard.init(): its context keeps the memory manager that it has",
+                "call memguard.init() before Numba's first array or kernel",
+            )
+        manager: Any = type(live[0]) if live else _capped(driver)  # a budget before this one has left its own
+        driver.set_memory_manager(manager)
+        if driver._memory_manager is not manager:
+            driver._memory_manager = before
+            raise CapNotApplied(
+                self.name,
+                "its memory manager reads back as another",
+                "report this with the version; until then leave numba out of the budget",
+            )
+        self._caps, self._manager, manager.memguard = dict(caps), manager, self
+
+        def undo() -> None:
+            if driver._memory_manager is manager:
+                driver._memory_manager = before
+            manager.memguard = self._manager = None  # contexts made meanwhile keep it: it refuses nothing any more
+
+        over = {uuid: self._held(uuid) - cap for uuid, cap in caps.items()}
+        return Applied(Enforcement.ENFORCED, undo, residual={uuid: size for uuid, size in over.items() if size > 0})
+
+    def usage(self, device: Device) -> Usage | None:
+        """From memguard's own count of Numba's allocations; None where Numba has no context on the device."""
+        managers = _managers(device.uuid)
+        if not managers:
+            return None
+        if self._rmm is not None:
+            return self._rmm.usage(device.uuid)
+        if self._manager is None:
+            return None
+        if not isinstance(managers[0], self._manager):
+            return Usage(None, None)  # another has taken its place, and nobody counts
+        count: _Count = managers[0].deallocations.count
+        with count.lock:
+            pages = count.pages()
+            return Usage(pages.held(), pages.in_use, pages.reclaimable(), peak=count.peak)
+
+    def trim(self, device: Device) -> None:
+        """Flush the frees that are pending on the device."""
+        for context in _contexts():
+            pending = getattr(context.memory_manager, "deallocations", None)
+            if pending is not None and _uuid(context) == device.uuid:
+                count = getattr(pending, "count", None)  # its lock: an allocation may be flushing them as well
+                lock = count.lock if count is not None else contextlib.nullcontext()
+                with lock, contexts.pushed(int(context.device.id)) as there:
+                    if there:
+                        pending.clear()
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        if self._rmm is not None:
+            return super().resize(caps)
+        self._caps = dict(caps)
+        return None
+
+    def footprint(self, size: int) -> int:
+        return round_up(size)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        driver: Any = sys.modules.get(_DRIVER)
+        return () if driver is None else (driver.CudaAPIError,)
+
+    def drift(self) -> list[str]:
+        if self._rmm is not None:
+            return self._rmm.drift(self.name)
+        driver: Any = sys.modules.get(_DRIVER)
+        if self._manager is None or driver is None:
+            return []
+        others = [c.memory_manager for c in _contexts() if not isinstance(c.memory_manager, self._manager)]
+        if driver._memory_manager is self._manager and not others:
+            return []
+        name = type(others[0]).__name__ if others else getattr(driver._memory_manager, "__name__", "another")
+        return [f"numba: its memory manager was replaced after memguard.init ({name}): the cap does not hold"]
+
+    def forked(self) -> None:
+        self._caps = {}
+        for context in _contexts():
+            count = getattr(getattr(context.memory_manager, "deallocations", None), "count", None)
+            if count is not None:
+                count.lock = threading.RLock()  # another thread of the parent may have held the old one
+
+    def allocate(self, driver: Any, manager: Any, size: int, ask: Callable[[int], Any]) -> Any:
+        """`ask` the driver; Numba's own error where that passes the cap, even without the frees that are pending."""
+        count, cap = manager.deallocations.count, self._caps.get(manager.uuid)
+        for _ in range(2):
+            if cap is None or count.pages().fits(size, cap):
+                try:
+                    memory = ask(size)
+                except driver.CudaAPIError as error:  # whose text names no size
+                    with_size(error, size)
+                    raise
+                count.taken(int(memory.device_pointer_value or 0), size)
+                if cap is None or count.pages().held() <= cap:
+                    return memory
+                del memory  # no hole in a slab was large enough for it, and the driver opened another
+            manager.deallocations.clear()
+        raise with_size(
+            driver.CudaAPIError(
+                driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2,
+                f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
+                f"{format_size(count.pages().held())} of the {format_size(cap)} that the memguard budget gives numba",
+            ),
+            size,
+        )
+
+    def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
+        try:
+            self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host))
+        except ImportError as error:
+            raise CapNotApplied(
+                self.name, f"it is told to allocate through RMM, and {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
+            ) from error
+        return applied
+
+    def _held(self, uuid: str) -> int:
+        found = 0
+        for manager in _managers(uuid):
+            with manager.deallocations.count.lock:
+                found += manager.deallocations.count.pages().held()
+        return found
+
+
+def _capped(driver: Any) -> type:
+    """The class of memory managers that ask the framework in `memguard` before they take memory."""
+
+    class Pending(driver._PendingDeallocs):  # type: ignore[misc]
+        """Numba's pending frees; the count hears when one is pending, and when the driver has it back."""
+
+        def __init__(self, uuid: str) -> None:
+            super().__init__()
+            self.count = _Count(uuid)
+
+        def add_item(self, dtor: Callable[..., None], handle: Any, size: int = 0) -> None:
+            super().add_item(self.count.freeing(dtor, handle), handle, size)
+
+    class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
+        """Numba's own memory manager, capped by memguard."""
+
+        memguard: ClassVar[Numba | None] = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.uuid = "" if self.context is None else _uuid(self.context)
+            self.deallocations = Pending(self.uuid)
+
+        def memalloc(self, size: int) -> Any:
+            count: _Count = self.deallocations.count
+            with count.lock:
+                framework = self.memguard
+                if framework is not None:
+                    return framework.allocate(driver, self, size, super().memalloc)
+                memory = super().memalloc(size)
+                count.taken(int(memory.device_pointer_value or 0), size)
+                return memory
+
+    return MemguardMemoryManager
+
+
+def _contexts() -> list[Any]:
+    """Numba's contexts that exist. Asking makes none."""
+    module = sys.modules.get(_DRIVER)
+    devices = getattr(getattr(module, "driver", None), "devices", None) or {}
+    return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
+
+
+def _managers(uuid: str) -> list[Any]:
+    return [context.memory_manager for context in _contexts() if _uuid(context) == uuid]
+
+
+def _uuid(context: Any) -> str:
+    uuid = str(context.device.uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"

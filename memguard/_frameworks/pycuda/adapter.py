@@ -1,0 +1,394 @@
+"""PyCUDA: one capped, counted pool behind `mem_alloc` and `gpuarray`, in the device's primary context.
+
+Facts: PyCUDA's pool has no limit of its own, so the cap is checked before it grows; its bins round up
+(256 MiB asked, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller ones
+into 2 MiB slabs (measured), so held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`,
+so those defaults are swapped too. Unless the budget says `context: own`, `Device.make_context`, and with it
+`pycuda.autoinit`, gives the primary context that the other frameworks use: a second one costs 518 MiB (measured).
+
+Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugMemoryPool`, `drv.Array`, managed memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, ClassVar, TypeVar
+
+from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.driver_pages import DriverPages, slabs
+from memguard._frameworks.pycuda.contexts import current_context, served_by_primary
+from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, destroyed
+from memguard._types import Applied, Device, Enforcement, TraceEvent, Usage
+from memguard._units import format_size, round_up
+from memguard.errors import CapNotApplied
+
+_Taken = TypeVar("_Taken")
+_kept: list[Pool] = []
+
+
+class PyCUDA(Framework):
+    """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
+
+    name: ClassVar[str] = "pycuda"
+    module: ClassVar[str] = "pycuda"
+    hook: ClassVar[str] = "pycuda.driver"
+    tested: ClassVar[tuple[str, ...]] = ("2026.1",)
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._lock = threading.RLock()
+        self._caps: dict[str, int] = {}
+        self._by_ordinal: dict[int, str] = {}
+        self._own: dict[int, Pool] = {}  # by context handle
+        self._others: dict[weakref.ref[Any], Pool] = {}  # the user's own pools
+        self._pages: dict[str, DriverPages] = {}
+        self._pitched: dict[str, Pitched] = {}
+        self._peak: Counter[str] = Counter()
+        self._gone: deque[tuple[Active | Pitched, int, int]] = deque()  # of finalizers, worked in with the lock
+        self._events: list[TraceEvent] | None = None
+        self._recorded: set[int] = set()
+        self._serial = 0
+        self._mem_alloc: Callable[[int], Any] | None = None
+
+    def _live(self, module: ModuleType) -> bool:
+        return bool(self._own or self._others) or current_context(module) is not None
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        drv: Any = sys.modules["pycuda.driver"]
+        import pycuda.tools as tools
+
+        devices = self.host.devices(ordinals=True)
+        if any(device.ordinal is None for device in devices):
+            raise CapNotApplied(
+                self.name,
+                "CUDA's numbering of several GPUs cannot be asked for",
+                "pip install cuda-bindings",
+            )
+        self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
+        self._caps = dict(caps)
+        own, notes = options.get("context") == "own", []
+        if self._live(drv):
+            notes.append("pycuda: was live before memguard.init(): what it allocated until then is not counted")
+            if "pycuda.autoinit" in sys.modules and not own:
+                notes.append(
+                    "pycuda: pycuda.autoinit had made a second CUDA context (+518 MiB measured on an H200); "
+                    "import it after memguard.init() and it is served by the primary one"
+                )
+        return Applied(Enforcement.ENFORCED, self._patch(drv, tools, own), notes=tuple(notes))
+
+    def usage(self, device: Device) -> Usage | None:
+        drv = sys.modules.get("pycuda.driver")
+        if drv is None or not self._caps or not self._live(drv):
+            return None
+        with self._lock:
+            self._settle()
+            pools, pages = self._pools(device.uuid), self._pages_of(device.uuid)
+            for pool in pools:
+                pool.look()
+            held, in_use, peak = pages.held(), self._in_use(device.uuid, pools), self._peak[device.uuid]
+            idle = pages.returned_by(piece for pool in pools for piece in pool.idle())
+        if not pools and not held and not peak:
+            return None  # its context is on another GPU, or nothing was allocated yet
+        return Usage(held, in_use, idle, peak=peak)
+
+    def trim(self, device: Device) -> None:
+        """`free_held()` of the pools whose context is current on this thread; others can only be freed on theirs."""
+        drv = sys.modules.get("pycuda.driver")
+        current = current_context(drv) if drv is not None else None
+        if current is None:
+            return
+        with self._lock:
+            self._settle()
+            for pool in self._pools(device.uuid):
+                if pool.context == current.handle:
+                    pool.free_held()
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        self._caps = dict(caps)
+
+    def footprint(self, size: int) -> int:
+        """A block of the bin that `size` falls into (a sixteenth more at most), in pages: a small one may open a slab.
+
+        Once a pool has memory: with its first allocation it takes a small block more, to keep idle.
+        """
+        with self._lock:
+            pool = next(iter(self._own.values()), None)
+            return round_up(pool.bin_size(size) if pool is not None and size > 0 else size + size // 16)
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        drv: Any = sys.modules.get("pycuda.driver")
+        return () if drv is None else (drv.MemoryError,)
+
+    def drift(self) -> list[str]:
+        drv = sys.modules.get("pycuda.driver")
+        if drv is None or self._mem_alloc is None or drv.mem_alloc is self._mem_alloc:
+            return []
+        return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
+
+    def contexts(self, device: Device) -> frozenset[int]:
+        with self._lock:
+            return frozenset(pool.context for pool in self._pools(device.uuid))
+
+    def record(self) -> Callable[[], list[TraceEvent]] | None:
+        if not self._caps:
+            return None
+        self._events = []
+
+        def stop() -> list[TraceEvent]:
+            events, self._events = self._events or [], None
+            self._recorded.clear()
+            return events
+
+        return stop
+
+    def forked(self) -> None:
+        self._lock, self._caps = threading.RLock(), {}
+
+    def _patch(self, drv: Any, tools: Any, own_context: bool) -> Callable[[], None]:
+        raw_alloc, raw_pitch = drv.mem_alloc, drv.mem_alloc_pitch
+        raw_pool = tools.DeviceMemoryPool
+
+        def mem_alloc(size: int) -> Any:
+            """Capped by memguard. Bytes in, an allocation out; raises pycuda.driver.MemoryError at the cap."""
+            current = current_context(drv)
+            if current is None or size <= 0:
+                return raw_alloc(size)  # PyCUDA's own error
+            return self._allocate(drv, self._pool_here(drv, current, raw_pool), size)
+
+        def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
+            """Capped by memguard; the pitch is the driver's choice, at least a multiple of 512 bytes."""
+            current = current_context(drv)
+            if current is None:
+                return raw_pitch(width, height, access_size)
+            uuid = self._uuid(drv, current)
+            with self._lock:
+                self._settle()
+                pages = self._pages_of(uuid)
+                pitched = self._pitched.setdefault(uuid, Pitched(pages))
+
+                def take() -> tuple[Any, int]:
+                    allocation, pitch = raw_pitch(width, height, access_size)
+                    pitched.add(int(allocation), pitch * height)
+                    return allocation, pitch
+
+                def give_back(taken: tuple[Any, int]) -> None:
+                    pitched.gone(int(taken[0]), taken[1] * height)
+                    taken[0].free()
+
+                asked = round_up(width, 512) * height
+                fits = functools.partial(pages.fits, asked)
+                allocation, pitch = self._within_cap(drv, uuid, asked, fits, take, give_back)
+                self._in_use(uuid)
+            gone = pitched, int(allocation), pitch * height
+            weakref.finalize(allocation, self._gone.append, gone).atexit = False
+            return allocation, pitch
+
+        framework = self
+
+        class DeviceMemoryPool(raw_pool):  # type: ignore[misc, valid-type]
+            """A pool of the user's own: it shares PyCUDA's cap."""
+
+            def allocate(self, size: int) -> Any:
+                current = current_context(drv)
+                if current is None or size <= 0:
+                    return super().allocate(size)
+                with framework._lock:
+                    reference = weakref.ref(self)
+                    tracked = framework._others.get(reference)
+                    if tracked is None:
+                        uuid = framework._uuid(drv, current)
+                        tracked = Pool(reference, current.handle, uuid, framework._pages_of(uuid), raw_pool)
+                        framework._others[reference] = tracked
+                return framework._allocate(drv, tracked, size)
+
+            def free_held(self) -> None:
+                with framework._lock:
+                    framework._settle()
+                    tracked = framework._others.get(weakref.ref(self))
+                    if tracked is None:
+                        super().free_held()
+                    else:
+                        tracked.free_held()
+
+        drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
+        self._mem_alloc = mem_alloc
+        release = None if own_context else served_by_primary(drv)
+        tools.DeviceMemoryPool = DeviceMemoryPool
+        if named_in_driver := getattr(drv, "DeviceMemoryPool", None) is raw_pool:
+            drv.DeviceMemoryPool = DeviceMemoryPool
+        _swap_defaults(raw_alloc, mem_alloc)
+
+        def undo() -> None:
+            drv.mem_alloc, drv.mem_alloc_pitch = raw_alloc, raw_pitch
+            if release is not None:
+                release()
+            tools.DeviceMemoryPool = raw_pool
+            if named_in_driver:
+                drv.DeviceMemoryPool = raw_pool
+            _swap_defaults(mem_alloc, raw_alloc)  # also those of a gpuarray imported after us
+            current = current_context(drv)
+            with self._lock:
+                self._settle()
+                for pool in self._own.values():
+                    if current is not None and pool.context == current.handle:
+                        pool.free_held()
+                    else:
+                        _kept.append(pool)  # where its context is not current, its end may be the process's
+                for pool in (*self._own.values(), *self._others.values()):
+                    pool.forget()
+                self._own.clear()  # live arrays keep their pool alive; it goes with the last of them
+                self._caps, self._mem_alloc = {}, None
+
+        return undo
+
+    def _pool_here(self, drv: Any, current: Any, make: Any) -> Pool:
+        with self._lock:
+            pool = self._own.get(current.handle)
+            if pool is not None and pool.dead():  # another context has the handle of one that was destroyed
+                self._bury(current.handle)
+                pool = None
+            if pool is None:
+                made = make()
+                uuid = self._uuid(drv, current)
+                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), make, current)
+                self._own[current.handle] = pool
+            return pool
+
+    def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
+        with self._lock:
+            self._settle()
+            bin_size = pool.bin_size(size)
+            pages = self._pages_of(pool.uuid)
+            allocation = self._within_cap(
+                drv,
+                pool.uuid,
+                size,
+                lambda cap: pool.has_free(bin_size) or pages.fits(bin_size, cap),
+                lambda: pool.take(size, bin_size),
+                lambda taken: pool.give_back(taken, bin_size),
+            )
+            self._in_use(pool.uuid)
+            self._serial += 1
+            serial = self._serial
+            if self._events is not None:
+                self._recorded.add(serial)
+                self._events.append(
+                    TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid))
+                )
+        gone = pool.active, int(allocation), bin_size
+        weakref.finalize(allocation, self._released, gone, pool.uuid, serial).atexit = False
+        return allocation
+
+    def _within_cap(
+        self,
+        drv: Any,
+        uuid: str,
+        asked: int,
+        fits: Callable[[int], bool],
+        take: Callable[[], _Taken],
+        give_back: Callable[[_Taken], None],
+    ) -> _Taken:
+        """What `take` gives; PyCUDA's own MemoryError where that passes the cap, even without the idle blocks."""
+        cap = self._caps.get(uuid)
+        for _ in range(2):
+            held = self._held(uuid)
+            if cap is None or fits(cap):
+                try:
+                    taken = take()
+                except drv.MemoryError as error:  # the driver's, whose text names no size
+                    with_size(error, asked)
+                    raise
+                if cap is None or self._held(uuid) <= max(cap, held):
+                    return taken
+                give_back(taken)  # no hole in a slab was large enough for it, and the driver opened another
+                del taken
+            self._settle()  # what the collector has freed meanwhile
+            current = current_context(drv)
+            for pool in self._pools(uuid):
+                if current is not None and pool.context == current.handle:
+                    pool.free_held()
+        raise with_size(
+            drv.MemoryError(
+                f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
+                f"{format_size(self._held(uuid))} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+            ),
+            asked,
+        )
+
+    def _pages_of(self, uuid: str) -> DriverPages:
+        return self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
+
+    def _held(self, uuid: str) -> int:
+        for pool in self._pools(uuid):
+            pool.look()
+        return self._pages_of(uuid).held()
+
+    def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
+        """Bytes of live allocations; the peak follows."""
+        pitched = self._pitched.get(uuid)
+        pools = self._pools(uuid) if pools is None else pools
+        in_use = sum(p.active_bytes() for p in pools) + (pitched.in_use if pitched else 0)
+        self._peak[uuid] = max(self._peak[uuid], in_use)
+        return in_use
+
+    def _settle(self) -> None:
+        """Count what finalizers left behind. With the lock, and before an idle block is looked for or given back."""
+        while self._gone:
+            count, address, size = self._gone.popleft()
+            count.gone(address, size)
+
+    def _bury(self, handle: int) -> None:
+        """The pool of a context that was destroyed: its memory is gone, and freeing it would abort."""
+        pool = self._own.pop(handle)
+        pool.forget()
+        _kept.append(pool)
+
+    def _pools(self, uuid: str) -> list[Pool]:
+        for handle in destroyed(self._own, uuid, self._by_ordinal):
+            self._bury(handle)
+        for reference in [r for r in self._others if r() is None]:
+            self._others.pop(reference).forget()
+        return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
+
+    def _released(self, gone: tuple[Active, int, int], uuid: str, serial: int) -> None:
+        # May run inside any allocation, on any thread: appends, no lock, no CUDA call. The count alone goes into the
+        # log: the pool would keep its memory there.
+        self._gone.append(gone)
+        events = self._events
+        if events is not None and serial in self._recorded:
+            events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
+
+    def _position(self, uuid: str) -> int:
+        return list(self._by_ordinal.values()).index(uuid)
+
+    def _uuid(self, drv: Any, current: Any) -> str:
+        pool = self._own.get(current.handle)
+        if pool is not None:
+            return pool.uuid
+        device = drv.Context.get_device()
+        for ordinal, uuid in self._by_ordinal.items():
+            if drv.Device(ordinal) == device:
+                return uuid
+        raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
+
+
+def _swap_defaults(old: Any, new: Any) -> None:
+    """Exchange a default argument across `pycuda.gpuarray`, where `mem_alloc` was captured at definition."""
+    module = sys.modules.get("pycuda.gpuarray")
+    if module is None:
+        return
+    for value in [*vars(module).values(), *vars(module.GPUArray).values()]:
+        if not isinstance(value, FunctionType):
+            continue
+        if value.__defaults__ and any(default is old for default in value.__defaults__):
+            value.__defaults__ = tuple(new if default is old else default for default in value.__defaults__)
+        for key, default in (value.__kwdefaults__ or {}).items():
+            if default is old:
+                value.__kwdefaults__[key] = new  # type: ignore[index]

@@ -1,0 +1,132 @@
+"""RMM, where it is the allocator of a framework: a limit around its resource, or nothing more than watching.
+
+`LimitingResourceAdaptor` counts live allocations. Over a resource that keeps nothing back (`CudaMemoryResource`)
+that is what is held, and the cap holds; over a pool it is not, so such a framework is `watched`. What it counts is
+what was asked for: the driver's pages may be more (`_driver_bytes`). RMM has one resource per device for everybody:
+the first framework limits it, a second one on it shares that limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard._devices.host import Host
+from memguard._types import Applied, Enforcement, Usage
+from memguard.errors import CapNotApplied
+
+_limits: dict[int, tuple[str, Any]] = {}
+"""By ordinal: the framework whose cap it is, and the adaptor."""
+
+
+class Limit:
+    """RMM's limit for one framework: the adaptors that were put around the devices' resources."""
+
+    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int]) -> None:
+        self._adaptors = dict(adaptors)
+        self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
+        """The adaptors by ordinal, until the limit is undone; empty where RMM is only watched."""
+
+    def usage(self, uuid: str) -> Usage | None:
+        """Live bytes since the limit was set; None where there is none on that device, unknown where only watched."""
+        adaptor = self._adaptors.get(uuid)
+        if adaptor is None:
+            return Usage(None, None) if not self._adaptors else None
+        size = int(adaptor.get_allocated_bytes())
+        return Usage(size, size, 0)
+
+    def drift(self, framework: str) -> list[str]:
+        """The GPUs whose resource does not go through the limit any more (`rmm.reinitialize`)."""
+        rmm: Any = sys.modules.get("rmm")
+        now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
+        return [
+            f"{framework}: RMM's resource on cuda:{ordinal} was replaced after memguard.init "
+            f"({type(resource).__name__}): its cap does not hold"
+            for ordinal, resource in now.items()
+            if not _goes_through(resource, self.standing.get(ordinal))
+        ]
+
+
+def is_cupys(allocator: Any) -> bool:
+    """Whether CuPy's allocator is RMM's."""
+    return str(getattr(allocator, "__module__", "")).startswith("rmm.")
+
+
+def is_loaded_for(framework: str) -> bool:
+    """Whether RMM's allocator for the framework was imported: a swapped allocator is then most likely RMM's."""
+    return f"rmm.allocators.{framework}" in sys.modules
+
+
+def ordinals(framework: str, host: Host) -> dict[str, int]:
+    """CUDA's ordinals by UUID, without initialising CUDA. NVML's own numbers may be those of other GPUs."""
+    devices = host.devices(ordinals=True)
+    found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
+    if len(found) == len(devices):
+        return found
+    if len(devices) == 1:
+        return {devices[0].uuid: 0}
+    raise CapNotApplied(framework, "CUDA's numbering of the GPUs could not be asked", "pip install cuda-bindings")
+
+
+def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Limit, Applied]:
+    """Limit RMM's resource on every device of the caps, or say why it is only watched."""
+    import rmm
+
+    for uuid, ordinal in ordinals.items():
+        if uuid not in caps:
+            continue
+        base = rmm.mr.get_per_device_resource(ordinal)
+        if ordinal in _limits:
+            why = f"it shares RMM with {_limits[ordinal][0]}, whose cap holds for both together"
+        elif not isinstance(base, rmm.mr.CudaMemoryResource):
+            why = f"it allocates through RMM's {type(base).__name__}, which may hold more than is in use"
+        else:
+            continue
+        note = f"{framework}: watched, not capped by its own cap: {why}"
+        return Limit({}, {}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+    capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
+    before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
+    adaptors = {
+        uuid: rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
+        for ordinal, uuid in capped.items()
+    }
+    limit = Limit(adaptors, ordinals)
+    try:
+        for ordinal, uuid in capped.items():
+            _limits[ordinal] = (framework, adaptors[uuid])
+            rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
+    except BaseException:
+        for ordinal, uuid in capped.items():
+            _limits.pop(ordinal, None)
+            if rmm.mr.get_per_device_resource(ordinal) is adaptors[uuid]:
+                rmm.mr.set_per_device_resource(ordinal, before[ordinal])
+        raise
+
+    def undo() -> None:
+        stays = []
+        limit.standing.clear()
+        for ordinal, resource in before.items():
+            _, adaptor = _limits.pop(ordinal)
+            if rmm.mr.get_per_device_resource(ordinal) is adaptor:
+                rmm.mr.set_per_device_resource(ordinal, resource)
+            else:
+                stays.append(f"cuda:{ordinal}")
+        if stays:
+            why = f"RMM's resource was wrapped again since, so its limit stays on {' and '.join(stays)}"
+            raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
+
+    note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
+    return limit, Applied(Enforcement.ENFORCED, undo, notes=(note,))
+
+
+def _goes_through(resource: Any, adaptor: Any) -> bool:
+    """Whether allocations from the resource reach the adaptor: it is that, or something around it. Undone: yes."""
+    for _ in range(100):
+        if adaptor is None or resource is adaptor:
+            return True
+        upstream = getattr(resource, "get_upstream", None)
+        if upstream is None:
+            return False
+        resource = upstream()
+    return False

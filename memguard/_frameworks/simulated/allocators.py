@@ -1,0 +1,352 @@
+"""Models of the frameworks' own allocators: how they round, cache, split, coalesce and refuse.
+
+Written from reading PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory pool,
+and checked against figures measured on an H200; CuPy's and Numba's are in `driver_allocators.py`. They count bytes and
+touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private pools, the 10 s of
+retries of TensorFlow and JAX. Not thread-safe: the owner locks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import count
+
+from memguard._devices.simulated import SimulatedOutOfMemory
+from memguard._frameworks.simulated.arena import Arena, Chunk
+from memguard._units import GIB, KIB, MIB, format_size, round_down, round_up
+
+
+class AllocationRefused(Exception):
+    """The allocator cannot serve a request. Sizes are bytes; `driver` is set where the card itself was full."""
+
+    def __init__(self, requested: int, held: int, cap: int | None, driver: SimulatedOutOfMemory | None) -> None:
+        self.requested, self.held, self.cap, self.driver = requested, held, cap, driver
+        limit = "no cap" if cap is None else f"cap {format_size(cap)}"
+        why = f"; {driver}" if driver else ""
+        super().__init__(f"{format_size(requested)} refused: held {format_size(held)}, {limit}{why}")
+
+
+class Allocator(ABC):
+    """One framework's allocator on one device, on top of the driver's `take` and `give` (bytes).
+
+    `held` is what it has taken from the driver, `in_use` what live blocks occupy, as the framework itself counts it.
+    `cap` may change at any time; lowering it evicts nothing.
+    """
+
+    def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
+        self._take, self._give, self.cap = take, give, cap
+        self.held = self.in_use = self.peak_held = self.peak_in_use = 0
+        self._ids = count(1)
+        self._driver: SimulatedOutOfMemory | None = None
+
+    def allocate(self, nbytes: int, *, exact: bool = False) -> int:
+        """A new block's id. AllocationRefused where cap or driver forbid it.
+
+        `exact` leaves no slack in the block where the allocator splits: for replaying a level, which contains it.
+        """
+        if nbytes < 1:
+            raise ValueError(f"cannot allocate {nbytes} bytes")
+        self._driver = None
+        block = next(self._ids)
+        self.in_use += self._allocate(block, nbytes, exact)
+        self.peak_in_use = max(self.peak_in_use, self.in_use)
+        return block
+
+    def free(self, block: int) -> None:
+        """ValueError for an id that is not live (a double free, or never allocated)."""
+        try:
+            self.in_use -= self._free(block)
+        except KeyError:
+            raise ValueError(f"block {block} is not allocated (freed twice?)") from None
+
+    @property
+    @abstractmethod
+    def reclaimable(self) -> int:
+        """Bytes that `trim` would give back."""
+
+    @abstractmethod
+    def trim(self) -> int:
+        """Give cached memory back to the driver; returns the bytes."""
+
+    @abstractmethod
+    def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
+        """Serve the request; returns what it adds to `in_use`."""
+
+    @abstractmethod
+    def _free(self, block: int) -> int:
+        """Take the block back; returns what it takes off `in_use`. KeyError where it is not live."""
+
+    def _grow(self, nbytes: int) -> bool:
+        """Take from the driver and count it as held, unless the cap or the driver forbids it."""
+        if not self._below_cap(nbytes) or not self._draw(nbytes):
+            return False
+        self._count(nbytes)
+        return True
+
+    def _below_cap(self, nbytes: int) -> bool:
+        return self.cap is None or self.held + nbytes <= self.cap
+
+    def _draw(self, nbytes: int) -> bool:
+        """Take from the driver, unless it refuses."""
+        try:
+            self._take(nbytes)
+        except SimulatedOutOfMemory as error:
+            self._driver = error.with_traceback(None)  # a kept traceback would keep its frames alive
+            return False
+        return True
+
+    def _count(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak_held = max(self.peak_held, self.held)
+
+    def _shrink(self, nbytes: int) -> None:
+        self._give(nbytes)
+        self.held -= nbytes
+
+    def _refused(self, nbytes: int) -> AllocationRefused:
+        return AllocationRefused(nbytes, self.held, self.cap, self._driver)
+
+
+class TorchCachingAllocator(Allocator):
+    """PyTorch's native caching allocator, one stream, default settings. The cap counts reserved (held) bytes."""
+
+    SMALL, SEGMENT_BELOW = 1 * MIB, 10 * MIB
+    SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MIB, 20 * MIB, 2 * MIB
+
+    def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
+        super().__init__(take, give, cap)
+        self._small, self._large = Arena(), Arena()
+        self._blocks: dict[int, tuple[Arena, Chunk]] = {}
+
+    @classmethod
+    def segment_size(cls, size: int) -> int:
+        """What one driver allocation for a request of this rounded size takes."""
+        if size <= cls.SMALL:
+            return cls.SMALL_SEGMENT
+        return cls.LARGE_SEGMENT if size < cls.SEGMENT_BELOW else round_up(size, cls.ROUND_LARGE)
+
+    @property
+    def reclaimable(self) -> int:
+        return self._small.whole() + self._large.whole()
+
+    def trim(self) -> int:
+        """`torch.cuda.empty_cache()`."""
+        freed = sum(chunk.size for arena in (self._small, self._large) for chunk in arena.drop_whole())
+        if freed:
+            self._shrink(freed)
+        return freed
+
+    def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
+        size = round_up(nbytes, 512)
+        arena = self._small if size <= self.SMALL else self._large
+        chunk = arena.fit(size)
+        if chunk is None:
+            segment = self.segment_size(size)
+            if not self._grow(segment):
+                self.trim()
+                if not self._grow(segment):
+                    raise self._refused(nbytes)
+            arena.add(segment)
+            chunk = arena.fit(size)
+        assert chunk is not None
+        rest = chunk.size - size
+        split = exact or rest >= 512 if arena is self._small else exact or rest > self.SMALL
+        self._blocks[block] = arena, arena.occupy(chunk, size if split else None)
+        return chunk.size
+
+    def _free(self, block: int) -> int:
+        arena, chunk = self._blocks.pop(block)
+        size = chunk.size
+        arena.release(chunk)
+        return size
+
+
+class BFCAllocator(Allocator):
+    """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, given once and never changed.
+
+    Nothing from outside shrinks it. TensorFlow's gives wholly free regions back itself, only before it would refuse
+    (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default: `collects`); XLA's never does.
+    """
+
+    ALIGN, FIRST_REGION, MOST_SLACK = 256, 2 * MIB, 128 * MIB
+
+    def __init__(
+        self, take: Callable[[int], None], give: Callable[[int], None], cap: int, growth: bool, collects: bool = True
+    ) -> None:
+        super().__init__(take, give, cap)
+        self.limit = cap
+        self.growth, self.collects = growth, collects
+        self._next_region = round_up(min(cap, self.FIRST_REGION) if growth else cap, self.ALIGN)
+        self._backed_off = False
+        self._arena = Arena()
+        self._blocks: dict[int, Chunk] = {}
+
+    @property
+    def reclaimable(self) -> int:
+        return 0
+
+    def trim(self) -> int:
+        return 0
+
+    def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
+        size = round_up(nbytes, self.ALIGN)
+        chunk = self._arena.fit(size)
+        if chunk is None and (self._extend(size) or (self.collects and self._collect(size) and self._extend(size))):
+            chunk = self._arena.fit(size)
+        if chunk is None:
+            raise self._refused(nbytes)
+        split = exact or chunk.size >= 2 * size or chunk.size - size >= self.MOST_SLACK
+        self._blocks[block] = self._arena.occupy(chunk, size if split else None)
+        return chunk.size
+
+    def _free(self, block: int) -> int:
+        chunk = self._blocks.pop(block)
+        size = chunk.size
+        self._arena.release(chunk)
+        return size
+
+    def _extend(self, size: int) -> bool:
+        available = round_down(self.limit - self.held, self.ALIGN)
+        if size > available:
+            return False
+        doubled = False
+        while self._next_region < size:
+            self._next_region *= 2
+            doubled = True
+        region = min(self._next_region, available)
+        took = self._grow(region)
+        if not took and not self._backed_off:
+            # Only the first failure in the allocator's life makes it try smaller regions.
+            self._backed_off = True
+            while not took:
+                smaller = round_up(region * 9 // 10, self.ALIGN)
+                if smaller < size or smaller == region:
+                    break
+                region = smaller
+                took = self._grow(region)
+        if took:
+            if not doubled:
+                self._next_region *= 2
+            self._arena.add(region)
+        return took
+
+    def _collect(self, size: int) -> bool:
+        free = self._arena.whole()
+        if not free or size > self.limit - self.held + free:
+            return False
+        self._shrink(sum(chunk.size for chunk in self._arena.drop_whole()))
+        return True
+
+
+def bin_number(nbytes: int) -> int:
+    """PyCUDA's bin of a request: exponent of two and the four bits below the leading one."""
+    exponent = max(nbytes.bit_length() - 1, 0)
+    shifted = nbytes >> exponent - 4 if exponent >= 4 else nbytes << 4 - exponent
+    return exponent << 4 | shifted & 15
+
+
+def alloc_size(number: int) -> int:
+    """What PyCUDA takes from the driver for a bin: the largest request of that bin.
+
+    Measured fact: 3 MiB + 1 asked, 3,276,799 managed.
+    """
+    exponent, mantissa = number >> 4, 16 | number & 15
+    if exponent < 4:
+        return mantissa >> 4 - exponent
+    return mantissa << exponent - 4 | (1 << exponent - 4) - 1
+
+
+class PyCUDAPool(Allocator):
+    """`pycuda.tools.DeviceMemoryPool` with memguard's check before each driver allocation.
+
+    `held` counts what the driver makes of the pool's blocks. Measured fact: above 1 MiB each is rounded up to 2 MiB,
+    smaller ones are packed into 2 MiB slabs (here without gaps).
+    """
+
+    SLAB_UP_TO = 1 * MIB
+
+    def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
+        super().__init__(take, give, cap)
+        self._bins: dict[int, int] = {}  # bin: how many freed blocks are kept in it
+        self._blocks: dict[int, int] = {}
+        self._slabs = 0  # bytes of all small blocks
+
+    @property
+    def reclaimable(self) -> int:
+        kept = [(alloc_size(number), blocks) for number, blocks in self._bins.items()]
+        small = sum(size * blocks for size, blocks in kept if size <= self.SLAB_UP_TO)
+        large = sum(round_up(size) * blocks for size, blocks in kept if size > self.SLAB_UP_TO)
+        return large + round_up(self._slabs) - round_up(self._slabs - small)
+
+    def trim(self) -> int:
+        """`free_held()`."""
+        before = self.held
+        while self._bins:
+            self._give_back(max(self._bins))
+        return before - self.held
+
+    def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
+        number = bin_number(nbytes)
+        if number in self._bins:
+            self._drop(number)
+        elif not self._miss(alloc_size(number)):
+            raise self._refused(nbytes)
+        self._blocks[block] = nbytes
+        return nbytes
+
+    def _free(self, block: int) -> int:
+        nbytes = self._blocks.pop(block)
+        number = bin_number(nbytes)
+        self._bins[number] = self._bins.get(number, 0) + 1
+        return nbytes
+
+    def _miss(self, size: int) -> bool:
+        if self.cap is not None and self.held + self._driver_bytes(size) > self.cap:
+            self.trim()
+        while not self._grow(self._driver_bytes(size)):
+            if not self._bins:
+                return False
+            self._give_back(max(self._bins))  # where the driver refuses, the pool frees its largest kept block first
+        if size <= self.SLAB_UP_TO:
+            self._slabs += size
+        return True
+
+    def _give_back(self, number: int) -> None:
+        self._drop(number)
+        size = alloc_size(number)
+        if size <= self.SLAB_UP_TO:
+            self._slabs -= size
+        self._shrink(self._driver_bytes(size))
+
+    def _driver_bytes(self, size: int) -> int:
+        """What the driver needs for a block beside those that there are."""
+        if size > self.SLAB_UP_TO:
+            return round_up(size)
+        return round_up(self._slabs + size) - round_up(self._slabs)
+
+    def _drop(self, number: int) -> None:
+        self._bins[number] -= 1
+        if not self._bins[number]:
+            del self._bins[number]
+
+
+def tensorflow_default_limit(free: int, architecture: str) -> int:
+    """What TensorFlow makes its memory_limit where nothing is configured: what is free less a system share.
+
+    Read in TensorFlow's source; checked against a measured fact: 141,350 MiB of an H200 for the whole process.
+    """
+    if free < 2 * GIB:
+        system = 225 * MIB
+    else:
+        old = {"maxwell": 500, "pascal": 500, "volta": 1050, "turing": 1050, "ampere": 1536, "ada": 1536}
+        system = old.get(architecture.lower(), 1800) * MIB
+    return max(round_down(free - system, KIB), KIB)
+
+
+def jax_default_limit(usable: int) -> int:
+    """What XLA takes for JAX where nothing is configured: three quarters of what CUDA calls the total.
+
+    Read in XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by us.
+    """
+    return usable * 3 // 4

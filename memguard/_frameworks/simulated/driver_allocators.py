@@ -1,0 +1,181 @@
+"""Models of what takes single allocations from the driver, CuPy's pool and Numba, and of the driver's pages.
+
+Written from reading CuPy's MemoryPool and Numba's memory manager, and checked against figures measured on an H200.
+Not modelled: streams, memory hooks, `gc.collect()`, pending modules and events, `defer_cleanup`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from memguard._frameworks.driver_pages import SMALL, whole_share
+from memguard._frameworks.simulated.allocators import Allocator
+from memguard._frameworks.simulated.arena import Arena, Chunk
+from memguard._units import GRANULE, round_up
+
+UNIT = 512
+"""CuPy rounds to this, and so does the driver what it packs into a slab."""
+
+
+class Piece(NamedTuple):
+    """One allocation of the driver's: its bytes, and where it lies in a slab (None: on pages of its own)."""
+
+    size: int
+    part: Chunk | None
+
+
+class SimulatedPages:
+    """What the driver makes of single allocations. `take` (False: refused) and `give` are of whole 2 MiB pages.
+
+    Measured facts: above 1 MiB each is rounded up to 2 MiB, smaller ones lie in slabs of 2 MiB, each wholly in one.
+    Assumed: the best fit within the slabs; a slab goes back with its last part.
+    """
+
+    def __init__(self, take: Callable[[int], bool], give: Callable[[int], None]) -> None:
+        self._take, self._give = take, give
+        self._slabs = Arena()
+        self._parts: Counter[int] = Counter()
+
+    def allocate(self, nbytes: int) -> Piece | None:
+        """None where a page is needed and refused."""
+        if nbytes > SMALL:
+            pages = round_up(nbytes)
+            return Piece(pages, None) if self._take(pages) else None
+        size = round_up(nbytes, UNIT)
+        chunk = self._slabs.fit(size)
+        if chunk is None:
+            if not self._take(GRANULE):
+                return None
+            chunk = self._slabs.add(GRANULE)
+        part = self._slabs.occupy(chunk, size)
+        self._parts[_slab(part)] += 1
+        return Piece(size, part)
+
+    def free(self, piece: Piece) -> None:
+        if piece.part is None:
+            self._give(piece.size)
+            return
+        slab = _slab(piece.part)
+        rest = self._slabs.release(piece.part)
+        self._parts[slab] -= 1
+        if not self._parts[slab]:
+            del self._parts[slab]
+            self._slabs.drop(rest)
+            self._give(GRANULE)
+
+    def returned_by(self, pieces: Iterable[Piece]) -> int:
+        """Bytes that freeing these would give back."""
+        own = [piece.size for piece in pieces if piece.part is None]
+        parts = Counter(_slab(piece.part) for piece in pieces if piece.part is not None)
+        return sum(own) + GRANULE * sum(count == self._parts[slab] for slab, count in parts.items())
+
+
+def _slab(part: Chunk) -> int:
+    return part.address // (GRANULE + 1)  # an arena leaves one byte between its regions
+
+
+class CuPyPool(Allocator):
+    """CuPy's MemoryPool (14), one stream. `held` is its own count, `total_bytes()`: the driver may take more.
+
+    Without a cap it is CuPy as it comes; with one it is under memguard's wrapper, which asks for whole shares.
+    """
+
+    def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
+        super().__init__(take, give, cap)
+        self._pages = SimulatedPages(self._draw, self._give)
+        self._arena = Arena()
+        self._pieces: dict[int, Piece] = {}  # by the address at which the arena's region begins
+        self._blocks: dict[int, Chunk] = {}
+
+    @property
+    def reclaimable(self) -> int:
+        return self._arena.whole()
+
+    def trim(self) -> int:
+        """`free_all_blocks()`: only chunks that are not split go back."""
+        before = self.held
+        for chunk in self._arena.drop_whole():
+            self._pages.free(self._pieces.pop(chunk.address))
+            self.held -= chunk.size
+        return before - self.held
+
+    def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
+        wrapped = self.cap is not None and not exact  # a level is of sizes that the wrapper has rounded already
+        size = round_up(whole_share(nbytes) if wrapped else nbytes, UNIT)
+        chunk = self._arena.fit(size) or self._miss(size)
+        if chunk is None:
+            self.trim()
+            chunk = self._miss(size)
+        if chunk is None:
+            raise self._refused(nbytes)
+        self._blocks[block] = self._arena.occupy(chunk, size)
+        return size
+
+    def _free(self, block: int) -> int:
+        chunk = self._blocks.pop(block)
+        size = chunk.size
+        self._arena.release(chunk)
+        return size
+
+    def _miss(self, size: int) -> Chunk | None:
+        """A new chunk from the driver, unless the cap or the driver forbids it."""
+        piece = self._pages.allocate(size) if self._below_cap(size) else None
+        if piece is None:
+            return None
+        self._count(size)
+        chunk = self._arena.add(size)
+        self._pieces[chunk.address] = piece
+        return chunk
+
+
+class NumbaMemory(Allocator):
+    """Numba's memory manager under memguard's cap: no pool, each array an allocation of the driver's.
+
+    What is freed stays held until more than ten frees are pending, or more than a fifth of `total`, the device's bytes.
+    `managed` says whether a cap was there when it began: another memory manager cannot be set afterwards.
+    """
+
+    MOST_PENDING, PENDING_SHARE = 10, 5
+
+    def __init__(
+        self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None, *, total: int
+    ) -> None:
+        super().__init__(take, give, cap)
+        self._pages = SimulatedPages(self._grow, self._shrink)
+        self.managed = cap is not None
+        self._most = total // self.PENDING_SHARE
+        self._blocks: dict[int, tuple[Piece, int]] = {}  # with the bytes asked for
+        self._pending: list[Piece] = []
+        self._pending_bytes = 0
+
+    @property
+    def reclaimable(self) -> int:
+        return self._pages.returned_by(self._pending)
+
+    def trim(self) -> int:
+        """`deallocations.clear()`: what is pending is freed."""
+        before = self.held
+        for piece in self._pending:
+            self._pages.free(piece)
+        self._pending, self._pending_bytes = [], 0
+        return before - self.held
+
+    def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
+        piece = self._pages.allocate(nbytes)
+        if piece is None:
+            self.trim()
+            piece = self._pages.allocate(nbytes)
+        if piece is None:
+            raise self._refused(nbytes)
+        self._blocks[block] = piece, nbytes
+        return nbytes
+
+    def _free(self, block: int) -> int:
+        piece, nbytes = self._blocks.pop(block)
+        self._pending.append(piece)
+        self._pending_bytes += nbytes
+        if len(self._pending) > self.MOST_PENDING or self._pending_bytes > self._most:
+            self.trim()
+        return nbytes

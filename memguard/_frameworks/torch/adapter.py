@@ -1,0 +1,391 @@
+"""PyTorch: the caching allocator's per-process fraction, set to the exact byte.
+
+Measured on an H200 with torch 2.11: the native allocator stops at the cap exactly; expandable segments
+are mapped in 20 MiB pieces and may pass it by less than one, so the fraction is set 20 MiB lower; the
+async backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so there a driver
+pool with `maxSize` is put under it (needs `cuda-bindings`). Setting the fraction creates no context.
+
+Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)` (unseen).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any, ClassVar
+
+from memguard._devices import libcuda
+from memguard._frameworks import rmm
+from memguard._frameworks.base import Framework
+from memguard._frameworks.torch import history, settings
+from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._units import GRANULE, MIB, format_size, round_up
+from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
+
+SEGMENT = 20 * MIB
+"""The piece in which expandable segments take memory (measured)."""
+
+
+class Torch(Framework):
+    """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
+
+    name: ClassVar[str] = "torch"
+    module: ClassVar[str] = "torch"
+    hook: ClassVar[str] = "torch"
+    tested: ClassVar[tuple[str, ...]] = ("2.11.0", "2.13.0")
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._before: dict[int, float] = {}
+        self._pools: dict[str, libcuda.CappedPool] = {}
+        self._uuids: dict[str, int] | None = None
+        self._set: dict[int, float] = {}  # as torch reads them back
+        self._expandable: bool | None = None  # what the caps were set for
+        self._rmm: rmm.Limit | None = None
+        self._lost: list[str] = []
+
+    def why_absent(self) -> str | None:
+        """Not installed, or a build without CUDA (read from `torch/version.py`: nothing is imported)."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        built_for = settings.cuda_version()
+        if built_for is None:
+            return "this torch is built without CUDA; fix: install a CUDA build of torch"
+        return None
+
+    def _live(self, module: ModuleType) -> bool:
+        asked = getattr(getattr(module, "cuda", None), "is_initialized", None)  # none while another thread imports it
+        return asked is not None and bool(asked())
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        torch = self._torch()
+        if torch.version.hip:
+            raise CapNotApplied(self.name, "this is a ROCm build", "memguard budgets NVIDIA GPUs: install a CUDA build")
+        if not hasattr(torch._C, "_cuda_setMemoryFraction"):
+            raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
+        settings.refuse(self.host.devices(), caps)
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            return self._apply_pluggable(caps)
+        before, self._caps = self._caps, dict(caps)
+        try:
+            if self._live(torch):
+                return Applied(Enforcement.ENFORCED, self._restore, residual=self._set_now(torch))
+            note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
+            return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
+        except BaseException:
+            self._caps = before
+            self._restore()
+            raise
+
+    def usage(self, device: Device) -> Usage | None:
+        """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live.
+
+        None for a GPU on which torch never held anything: it is live on all of them at once.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch):
+            return None
+        ordinal = self._ordinals(torch).get(device.uuid)
+        if ordinal is None:
+            return None
+        if self._rmm is not None:
+            return self._rmm.usage(device.uuid)
+        try:
+            stats = torch._C._cuda_memoryStats(ordinal)
+        except RuntimeError:  # a pluggable allocator tells nothing
+            return Usage(None, None)
+        in_use = settings.stat(stats, "allocated_bytes", "current")
+        peak = settings.stat(stats, "allocated_bytes", "peak")
+        pool = self._pools.get(device.uuid)
+        pooled = pool is not None and pool._attribute("CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH")
+        if not pooled and settings.never_held(stats):
+            return None
+        if pool is not None:
+            reserved, used = pool.reserved(), pool.used()
+            return Usage(reserved, used, reserved - used, peak=peak)
+        held = settings.stat(stats, "reserved_bytes", "current")
+        if held is None or in_use is None:
+            return Usage(held, in_use)
+        # Blocks of a partly used segment are cached but cannot go back: PyTorch frees whole segments only.
+        active = settings.stat(stats, "active_bytes", "current") or in_use
+        stuck = settings.stat(stats, "inactive_split_bytes", "current") or 0
+        return Usage(held, in_use, max(held - active - stuck, 0), peak=peak)
+
+    def trim(self, device: Device) -> None:
+        """`torch.cuda.empty_cache()`: every wholly unused segment, on every device. Not while a graph is captured."""
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch) or self.capturing():
+            return
+        torch.cuda.empty_cache()
+        pool = self._pools.get(device.uuid)
+        if pool is not None:
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])
+            pool.trim()
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        if self._rmm is not None:
+            return super().resize(caps)
+        if self._pools:
+            raise CapNotApplied(
+                self.name,
+                "the driver pool under the async backend has a fixed size",
+                "change the budget file and restart, or use the native backend",
+            )
+        before, self._caps = self._caps, dict(caps)
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch):
+            return None
+        try:
+            self._set_now(torch)
+        except BaseException:
+            self._caps = before
+            self._set_now(torch)  # the caps that held until now hold on
+            raise
+        return None
+
+    def footprint(self, size: int) -> int:
+        """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
+        if self._pools:
+            return round_up(size, 32 * MIB)  # the driver's pools grow in such steps (measured)
+        segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
+        torch, expandable = sys.modules.get("torch"), self._expandable
+        if expandable is None:  # asking takes a snapshot of all blocks
+            expandable = torch is not None and self._live(torch) and settings.expandable(torch)
+        return max(segment, size) + SEGMENT if expandable else segment
+
+    def oom_types(self) -> tuple[type[BaseException], ...]:
+        torch = sys.modules.get("torch")
+        return () if torch is None else (torch.OutOfMemoryError,)
+
+    def drift(self) -> list[str]:
+        torch = sys.modules.get("torch")
+        if self._rmm is not None:
+            return [*self._lost, *self._rmm.drift(self.name)]
+        if torch is None or not self._set or not self._live(torch):
+            return self._lost
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            return ["torch: its allocator was replaced after memguard.init: the cap does not hold any more"]
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        if read is None:
+            return []
+        return [
+            f"torch: its fraction on cuda:{ordinal} was raised from {fraction:.4g} to {read(ordinal):.4g} after "
+            "memguard.init: the cap does not hold any more"
+            for ordinal, fraction in self._set.items()
+            if read(ordinal) > fraction
+        ]
+
+    def capturing(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and self._live(torch) and bool(torch.cuda.is_current_stream_capturing())
+
+    def libraries(self) -> frozenset[str]:
+        """One `nccl` for each communicator that has communicated: NCCL takes its memory at the first collective."""
+        distributed = sys.modules.get("torch.distributed.distributed_c10d")
+        groups = getattr(getattr(distributed, "_world", None), "pg_map", None) or {}
+        count = sum(1 for group in list(groups) if _communicates(group))
+        return frozenset(f"nccl {number}" for number in range(1, count + 1))
+
+    def record(self) -> Callable[[], list[TraceEvent]] | None:
+        """PyTorch's own allocation history, bounded; None under the async backend, which keeps none."""
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
+            return None
+        try:
+            torch.cuda.memory._record_memory_history(max_entries=history.ENTRIES, context=None, stacks="python")
+        except (AttributeError, RuntimeError, TypeError):
+            return None
+
+        def stop() -> list[TraceEvent]:
+            traces = torch.cuda.memory._snapshot()["device_traces"]
+            torch.cuda.memory._record_memory_history(enabled=None)
+            return history.events(traces)
+
+        return stop
+
+    def about(self) -> dict[str, str]:
+        torch = sys.modules.get("torch")
+        if torch is None or not self._live(torch):
+            return {}
+        backend = str(torch.cuda.get_allocator_backend())
+        return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
+
+    def forked(self) -> None:
+        self._caps, self._set = {}, {}  # what is still queued for torch's initialisation then sets nothing
+
+    def _torch(self) -> Any:
+        return sys.modules["torch"]
+
+    def _queue(self, torch: Any) -> Callable[[], None]:
+        """Set the fractions inside torch's own CUDA initialisation, which runs what `_lazy_call` queued."""
+        if not hasattr(torch.cuda, "_lazy_call"):
+            why = f"torch {torch.__version__} has no torch.cuda._lazy_call"
+            raise CapNotApplied(self.name, why, "call torch.cuda.init() before memguard.init()")
+        armed = True
+        swapped: list[Callable[[], None]] = []
+
+        def set_caps() -> None:
+            if not armed or not self._caps:
+                return
+            try:
+                if torch.cuda.get_allocator_backend() == "pluggable":  # since memguard.init
+                    applied = self._apply_pluggable(self._caps)
+                    self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
+                    self.notes += [] if self._lost else applied.notes
+                    swapped.extend([applied.undo] if applied.undo is not None else [])
+                else:
+                    self._set_now(torch)
+            except BaseException:
+                self._restore()
+                raise
+
+        torch.cuda._lazy_call(set_caps)
+
+        def undo() -> None:
+            nonlocal armed
+            armed = False  # torch keeps its queue for itself: what is queued runs, and does nothing
+            queue = getattr(torch.cuda, "_queued_calls", None)
+            if isinstance(queue, list):
+                queue[:] = [entry for entry in queue if entry[0] is not set_caps]
+            for step in swapped:
+                step()
+            if self._live(torch):
+                self._restore()
+
+        return undo
+
+    def _set_now(self, torch: Any) -> dict[str, int]:
+        """Set every device's fraction and read it back. Returns what is held above the cap, by UUID."""
+        if self._caps:
+            self._check_properties(torch)
+        backend = torch.cuda.get_allocator_backend()
+        self._expandable = backend != "cudaMallocAsync" and bool(self._caps) and settings.expandable(torch)
+        residual: dict[str, int] = {}
+        for uuid, ordinal in self._ordinals(torch).items():
+            if uuid not in self._caps:
+                continue
+            allowed = self._caps[uuid]
+            if backend == "cudaMallocAsync":
+                self._put_pool_under(uuid, ordinal, allowed)
+            elif self._expandable:
+                allowed -= SEGMENT
+            self._set_fraction(torch, ordinal, allowed)
+            usage = self.usage(Device(uuid, "", 0, 0, None, ""))
+            if usage is not None and usage.held is not None and usage.held > self._caps[uuid]:
+                residual[uuid] = usage.held - self._caps[uuid]
+        return residual
+
+    def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
+        total = torch.cuda.get_device_properties(ordinal).total_memory
+        if allowed <= 0:
+            raise CapNotApplied(
+                self.name, f"expandable segments need a cap above {format_size(SEGMENT)}", "raise its share"
+            )
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        first = ordinal not in self._before
+        before = self._before.setdefault(ordinal, read(ordinal) if read is not None else 1.0)
+        if int(before * total) < allowed:
+            self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
+            allowed = int(before * total)
+        elif first and before < 1.0 and int(before * total) > allowed + SEGMENT:
+            setting = f"torch.cuda.set_per_process_memory_fraction({before:.4g})"
+            raise settings.looser(setting, int(before * total), allowed)
+        fraction = min(allowed / total, 1.0)
+        if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
+            fraction = min(math.nextafter(fraction, 1.0), 1.0)
+        torch._C._cuda_setMemoryFraction(fraction, ordinal)
+        back = read(ordinal) if read is not None else fraction
+        if abs(back * total - allowed) >= 1:
+            torch._C._cuda_setMemoryFraction(self._set.get(ordinal, before), ordinal)
+            what = f"set {allowed} bytes, read back {int(back * total)}"
+            raise CapNotApplied(self.name, what, "report this with the torch version")
+        self._set[ordinal] = back
+
+    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
+        """An allocator from elsewhere (`change_current_allocator`): RMM's is limited there, another cannot be."""
+        if not rmm.is_loaded_for("torch"):
+            raise ConflictingSetting(
+                self.name,
+                "torch.cuda.memory.change_current_allocator",
+                "replaced the caching allocator by one that memguard does not know",
+                "remove that call, or leave torch out of the budget",
+            )
+        ordinals = rmm.ordinals(self.name, self.host)  # torch's own numbering would initialise it
+        self._rmm, applied = rmm.apply(self.name, caps, ordinals)
+        return applied
+
+    def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
+        if uuid in self._pools:
+            return
+        try:
+            self._pools[uuid] = libcuda.CappedPool(ordinal, allowed)
+        except (ImportError, DeviceError) as error:
+            raise CapNotApplied(
+                self.name,
+                f"under cudaMallocAsync the fraction counts bytes in use, not what the pool holds, and no driver pool "
+                f"could be put under it ({error})",
+                "pip install 'memguard[cuda]', or use PyTorch's native allocator",
+            ) from error
+
+    def _restore(self) -> None:
+        """What was there before, except where somebody has set another fraction since; all of it, whatever fails."""
+        torch, self._expandable = self._torch(), None
+        read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        with ExitStack() as steps:
+            for pool in self._pools.values():
+                steps.callback(pool.restore)
+            for ordinal, fraction in self._set.items():
+                if read is None or read(ordinal) == fraction:
+                    steps.callback(torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
+            self._before, self._set, self._pools = {}, {}, {}
+
+    def _check_properties(self, torch: Any) -> None:
+        """TensorFlow's CUDA runtime in torch's way makes torch misread its devices and die of SIGFPE (measured)."""
+        for uuid, ordinal in self._ordinals(torch).items():
+            true = self.host.multiprocessors(uuid)
+            believed = torch.cuda.get_device_properties(ordinal).multi_processor_count
+            if true is not None and believed != true:
+                raise CapNotApplied(
+                    self.name,
+                    f"torch believes its GPU has {believed} multiprocessors, the driver says {true}: TensorFlow's CUDA "
+                    "runtime was loaded before torch's, and the first matrix product would kill the process (SIGFPE)",
+                    "call memguard.init() before `import tensorflow`, or import torch before tensorflow",
+                )
+            if "tensorflow" not in sys.modules:
+                continue
+            if true is None:
+                self._say("torch beside tensorflow: not checked against the driver, which does not show this GPU")
+            else:
+                self._say(f"torch beside tensorflow: checked, it sees the driver's {true} multiprocessors")
+
+    def _ordinals(self, torch: Any) -> dict[str, int]:
+        """CUDA ordinal by UUID, asked of torch itself once it is live (its `uuid` is NVML's without `GPU-`)."""
+        if self._uuids is None:
+            count = torch.cuda.device_count()
+            uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+            self._uuids = {_nvml_uuid(uuid): i for i, uuid in enumerate(uuids)}
+        return self._uuids
+
+
+def _nvml_uuid(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _communicates(group: Any) -> bool:
+    """Whether a process group has an NCCL communicator; `_is_initialized` is ProcessGroupNCCL's own."""
+    try:
+        import torch
+
+        asked = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
+        return bool(asked()) if asked is not None else False
+    except RuntimeError:  # no backend for CUDA tensors (gloo), or destroyed
+        return False

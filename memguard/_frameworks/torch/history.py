@@ -1,0 +1,29 @@
+"""PyTorch's own allocation history, as events of a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memguard._types import TraceEvent
+
+ENTRIES = 200_000
+"""Entries kept while recording: PyTorch's own default is unbounded."""
+
+
+def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
+    """The allocations of `torch.cuda.memory._snapshot()["device_traces"]`, one list for each device."""
+    ops = {"alloc": "alloc", "free_requested": "free"}
+    found = []
+    live: dict[tuple[int, int], int] = {}
+    number = 0
+    for device, entries in enumerate(traces):
+        for entry in entries:
+            op = ops.get(entry["action"])
+            where = (device, entry.get("addr", 0))
+            if op == "alloc":
+                number += 1
+                live[where] = number
+                found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, number, entry["size"], device=device))
+            elif op == "free" and where in live:  # what was allocated before the recording began is left out
+                found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, live.pop(where), device=device))
+    return found

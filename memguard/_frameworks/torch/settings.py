@@ -1,0 +1,89 @@
+"""What torch, its environment and its installation say about its allocator. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memguard._types import Device
+from memguard._units import format_size
+from memguard.errors import ConflictingSetting
+
+
+def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
+    """What the environment says before torch reads it: no caching means no cap, a looser fraction is refused."""
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        raise ConflictingSetting(
+            "torch",
+            "PYTORCH_NO_CUDA_MEMORY_CACHING",
+            "switches off the caching allocator, and with it every limit",
+            "unset it, or leave torch out of the budget",
+        )
+    name, text = configured()
+    match = re.search(r"per_process_memory_fraction\s*:\s*([^\s,]+)", text)
+    fraction = 0.0
+    with contextlib.suppress(ValueError):  # torch says so itself
+        fraction = float(match[1]) if match is not None else 0.0
+    for device in devices if 0 < fraction <= 1 else ():
+        allowed = int(fraction * device.usable)
+        if device.uuid in caps and allowed > caps[device.uuid]:
+            raise looser(f"{name}={text}", allowed, caps[device.uuid])
+
+
+def configured() -> tuple[str, str]:
+    """The variable that configures PyTorch's allocator, and its text; PYTORCH_ALLOC_CONF is the one that wins."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if os.environ.get(name):
+            return name, os.environ[name]
+    return "PYTORCH_ALLOC_CONF", ""
+
+
+def expandable(torch: Any) -> bool:
+    """What the allocator of a live torch really runs with; the environment where torch will not say."""
+    try:
+        return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    except (AttributeError, KeyError, RuntimeError):
+        return "expandable_segments:true" in configured()[1].replace(" ", "").lower()
+
+
+def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
+    try:
+        return int(stats[name]["all"][kind])
+    except (KeyError, TypeError):
+        return None
+
+
+def never_held(stats: Mapping[str, Any]) -> bool:
+    """By what is held now, by the peak, and by the sum of all times, which stays where a peak is reset."""
+    known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
+    return known[:2] == [0, 0] and not known[2]
+
+
+def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
+    return ConflictingSetting(
+        "torch",
+        setting,
+        f"allows {format_size(allowed)}, more than the cap of {format_size(cap)}",
+        "remove it, lower it, or raise frameworks.torch in the budget",
+    )
+
+
+def cuda_version() -> str | None:
+    """The CUDA version torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ValueError:  # a stand-in without a spec
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None

@@ -1,0 +1,399 @@
+"""The conductor: plan, apply, account, undo. It decides nothing that `policy` and `accounts` can decide."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memguard import _policy
+from memguard._devices import contexts
+from memguard._frameworks import registry
+from memguard._frameworks.base import Framework
+from memguard._frameworks.import_hook import ImportHook
+from memguard._ledger import types
+from memguard._ledger.reader import Books
+from memguard._ledger.types import Ledger, own_bytes
+from memguard._observer import Observer
+from memguard._types import Device, DevicePlan, Enforcement, Sample, State, Usage, WorkloadReport
+from memguard._undo import Undo
+from memguard._units import format_size, parse_size
+from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
+    from memguard._devices.host import Host
+
+_log = logging.getLogger("memguard")
+
+
+@dataclass
+class _Entry:
+    """A framework of the budget, and what was done to it."""
+
+    framework: Framework
+    enforcement: Enforcement = Enforcement.PENDING
+    permanent: str | None = None
+
+
+class Guard:
+    """An applied budget. Made by `memguard.init`; `print(guard)` shows the plan and what was done."""
+
+    def __init__(self, budget: Budget, host: Host) -> None:
+        self.budget = budget
+        self.host = host
+        self.notes: list[str] = []
+        self.permanent: list[str] = []
+        self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
+        self._lock = threading.RLock()
+        self._hook = ImportHook()
+        self._undo = Undo()
+        self._entries: dict[str, _Entry] = {}
+        self._drifted: set[str] = set()
+        self._started = False
+        self.observer = Observer()
+        # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
+        unnamed = () if host.simulated else tuple(n for n in registry.NAMES if n not in budget.frameworks)
+        self._books = Books(host, unnamed, self._warn)
+        self._pid = os.getpid()
+
+    @property
+    def active(self) -> bool:
+        """False after `shutdown`, and in a forked child, where a budget of the parent means nothing."""
+        return bool(self._entries) and self._pid == os.getpid()
+
+    @property
+    def frameworks(self) -> Mapping[str, Framework]:
+        """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
+        return {name: entry.framework for name, entry in self._entries.items()}
+
+    def start(self) -> None:
+        """Apply everything, or undo everything and raise. Once: a guard that was stopped stays so."""
+        if self._started:
+            raise MemguardError("this guard was started before\n    fix: call memguard.init again")
+        self._started = True
+        try:
+            # `state` waits for an import that runs in another thread, and that import may wait for us in a hook:
+            # so it is asked before there is a hook, and again without the lock.
+            entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
+            states = {name: entry.framework.state() for name, entry in entries.items()}
+            with self._lock:
+                for note in self.plan.notes:
+                    self._note(note, logging.WARNING)
+                self._warn_where_busy()
+                self._entries = entries
+                self._cure(states)
+                for name, entry in entries.items():
+                    self._start_framework(name, entry, states[name])
+            for name, entry in entries.items():
+                if entry.enforcement is Enforcement.PENDING and entry.framework.state() is not State.IMPORTABLE:
+                    self._imported(name)  # its import had begun before the hook was there
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> list[str]:
+        """Undo everything, last first. Returns what stays, as sentences."""
+        try:
+            self.observer.stop()  # without the lock, which its thread may be waiting for
+        finally:
+            with self._lock:
+                stays = self._undo.run() + self.permanent
+                self._entries = {}  # a new one: other threads may be going through the old
+                self._books.clear()
+                self.host.close()
+        for sentence in stays:
+            _log.info("%s", sentence)
+        return stays
+
+    def forked(self) -> None:
+        """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
+        self._lock = threading.RLock()  # another thread of the parent may have held the old one
+        self._books.forked()
+        self.observer.forked()
+        self._hook.clear()
+        for entry in self._entries.values():
+            entry.framework.forked()
+
+    def ledger(self) -> Ledger:
+        """A reading of every device. NVML is read before and after, and again if it moved meanwhile."""
+        with self._lock:
+            self._check_active()
+            drifted = self._drift()
+            enforcements = self._enforcements()
+            enforcements.update({name: Enforcement.WATCHED.value for name, said in drifted.items() if said})
+            parts = [self._books.read(part, self.frameworks, enforcements) for part in self.plan.devices]
+            notes = [*self._all_notes(), *(note for said in drifted.values() for note in said)]
+            notes += [note for part in self.plan.devices for _, note in self._above_cap(part)]
+            return Ledger(time.time(), tuple(parts), self.host.simulated, tuple(notes))
+
+    def sample(self) -> Sample:
+        """The same figures without the rows, each asked for once: for several readings a second, on any thread."""
+        self._check_active()
+        frameworks, books = self.frameworks, self._books  # without the lock: nobody waits where a driver hangs
+        parts = [books.sample(part, frameworks, self._enforcements) for part in self.plan.devices]
+        return Sample(time.time(), tuple(parts))
+
+    def _enforcements(self) -> dict[str, str]:
+        return {name: entry.enforcement.value for name, entry in self._entries.items()}
+
+    def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
+        """Raise BudgetExceeded where `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
+        needed = self._size(size)
+        self.observer.checkpoint()
+        with self._lock:
+            self._check_active()
+            self._entry(framework)
+            for part in self.plan.devices:
+                if device is None:
+                    if len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
+                        continue
+                elif part.device.uuid != device.uuid:
+                    continue
+                self._admit(framework, needed, part)
+
+    def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
+        footprint = self._entries[framework].framework.footprint(needed)
+        for last in (False, True):
+            usages, memory = self._usages(part.device), self.host.memory(part.device)
+            admission = _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory)
+            if admission.refusal is not None:
+                raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
+            if not admission.trim:
+                return
+            if last:  # a trim may do nothing: a graph is captured, or PyCUDA's context is not on this thread
+                names = " and ".join(admission.trim)
+                raise BudgetExceeded(
+                    framework,
+                    needed,
+                    memory.free,
+                    f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
+                    f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
+                    f"graph is being captured)\n"
+                    f"    fix: memguard.trim() where {names} runs",
+                )
+            self._trim(admission.trim, part.device)
+
+    @contextmanager
+    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+        """A named block of work of one framework: admission before it, peak and what it left behind after it."""
+        if needs is not None:
+            self.require(framework, needs)
+        else:
+            self.observer.checkpoint()
+        report = WorkloadReport(name, framework)
+        report.before, earlier = types.totals(self._usages_of(framework))
+        try:
+            yield report
+        except Exception as error:
+            self.observer.failed(error)
+            raise
+        finally:
+            try:
+                self._check_active()
+                report.after, peak = types.totals(self._usages_of(framework))
+                report.peak = peak if peak is not None and peak > (earlier or 0) else None
+            except MemguardError as error:  # shut down in the block, or a GPU lost: the user's own error goes first
+                text = str(error)  # as an object it would keep the block's frames alive in a log that keeps records
+                _log.debug("workload %s: no figures at its end: %s", name, text)
+        self.observer.finished(report)
+
+    def resize(self, framework: str, size: int | str) -> None:
+        """Change a cap on every device. Lowering trims, and reports what is still held above it."""
+        with self._lock:
+            self._check_active()
+            entry = self._entry(framework)
+            plan = _policy.resized(self.plan, framework, self._size(size))
+            if entry.enforcement is Enforcement.PENDING:
+                self.plan = plan  # applied with the new cap when it is imported
+                return
+            if entry.enforcement is not Enforcement.ENFORCED:
+                raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
+            entry.framework.resize(plan.caps(framework))
+            self.plan = plan
+            self._report_residual(framework)
+
+    def trim(self, framework: str | None = None) -> int:
+        """Give caches back to the driver, of one framework or all, on this thread. Returns the bytes returned."""
+        with self._lock:
+            self._check_active()
+            if framework is not None:
+                self._entry(framework)
+            chosen = list(self._entries) if framework is None else [framework]
+            before = [self._free(part.device) for part in self.plan.devices]
+            for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
+                # `usage` and not `state`, which would wait for a running import.
+                self._trim([n for n in chosen if self._entries[n].framework.usage(part.device)], part.device)
+            after = [self._free(part.device) for part in self.plan.devices]
+            return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
+
+    def _free(self, device: Device) -> int:
+        """What is free to this process, whatever others do meanwhile; the card's figure where NVML knows no better."""
+        own = self.host.processes(device).get(self.host.pid)
+        return self.host.memory(device).free if own is None else device.total - own
+
+    def __str__(self) -> str:
+        lines = []
+        for part in self.plan.devices:
+            mark = " (simulated)" if part.device.simulated else ""
+            lines.append(
+                f"{part.device.name}{mark} {part.device.uuid}: limit {format_size(part.limit)}, "
+                f"reserve {format_size(part.reserve)} ({part.reserve_source}), "
+                f"unallocated {format_size(part.unallocated)}"
+            )
+            for name, cap in part.caps.items():
+                entry = self._entries.get(name)
+                lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self._all_notes())])
+
+    def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
+        framework = entry.framework
+        if state is State.ABSENT:
+            entry.enforcement = Enforcement.ABSENT
+            self._note(f"{name}: {framework.why_absent()}; its share stays free", logging.WARNING)
+        elif state is State.IMPORTABLE:
+            forget = self._hook.watch(framework.hook, lambda: self._imported(name))
+            self._undo.steps.append((f"{name}: import hook", forget))
+        else:
+            self._apply(name, entry)
+
+    def _imported(self, name: str) -> None:
+        """Runs inside the user's import, on the user's thread. What it raises comes out of that import."""
+        with self._lock:
+            if not self.active:
+                return
+            entry = self._entries[name]
+            if entry.enforcement is not Enforcement.PENDING:
+                return
+            if entry.framework.state() is State.ABSENT:
+                entry.enforcement = Enforcement.ABSENT
+                self._note(f"{name}: {entry.framework.why_absent()}; its share stays free", logging.WARNING)
+                return
+            self._apply(name, entry)
+
+    def _apply(self, name: str, entry: _Entry) -> None:
+        applied = entry.framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
+        entry.enforcement = applied.enforcement
+        if applied.undo is not None:
+            self._undo.steps.append((name, applied.undo))
+        if applied.permanent is not None:
+            self.permanent.append(f"{name}: {applied.permanent}")
+        for note in applied.notes:
+            self._note(note)
+        if applied.residual:
+            self._report_residual(name)
+
+    def _report_residual(self, name: str) -> None:
+        """A lowered cap evicts nothing by itself: trim, look again, and say what stays above it."""
+        for part in self.plan.devices:
+            if any(framework == name for framework, _ in self._above_cap(part)):
+                self._trim([name], part.device)
+                for framework, note in self._above_cap(part):
+                    if framework == name:
+                        _log.warning("%s", note)
+
+    def _trim(self, names: Sequence[str], device: Device) -> None:
+        """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
+        known = [*(entry.framework for entry in self._entries.values()), *self._books.strangers().values()]
+        if names and any(framework.capturing() for framework in known):
+            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
+            return
+        with contexts.beside_captures():
+            for name in names:
+                self._entries[name].framework.trim(device)
+
+    def _drift(self) -> dict[str, list[str]]:
+        """What no longer is as it was set, by framework; each is a warning once."""
+        applied = {n: e.framework for n, e in self._entries.items() if e.enforcement is Enforcement.ENFORCED}
+        found = {name: framework.drift() for name, framework in applied.items()}
+        for note in (note for said in found.values() for note in said):
+            if note not in self._drifted:
+                self._drifted.add(note)
+                _log.warning("%s", note)
+        return found
+
+    def _above_cap(self, part: DevicePlan) -> Iterator[tuple[str, str]]:
+        """What is held above its cap now: framework and sentence."""
+        for name, usage in self._usages(part.device).items():
+            cap = part.caps[name]
+            if usage is not None and usage.held is not None and usage.held > cap:
+                yield (
+                    name,
+                    f"{name}: holds {format_size(usage.held - cap)} above its cap of {format_size(cap)} on "
+                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs",
+                )
+
+    def _cure(self, states: Mapping[str, State]) -> None:
+        """Keep TensorFlow's CUDA runtime out of torch's way, where both are in the budget and installed."""
+        both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
+        if self.host.simulated or State.ABSENT in both:
+            return
+        from memguard._frameworks import cudart
+
+        done = cudart.cure_installed()
+        if done is not None:
+            self._note(f"torch and tensorflow in one process: {done}")
+            self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
+
+    def _warn_where_busy(self) -> None:
+        for part in self.plan.devices:
+            active = self.host.context_active(part.device)
+            own = own_bytes(self.host.processes(part.device), self.host.pid, bool(active))
+            warning = _policy.busy(part, self.host.memory(part.device), own)
+            if warning is None:
+                continue
+            if self.budget.on_busy == "raise" and own is not None:  # else what is held may be this process's own
+                fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
+                problem = self.budget.problem(("on_busy",), warning, fix)
+                raise PlanError([problem], self.budget.source or "init")
+            self._note(warning, logging.WARNING)
+
+    def _usages(self, device: Device) -> dict[str, Usage | None]:
+        return {name: entry.framework.usage(device) for name, entry in self._entries.items()}
+
+    def _usages_of(self, framework: str) -> list[Usage | None]:
+        entry = self._entry(framework)
+        return [entry.framework.usage(part.device) for part in self.plan.devices]
+
+    def _all_notes(self) -> list[str]:
+        return [*self.notes, *(note for entry in self._entries.values() for note in entry.framework.notes)]
+
+    def _is_current(self, framework: str, device: Device) -> bool:
+        """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
+        used = [p.device.uuid for p in self.plan.devices if (self._entries[framework].framework.usage(p.device))]
+        return device.uuid in (used or [self.plan.devices[0].device.uuid])
+
+    def _entry(self, framework: str) -> _Entry:
+        try:
+            return self._entries[framework]
+        except KeyError:
+            known = ", ".join(self._entries) or "none: it is not active"
+            near = difflib.get_close_matches(str(framework), self._entries, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise MemguardError(f"{framework!r} is not in the budget, which has: {known}{hint}") from None
+
+    @staticmethod
+    def _size(size: int | str) -> int:
+        try:
+            return parse_size(size)
+        except ValueError as error:
+            raise MemguardError(str(error)) from None
+
+    def _check_active(self) -> None:
+        if not self.active:
+            why = "this is a forked child" if self._pid != os.getpid() else "it was shut down"
+            raise NotActive(f"no budget is active here: {why}\n    fix: call memguard.init('budget.yaml')")
+
+    def _warn(self, note: str) -> None:
+        self._note(note, logging.WARNING)
+
+    def _note(self, note: str, level: int = logging.INFO) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            _log.log(level, "%s", note)

@@ -1,0 +1,372 @@
+"""What the samples of the monitor mean: how close to cap and limit, when they are reached, whether a workload leaks.
+
+Pure: no clock, thread, environment or GPU; the time is that of the samples. `decide` is a function of the settings, a
+sample and the state before it. The levels go up at once and come down only below their threshold less the hysteresis.
+
+A forecast needs a steady rise of at least 3 s and 6 blocks above everything seen in the five minutes before it, and
+three quarters of the cap in use: below that a rise is as likely a model being loaded, or the first batch. So a leak is
+announced when a quarter of the cap is left, at the earliest. One that is small beside what a workload takes and gives
+back over several seconds is seen late; `leak` sees it between repetitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._units import format_size
+
+if TYPE_CHECKING:
+    from memguard._config import MonitorConfig
+
+BLOCK = 0.5
+"""Seconds. The lowest level of each block counts for the slope, so that what is given back within it has none."""
+BLOCKS = 20
+"""Blocks that are kept: ten seconds, or more where samples come more rarely."""
+EVIDENCE = 3.0, 6
+"""The seconds and blocks that a rise must have lasted."""
+RISING = 6 / 7, 3 / 4
+"""The part of all pairs of blocks that a steady rise has rising, of fewer than ten blocks and of more: more than chance
+and one step bring about, and less than without noise."""
+FLOOR = 0.755
+"""The part of a cap that must be in use before a forecast is made."""
+MEMORY = 300.0
+"""Seconds for which the highest level is remembered, in parts of a tenth."""
+AGAIN = 60.0
+"""Seconds within which the same warning is not given again, and after which a rise that went no further is over."""
+_REPETITIONS = 100
+_KEEPERS = ("tensorflow", "jax")
+"""Their pools grow and give nothing back: what is idle in them is theirs to use, and no pressure."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core.
+
+    `names`: what texts call a GPU, by UUID; nothing where that is empty, its UUID where it has none.
+    """
+
+    interval: float = 0.5
+    warn: float = 0.85
+    critical: float = 0.95
+    hysteresis: float = 0.05
+    forecast: float = 20.0
+    cpu: float = 0.01
+    on_pressure: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, monitor: MonitorConfig, on_pressure: Sequence[str], devices: Sequence[Device] = ()) -> Settings:
+        """What a budget file says, for these GPUs."""
+        return cls(
+            interval=monitor.interval,
+            warn=float(monitor.warn),
+            critical=float(monitor.critical),
+            forecast=monitor.forecast,
+            on_pressure=tuple(on_pressure),
+            names=_names(devices),
+        )
+
+    def on(self, uuid: str | None) -> str:
+        """` on cuda:0 (NVIDIA H200)`, for the end of a sentence."""
+        name = self.names.get(uuid or "", uuid)
+        return f" on {name}" if name else ""
+
+
+def _names(devices: Sequence[Device]) -> dict[str, str]:
+    """By CUDA's number, or NVML's where CUDA was not asked. The only one there is needs no name."""
+    if len(devices) == 1:
+        return {devices[0].uuid: ""}
+    numbers = {d.uuid: f"GPU {d.index}" if d.ordinal is None else f"cuda:{d.ordinal}" for d in devices}
+    return {device.uuid: f"{numbers[device.uuid]} ({device.name})" for device in devices}
+
+
+class Action(NamedTuple):
+    """Something to do. kind: log (info), warn (a warning), callback (each event once), and, where the budget says so,
+    trim and raise (at the next checkpoint, never asynchronously)."""
+
+    kind: str
+    event: Event
+
+
+class _Block(NamedTuple):
+    """The lowest and highest level of half a second, in bytes, and when it was lowest."""
+
+    number: int
+    time: float
+    low: int
+    high: int
+
+
+class _Track(NamedTuple):
+    """What is remembered of one framework on one GPU, or of one GPU."""
+
+    level: Pressure = Pressure.OK
+    blocks: tuple[_Block, ...] = ()
+    peaks: tuple[tuple[int, int], ...] = ()  # before the blocks: a number of thirty seconds, and its highest level
+    said: int | None = None  # the highest level of the rise that a forecast was made for
+    rose: float = 0.0  # when that was reached
+    warned: tuple[tuple[Pressure, float], ...] = ()
+
+
+_NEW = _Track()
+
+
+class _Level(NamedTuple):
+    """How much of `top` is needed; `base` of both no framework can give back. `others` hold what is missing."""
+
+    used: int
+    top: int
+    base: int
+    others: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """What `decide` remembers. Opaque but for `level`."""
+
+    _tracks: Mapping[tuple[str | None, str | None], _Track] = field(default_factory=dict)
+    _block: int | None = field(default=None, compare=False)
+    _devices: tuple[DeviceSample, ...] = field(default=(), compare=False)
+
+    def level(self, uuid: str | None, framework: str | None = None) -> Pressure:
+        """The pressure on one GPU: of a framework, or of the process."""
+        track = self._tracks.get((uuid, framework))
+        return track.level if track is not None else Pressure.OK
+
+
+START = State()
+
+
+def decide(settings: Settings, sample: Sample, state: State) -> tuple[State, list[Action]]:
+    """The state after a sample, and what to do. Every event has one log or warn, and one callback."""
+    block = int(sample.time // BLOCK)
+    if block == state._block and sample.devices == state._devices:
+        return state, []  # nothing has moved, and the half second is not over
+    tracks: dict[tuple[str | None, str | None], _Track] = {}
+    actions: list[Action] = []
+    for device in sample.devices:
+        for framework, level in _levels(device):
+            key = device.uuid, framework
+            track = _seen(state._tracks.get(key, _NEW), sample.time, level.used)
+            if track.level is not Pressure.OK or level.used >= settings.warn * level.top:
+                track = _pressure(settings, sample.time, key, level, track, actions)
+            if settings.forecast > 0 and (level.used > FLOOR * level.top or track.said is not None):
+                track = _forecast(settings, sample.time, key, level, track, actions)
+            tracks[key] = track
+    return State(tracks, block, sample.devices), actions
+
+
+def needed(name: str, usage: FrameworkSample) -> int | None:
+    """The bytes of a framework that a trim would not return; None where it says nothing.
+
+    Held less reclaimable; in use where that is not known, and where idle memory stays the framework's own.
+    """
+    if usage.held is not None and usage.reclaimable is not None and (name not in _KEEPERS or usage.in_use is None):
+        return max(usage.held - usage.reclaimable, 0)
+    return usage.in_use if usage.in_use is not None else usage.held
+
+
+def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
+    """Of each framework with a cap, and of the process (None) where it has a limit."""
+    need = idle = reclaimable = held = 0
+    silent = False
+    for name, usage in device.frameworks.items():
+        part = needed(name, usage)
+        if part is None:
+            silent = True
+            continue
+        need += part
+        reclaimable += usage.reclaimable or 0
+        if usage.held is None:
+            silent = True  # what it holds beyond its need is in `process`, and nobody knows how much that is
+        else:
+            idle += usage.held - part
+            held += usage.held
+        if usage.cap:
+            yield name, _Level(part, usage.cap, 0)
+    if not device.limit:
+        return
+    process = device.process if device.process is not None else held + device.overhead
+    used = need + device.overhead if silent or device.process is None else max(process - idle, 0)
+    left = device.free + reclaimable
+    squeezed = process + device.free < device.limit and device.limit - left > used
+    if squeezed:  # others, or the driver, hold a part of what the limit promises
+        used = device.limit - left
+    yield None, _Level(used, device.limit, min(device.overhead, device.limit), squeezed)
+
+
+def _seen(track: _Track, time: float, used: int) -> _Track:
+    """The blocks with one more sample."""
+    level, blocks, peaks, said, rose, warned = track  # without `_replace`, which takes four times as long
+    number = int(time // BLOCK)
+    if not blocks:
+        return _Track(level, (_Block(number, time, used, used),), peaks, said, rose, warned)
+    last = blocks[-1]
+    if number == last.number:
+        if last.low <= used <= last.high:
+            return track
+        when, low = (time, used) if used < last.low else (last.time, last.low)
+        blocks = (*blocks[:-1], _Block(number, when, low, max(used, last.high)))
+    elif number > last.number:
+        if len(blocks) == BLOCKS:
+            peaks = _remembered(peaks, blocks[0], time)
+            blocks = blocks[1:]
+        blocks = (*blocks, _Block(number, time, used, used))
+    else:  # the clock was set back: nothing before can be compared
+        return _Track(level, (_Block(number, time, used, used),))
+    return _Track(level, blocks, peaks, said, rose, warned)
+
+
+def _remembered(peaks: tuple[tuple[int, int], ...], block: _Block, now: float) -> tuple[tuple[int, int], ...]:
+    """The peaks with a block that leaves; those too old are forgotten."""
+    part = int(block.time // (MEMORY / 10))
+    if peaks and peaks[-1][0] == part:
+        if block.high <= peaks[-1][1]:
+            return peaks
+        return (*peaks[:-1], (part, block.high))
+    oldest = (now - MEMORY) // (MEMORY / 10)
+    return (*(peak for peak in peaks if peak[0] >= oldest), (part, block.high))
+
+
+def _pressure(
+    settings: Settings, now: float, key: tuple[str, str | None], level: _Level, track: _Track, actions: list[Action]
+) -> _Track:
+    ratio = level.used / level.top
+    pressure = Pressure.OK
+    if ratio >= _threshold(settings, settings.critical, track.level is Pressure.CRITICAL):
+        pressure = Pressure.CRITICAL
+    elif ratio >= _threshold(settings, settings.warn, track.level is not Pressure.OK):
+        pressure = Pressure.WARN
+    if pressure is track.level:
+        return track
+    rises = pressure.rank > track.level.rank
+    event = Event(
+        now, "pressure", _sentence(settings, key, level, pressure), pressure, key[0], key[1], None, level.used
+    )
+    warned = dict(track.warned)
+    loud = rises and now - warned.get(pressure, now - AGAIN) >= AGAIN
+    actions.append(Action("warn" if loud else "log", event))
+    if loud:
+        warned[pressure] = now
+    grave = rises and pressure is Pressure.CRITICAL
+    if grave and "trim" in settings.on_pressure:
+        actions.append(Action("trim", event))
+    actions.append(Action("callback", event))
+    if grave and "raise" in settings.on_pressure:
+        actions.append(Action("raise", event))
+    return track._replace(level=pressure, warned=tuple(warned.items()))
+
+
+def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
+    """Where a level begins, or, once it was reached, where it ends."""
+    return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
+
+
+def _sentence(settings: Settings, key: tuple[str, str | None], level: _Level, pressure: Pressure) -> str:
+    on, framework = settings.on(key[0]), key[1]
+    sizes = f"{format_size(level.used)} of {format_size(level.top)} ({level.used / level.top:.0%})"
+    if framework is not None:
+        return f"pressure {pressure.value}: {framework} needs {sizes} of its cap{on}"
+    if level.others:
+        left, limit = format_size(max(level.top - level.used, 0)), format_size(level.top)
+        had = f"{left} can still be had of the limit of {limit}{on}"
+        return f"pressure {pressure.value}: {had}: other processes hold the rest of the card"
+    return f"pressure {pressure.value}: this process needs {sizes} of its limit{on}"
+
+
+def _forecast(
+    settings: Settings, now: float, key: tuple[str, str | None], level: _Level, track: _Track, actions: list[Action]
+) -> _Track:
+    if track.said is not None:
+        if level.used > track.said:
+            return track._replace(said=level.used, rose=now)
+        high = max(block.high for block in track.blocks[-EVIDENCE[1] :])
+        over = high < track.said - settings.hysteresis * level.top or now - track.rose >= AGAIN
+        return track._replace(said=None) if over else track
+    rise = _rise(level, track)
+    if rise is None or rise[1] >= settings.forecast:
+        return track
+    slope, seconds = rise
+    what = f"{key[1]} grows by" if key[1] is not None else "this process grows by"
+    if level.others:
+        what = "what can be had shrinks by"
+    end = f"its cap of {format_size(level.top)}" if key[1] is not None else f"the limit of {format_size(level.top)}"
+    text = f"{what} {format_size(int(slope))}/s: {end} is reached in about {max(seconds, 0):.0f} s{settings.on(key[0])}"
+    left = max(level.top - level.used, 0)
+    event = Event(now, "forecast", text, track.level, key[0], key[1], max(seconds, 0.0), left)
+    actions += [Action("warn", event), Action("callback", event)]
+    return track._replace(said=level.used, rose=now)
+
+
+def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
+    """A steady rise: bytes per second, and seconds until it is at the top. None where there is none."""
+    blocks = track.blocks
+    now = blocks[-1]
+    floor = level.top - (1 - FLOOR) * (level.top - level.base)
+    highest = max((peak for _, peak in track.peaks), default=0)
+    if len(blocks) < EVIDENCE[1] or now.high <= floor or now.high <= highest:
+        return None
+    first = next(
+        (n for n in range(len(blocks) - EVIDENCE[1], -1, -1) if now.time - blocks[n].time >= EVIDENCE[0]), None
+    )
+    if first is None:
+        return None
+    high = max(block.high for block in blocks[first:])
+    if high <= max((block.high for block in blocks[:first]), default=0):
+        return None
+    for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
+        slope = _slope(part)
+        # Above all that was seen before by what the rise brings in two seconds: else it is a batch as others were.
+        if slope > 0 and high > highest + 2 * slope:
+            return slope, (level.top - high) / slope
+    return None
+
+
+def _threes(blocks: Sequence[_Block]) -> list[_Block]:
+    """The lowest of each three: what a workload takes and gives back within a second and a half has no slope there."""
+    return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
+
+
+def _slope(blocks: Sequence[_Block]) -> float:
+    """Theil-Sen: the median of the slopes between all pairs; 0 where too few of them rise, or it was one step."""
+    if len(blocks) < EVIDENCE[1]:
+        return 0.0
+    if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:
+        return 0.0
+    slopes = [(b.low - a.low) / (b.time - a.time) for a, b in combinations(blocks, 2)]
+    rising = sum(slope > 0 for slope in slopes)
+    return median(slopes) if rising >= RISING[len(blocks) >= 10] * len(slopes) - 1e-9 else 0.0
+
+
+def leak(afters: Sequence[int]) -> int | None:
+    """The bytes that each repetition of a workload leaves behind, from what was in use after each; None for no leak.
+
+    The first is warm-up and does not count; of the others the last hundred do. Where there are fewer than twelve (four
+    at least), every one must add to the last and lie near one line, the fewer the nearer; where there are more, so many
+    pairs must rise as chance hardly brings about. The second half must rise by half of what the whole does, at least:
+    a cache that fills is no leak.
+    """
+    kept = afters[1:][-_REPETITIONS:]
+    count = len(kept)
+    if count < 4:
+        return None
+    slope = _theil_sen(kept)
+    if slope <= 0 or _theil_sen(kept[count // 2 - (count < 6) :]) < slope / 2:
+        return None
+    pairs = count * (count - 1) // 2
+    score = sum((b > a) - (b < a) for a, b in combinations(kept, 2))
+    if count < 12:
+        off = [after - slope * number for number, after in enumerate(kept)]
+        steady = score == pairs and max(off) - min(off) <= slope * (count - 1) * min((count - 3) / 20, 1 / 4)
+    else:  # Mann-Kendall: `score` has this variance where the order is chance
+        steady = score >= 4.5 * (pairs * (2 * count + 5) / 9) ** 0.5
+    return round(slope) or None if steady else None
+
+
+def _theil_sen(values: Sequence[int]) -> float:
+    return median((b - a) / (m - n) for (n, a), (m, b) in combinations(enumerate(values), 2))

@@ -1,0 +1,207 @@
+"""The monitor: a daemon thread that takes samples, asks `pressure` what they mean, and has that done.
+
+It knows no GPU and no framework: what it calls is given to it, and so is the clock. Whatever that raises, the thread
+goes on: a sample that fails is said once and tried again later, a callback that fails is said once. It keeps plain
+data only: of an exception its text, never itself, as its traceback would keep the arrays of its frames alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from memguard._monitor import pressure
+from memguard._monitor.pressure import Action, Settings
+from memguard._types import Event, Sample
+
+_log = logging.getLogger("memguard")
+
+KEPT = 600
+"""Samples that are kept: five minutes at the default interval."""
+SLOWEST_RETRY = 30.0
+"""Seconds between two attempts while samples fail, at most, or the interval where that is longer."""
+BURST = 10.0
+"""Seconds for which an expensive sample (the first one imports) may be made up later."""
+JOIN = 2.0
+"""Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
+
+
+class Clock(Protocol):
+    """Where time comes from. Seconds all."""
+
+    def time(self) -> float:
+        """The time of day, as in `Sample.time`."""
+
+    def cpu(self) -> float:
+        """What the calling thread has computed so far."""
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        """Wait, or less where `stop` is set meanwhile; whether it is set."""
+
+
+class SystemClock:
+    """The real one."""
+
+    def time(self) -> float:
+        return time.time()
+
+    def cpu(self) -> float:
+        return time.thread_time()
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        return stop.wait(seconds)
+
+
+class Monitor:
+    """`take` reads a sample; `act` does what `pressure.decide` says; `record` is given each sample and its events.
+
+    All three run on the monitor's thread. Where a sample failed, `record` is given one without devices.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[], Sample],
+        act: Callable[[Action], None],
+        settings: Settings,
+        *,
+        record: Callable[[Sample, list[Event]], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._take, self._act, self._record = take, act, record
+        self._settings = settings
+        self._clock: Clock = clock or SystemClock()
+        self._state = pressure.START
+        self._ring: deque[Sample] = deque(maxlen=KEPT)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._interval = settings.interval
+        self._failures = 0
+        self._complained: set[str] = set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether samples are being taken."""
+        thread = self._thread
+        return thread is not None and thread.is_alive() and not self._stop.is_set()
+
+    @property
+    def interval(self) -> float:
+        """Seconds between samples as it is now: longer than declared where they cost too much, or fail."""
+        return self._interval
+
+    def start(self) -> None:
+        """Begin, also again after `stop`. Does nothing where it runs already."""
+        with self._lock:
+            if self.alive:
+                return
+            self._stop = threading.Event()  # of its own: a thread that still hangs must not come back to life
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop, os.getpid()), name="memguard-monitor", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End, and wait for that, at most `JOIN` seconds. Called by a callback on its own thread, it does not wait."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN)
+
+    def forked(self) -> None:
+        """In a forked child: nothing runs there, and a lock that was held in the parent is nobody's."""
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = None
+        self._ring = deque(maxlen=KEPT)
+        self._state = pressure.START
+
+    def last(self, seconds: float) -> list[Sample]:
+        """The samples of that time before the newest one, oldest first."""
+        with self._lock:
+            samples = list(self._ring)
+        return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
+
+    def _run(self, stop: threading.Event, pid: int) -> None:
+        debt = 0.0  # seconds of CPU beyond the share
+        share = max(self._settings.cpu, 1e-6)
+        while True:
+            begun = self._clock.cpu()
+            self._tick(lambda: stop.is_set() or os.getpid() != pid)
+            if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
+                return
+            debt += self._clock.cpu() - begun
+            wait = max(self._retry() if self._failures else self._settings.interval, debt / share)
+            self._interval = wait
+            if self._clock.wait(stop, wait):
+                return
+            debt = max(debt - wait * share, -BURST * share)
+
+    def _retry(self) -> float:
+        """Seconds until the next attempt: twice as long each time, up to a bound."""
+        interval = self._settings.interval
+        return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
+
+    def _tick(self, over: Callable[[], bool]) -> None:
+        """One sample, and what follows from it; nothing follows where `over` says so."""
+        actions: list[Action] = []
+        try:
+            sample = self._take()
+        except BaseException as error:  # SystemExit would end the thread without a word
+            if over():
+                return  # it was taken apart under us
+            sample = Sample(self._clock.time(), ())
+            self._failures += 1
+            if self._failures > 1:
+                return
+            actions = _both("warn", sample.time, f"the GPUs cannot be looked at, tried again later: {_text(error)}")
+        else:
+            if over():
+                return
+            if self._failures:
+                self._failures = 0
+                actions = _both("log", sample.time, "the GPUs can be looked at again")
+            with self._lock:
+                self._ring.append(sample)
+            try:
+                self._state, decided = pressure.decide(self._settings, sample, self._state)
+                actions += decided
+            except Exception as error:
+                self._complain("decide", error)
+        if self._record is not None:
+            events = [action.event for action in actions if action.kind == "callback"]
+            try:
+                self._record(sample, events)
+            except BaseException as error:
+                self._complain("record", error)
+        for action in actions:
+            if over():
+                return
+            try:
+                self._act(action)
+            except BaseException as error:
+                self._complain(action.kind, error)
+
+    def _complain(self, what: str, error: BaseException) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            _log.warning("the monitor could not %s, and says this once: %s", what, _text(error))
+
+
+def _both(kind: str, when: float, text: str) -> list[Action]:
+    event = Event(when, "probe", text)
+    return [Action(kind, event), Action("callback", event)]
+
+
+def _text(error: BaseException) -> str:
+    """Kind and words of an error, in one line: `str` of a foreign one may fail as well."""
+    try:
+        words = " ".join(str(error).split())[:300]
+    except Exception:
+        words = ""
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -1,0 +1,278 @@
+"""What can be done about an out-of-memory error, best first, with the figures that say it would help. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from math import ceil
+
+from memguard._ledger.types import DeviceLedger, Row
+from memguard._oom.classify import Verdict
+from memguard._types import DevicePlan, Plan
+from memguard._units import GRANULE, MIB, format_size, round_up
+
+NEVER_BACK = ("tensorflow", "jax")
+"""Their pools give nothing back to the driver while the process lives (measured)."""
+SEGMENT = 20 * MIB
+"""What an allocator takes at most beyond a small request: a segment of torch (measured)."""
+WORKSPACE = 256 * MIB
+"""Taken for a request whose size is not known: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
+_WORTH = 16 * MIB
+"""Less than this is not worth a remedy."""
+_OWN_TRIM = {"torch": "torch.cuda.empty_cache()", "cupy": "cupy.get_default_memory_pool().free_all_blocks()"}
+"""For a framework that the budget does not name: `memguard.trim` knows those of the budget."""
+_ELSEWHERE = {
+    "pinned": (
+        "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
+        "raise what the process may lock: ulimit -l, or the container's memlock; free CPU memory",
+    ),
+    "host": (
+        "use less CPU memory: smaller batches, fewer loader workers, less prefetching",
+        "look at free -h and at the memory limit of the container or job",
+    ),
+    "disk": (
+        "df -h says which file system is full; /dev/shm is one too",
+        "in a container give /dev/shm more: docker run --shm-size=8g; or use fewer loader workers",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to do, and the bytes that it gains; None where that is not known."""
+
+    text: str
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """An out-of-memory error on one GPU, and the figures that the reasons and the remedies are taken from.
+
+    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is what would have had to
+    be there: the request and what its allocator takes beyond it.
+    """
+
+    part: DeviceLedger
+    verdict: Verdict
+    raised: str | None = None
+    plan: Plan | None = None
+    others: Mapping[int, int | None] = field(default_factory=dict)
+
+    @cached_property
+    def row(self) -> Row | None:
+        named = (row for row in self.frameworks if row.name == self.verdict.requester)
+        return next(named, None)
+
+    @cached_property
+    def frameworks(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.part.rows if row.kind == "framework")
+
+    @cached_property
+    def free(self) -> int:
+        return self.part.row("free").bytes or 0
+
+    @cached_property
+    def need(self) -> int:
+        asked = self.verdict.requested
+        if asked is None:
+            return WORKSPACE
+        bins = asked // 16 if self.verdict.requester == "pycuda" else 0  # which round up by so much
+        return asked + max(SEGMENT, bins)
+
+    @cached_property
+    def taken(self) -> int:
+        """What of its cap the requester cannot use again: held less what a trim returns."""
+        if self.row is None:
+            return 0
+        if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
+            return self.row.in_use or self.row.bytes or 0
+        return max((self.row.bytes or 0) - (self.row.reclaimable or 0), 0)
+
+    @cached_property
+    def room(self) -> int | None:
+        """What is left under its cap; None without one."""
+        return None if self.row is None or self.row.cap is None else max(self.row.cap - self.taken, 0)
+
+    @cached_property
+    def split(self) -> int:
+        """What the requester caches in pieces that neither serve a large request nor can be given back.
+
+        What of its cache a trim leaves: of torch's that is `inactive_split_bytes`, as `reclaimable` has them out.
+        """
+        if self.row is None:
+            return 0
+        if self.silent:
+            return self.room or 0
+        known = self.row.reclaimable is not None or self.row.name in NEVER_BACK
+        return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
+
+    @cached_property
+    def over_cap(self) -> bool:
+        return self.room is not None and self.room < self.need
+
+    @cached_property
+    def over_card(self) -> bool:
+        own = (self.row.reclaimable or 0) if self.row is not None else 0
+        return self.free + own < self.need
+
+    @cached_property
+    def fragmented(self) -> bool:
+        """Whether its cap would do, if its cache were in one piece."""
+        if self.silent:  # by its live arrays there is room in cap and card: then its pool has no piece of that size
+            return not self.over_card and self.room is not None and self.room >= self.need
+        return self.over_cap and (self.room or 0) + self.split >= self.need
+
+    @property
+    def silent(self) -> bool:
+        """Whether the requester does not say what its pool holds: TensorFlow with growth."""
+        return self.row is not None and self.row.at_least is not None
+
+    @cached_property
+    def headroom(self) -> int:
+        return self.free if self.room is None else min(self.free, self.room)
+
+    @cached_property
+    def planned(self) -> DevicePlan | None:
+        devices = self.plan.devices if self.plan is not None else ()
+        return next((part for part in devices if part.device.uuid == self.part.device.uuid), None)
+
+
+def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
+    """What to do, best first. `reason` is the report's."""
+    if case is None:
+        return tuple(Remedy(text) for text in _ELSEWHERE.get(verdict.memory, ()))
+    found: list[Remedy] = []
+    if reason == "fragmented":
+        found += _whole(case)
+    if reason in ("cap", "cap and card", "fragmented"):
+        found += _higher_cap(case)
+    if reason in ("card", "cap and card", "unknown"):
+        found += _trims(case)
+    if reason in ("card", "cap and card"):
+        found += [*_processes(case), *_pools(case), *_outside(case)]
+        if case.split >= max(case.verdict.requested or 0, WORKSPACE):
+            found += _whole(case)
+    found += _less(case, reason)
+    return tuple(found)
+
+
+def _trims(case: Case) -> Iterator[Remedy]:
+    """Siblings' caches, the largest first. The requester has emptied its own before it failed."""
+    sizes = {}
+    for row in case.frameworks:
+        size = row.reclaimable if row.reclaimable is not None else row.cached
+        if row is not case.row and row.name not in NEVER_BACK and size is not None and size >= _WORTH:
+            sizes[row.name] = row, size
+    for name, (row, size) in sorted(sizes.items(), key=lambda item: -item[1][1]):
+        call = f"memguard.trim({name!r})" if row.cap is not None else _OWN_TRIM.get(name, f"its own call, in {name},")
+        if row.reclaimable is None:
+            yield Remedy(f"{name} caches {format_size(size)}: {call} frees what of it is in whole pieces", size)
+        else:
+            enough = ", which is enough" if case.over_card and case.free + size >= case.need else ""
+            yield Remedy(f"{name} holds {format_size(size)} reclaimable: {call} frees it{enough}", size)
+
+
+def _processes(case: Case) -> Iterator[Remedy]:
+    known = sorted(((size, pid) for pid, size in case.others.items() if size), reverse=True)
+    for size, pid in known[:2]:
+        if size >= WORKSPACE:
+            yield Remedy(f"process {pid} holds {format_size(size)} of this GPU: end it, or use another GPU", size)
+    if case.part.process is None:
+        yield Remedy("NVML does not tell this process from others here: run nvidia-smi on the host, outside containers")
+    elif not known and (size := case.part.row("other processes").bytes or 0) >= WORKSPACE:
+        yield Remedy(f"other processes hold {format_size(size)} of this GPU: nvidia-smi names them", size)
+
+
+def _pools(case: Case) -> Iterator[Remedy]:
+    for row in case.frameworks:
+        if row.name in NEVER_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
+            used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
+            yield Remedy(
+                f"{row.name}'s pool of {format_size(row.bytes)}{used} never gives back: lower frameworks.{row.name} "
+                "in the budget and restart"
+            )
+
+
+def _outside(case: Case) -> Iterator[Remedy]:
+    size = case.part.row("unaccounted").bytes or 0
+    if size >= 2 * WORKSPACE and case.part.process is not None:
+        yield Remedy(
+            f"{format_size(size)} of this process belong to no framework: an extension's own cudaMalloc, or a second "
+            "CUDA context (pycuda.autoinit)",
+            size,
+        )
+
+
+def _higher_cap(case: Case) -> Iterator[Remedy]:
+    """A cap under which the request fits, where the plan has room for it on every GPU; else who could give way."""
+    row, part, plan = case.row, case.planned, case.plan
+    if row is None or part is None or plan is None or row.name not in part.caps:
+        return
+    name, cap = row.name, part.caps[row.name]
+    # Allocators round up, PyCUDA's bins by up to a sixteenth.
+    wanted = round_up(case.taken + case.need + (case.verdict.requested or 0) // 16)
+    # A share may come out a granule below what it is exactly: so much is kept for each of the others.
+    spare = {p.device.uuid: p.unallocated + p.caps[name] - GRANULE * (len(p.caps) - 1) for p in plan.devices}
+    if wanted <= cap:
+        return
+    if wanted <= min(spare.values()):
+        later = (
+            " and restart: its pool is fixed"
+            if name in NEVER_BACK
+            else f", or memguard.resize({name!r}, '{wanted // MIB}MiB')"
+        )
+        setting = _share(plan, part, name, wanted, spare) or f"limit to {wanted // MIB}MiB"
+        yield Remedy(f"raise frameworks.{name}.{setting}{later}", wanted - cap)
+        return
+    missing = wanted - spare[part.device.uuid]
+    idle = {
+        r.name: (r.cap - (r.bytes or 0), r) for r in case.frameworks if r is not row and r.cap and r.at_least is None
+    }
+    giver = max(idle, key=lambda other: idle[other][0], default=None)
+    text = f"{name} would need a cap of {format_size(wanted)}, {format_size(missing)} more than the budget has left: "
+    if giver is not None and idle[giver][0] >= missing:
+        used, most = format_size(idle[giver][1].bytes), format_size(idle[giver][1].cap)
+        yield Remedy(f"{text}lower frameworks.{giver}, which holds {used} of its {most}", missing)
+    elif part.device.usable - part.limit >= missing:
+        limits = f"from {format_size(part.limit)} to {format_size(part.limit + missing)}"
+        yield Remedy(f"{text}raise device.limit {limits}", missing)
+    else:
+        yield Remedy(f"{text}neither the other caps nor the GPU leave that: ask for less at once")
+
+
+def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[str, int]) -> str | None:
+    """The smallest share, in whole per cent or tenths, that gives `wanted` here and fits every GPU."""
+    room = part.limit - part.reserve
+    for digits in (1, 10):
+        share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
+        if all(share * (p.limit - p.reserve) <= spare[p.device.uuid] for p in plan.devices):
+            return f"share to {float(100 * share):g}% ({format_size(int(share * room))})"
+    return None
+
+
+def _whole(case: Case) -> Iterator[Remedy]:
+    """Against fragmentation."""
+    assert case.row is not None
+    name, size = case.row.name, case.split
+    if name == "torch":
+        text = "PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch starts, avoids that"
+        yield Remedy(f"torch caches {format_size(size)} in partly used segments: {text}", size)
+    elif name in NEVER_BACK:
+        yield Remedy(f"{name}'s pool has {format_size(size)} unused, in pieces: make the largest arrays first", size)
+    else:
+        yield Remedy(f"{name} caches {format_size(size)} in pieces between arrays: free those, then trim", size)
+
+
+def _less(case: Case, reason: str) -> Iterator[Remedy]:
+    """What always helps, or what else it can be."""
+    row = case.row
+    if reason == "unknown" and not case.verdict.certain:
+        yield Remedy("page-locked host memory fails with the same words: look at pin_memory and ulimit -l")
+    if row is not None and row.in_use:
+        yield Remedy(f"{row.name} has {format_size(row.in_use)} in live arrays: free some, or make the batch smaller")
+    elif row is None and reason == "card":
+        reserve = f" (now {format_size(case.planned.reserve)})" if case.planned is not None else ""
+        yield Remedy(f"leave libraries more room outside the caps: raise device.reserve{reserve}, or lower a cap")

@@ -1,0 +1,322 @@
+"""What an out-of-memory error means here: who asked, who holds the memory, how much of that is idle, what to do. Pure.
+
+`diagnose` joins the verdict on the exception (`oom_texts`) with a reading of the ledger, the plan, the other processes
+and the last samples. What the figures do not show is not claimed: then the report says `unknown` or "possibly".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Literal
+
+from memguard._ledger.types import DeviceLedger, Ledger
+from memguard._oom.classify import Facts, Verdict, classify, family
+from memguard._oom.remedies import NEVER_BACK, Case, Remedy, remedies
+from memguard._types import Plan, Sample
+from memguard._units import MIB, format_size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Facts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
+
+LINES, WIDTH = 14, 80
+"""What a report takes on the screen at most."""
+_SHOWN = 4
+"""Holders that are named. All are in the JSON."""
+_GROWTH = 64 * MIB
+"""Growth below this before the error is not worth a line."""
+
+Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
+"""Why there was no memory: its own cap, the full card, both; a cap that would do if the cache were in one piece; the
+figures do not say; or it was no GPU memory at all."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds memory of this GPU: `kind` is framework, process, overhead or unaccounted.
+
+    `cached` and `reclaimable` are of frameworks; None where they do not say.
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    cached: int | None = None
+    reclaimable: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One incident. `print` it, or take `as_dict()` / `to_json()`. It holds figures and text, never the exception.
+
+    `requester` is who asked in words (`cublas, through cupy`), `error` the short text, `why` one sentence, `holders`
+    the largest first, `processes` the others on that GPU (bytes by PID, None where NVML will not say).
+    """
+
+    time: float
+    verdict: Verdict
+    error: str
+    ledger: Ledger | None
+    processes: Mapping[int, int | None]
+    samples: tuple[Sample, ...]
+    remedies: tuple[Remedy, ...]
+    uuid: str | None
+    requester: str = "unknown"
+    reason: Reason = "unknown"
+    why: str = ""
+    holders: tuple[Holder, ...] = field(default=())
+
+    @property
+    def simulated(self) -> bool:
+        return self.ledger is not None and self.ledger.simulated
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes, unknown as null. The keys are stable within `memguard_oom` 1."""
+        return {
+            "memguard_oom": 1,
+            "time": datetime.fromtimestamp(self.time, timezone.utc).isoformat(),
+            "simulated": self.simulated,
+            **{name: getattr(self.verdict, name) for name in ("memory", "requester", "requested", "certain")},
+            "error": self.error,
+            "uuid": self.uuid,
+            "reason": self.reason,
+            "why": self.why,
+            "holders": [vars(holder) for holder in self.holders],
+            "processes": {str(pid): size for pid, size in self.processes.items()},
+            "remedies": [vars(remedy) for remedy in self.remedies],
+            "samples": [_plain(sample) for sample in self.samples],
+            "ledger": self.ledger.as_dict() if self.ledger is not None else None,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    @property
+    def title(self) -> str:
+        """Who ran out of what, in one line."""
+        possibly = "" if self.verdict.certain else "possibly "
+        size = "" if self.verdict.requested is None else f": {format_size(self.verdict.requested)} asked for"
+        if self.verdict.memory == "disk":
+            return f"{possibly}a full file system, and no lack of GPU memory"
+        what = {"gpu": "GPU memory", "pinned": "page-locked host memory"}.get(self.verdict.memory, "CPU memory")
+        mark = " (simulated)" if self.simulated else ""
+        who = "" if self.requester == "unknown" else f"{self.requester} "
+        return f"{who}{possibly}ran out of {what}{size}{mark}" if who else f"{possibly}out of {what}{size}{mark}"
+
+    @property
+    def note(self) -> str:
+        """For the exception itself: title, reason and the first remedy."""
+        parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
+        return "\n  ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        return "\n".join(label + text for _, label, text in self._lines())
+
+    def __rich__(self) -> RenderableType:
+        from rich.text import Text
+
+        out = Text(no_wrap=True)
+        for number, (style, label, text) in enumerate(self._lines()):
+            out.append("\n" if number else "").append(label, "dim").append(text, style)
+        return out
+
+    def _repr_html_(self) -> str:
+        import html
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(str(self))
+
+    def _lines(self) -> list[tuple[str, str, str]]:
+        """Style, label and text of each line; remedies as far as there is room, the best first."""
+        lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
+        lines += _wrap("error", self.error, 1)
+        part = (
+            next((part for part in self.ledger.devices if part.device.uuid == self.uuid), None) if self.ledger else None
+        )
+        if part is not None:
+            ordinal = "" if part.device.ordinal is None else f", cuda:{part.device.ordinal}"
+            free = format_size(part.row("free").bytes)
+            lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {format_size(part.device.usable)}", 1)
+        lines += _wrap("why", self.why, 2, "bold")
+        asker = self.verdict.requester
+        holders = "; ".join(_described(holder, asker) for holder in self.holders[:_SHOWN])
+        lines += _wrap("holds", holders, 2)
+        lines += _wrap("before", _growth(self.samples, self.uuid), 1)
+        for number, remedy in enumerate(self.remedies):
+            more = _wrap("do" if not number else "", f"{number + 1}. {remedy.text}", 3, "green")
+            if len(lines) + len(more) > LINES:
+                break
+            lines += more
+        return lines
+
+
+def diagnose(
+    facts: Facts,
+    verdict: Verdict,
+    ledger: Ledger | None,
+    plan: Plan | None,
+    processes: Mapping[str, Mapping[int, int | None]],
+    samples: Sequence[Sample],
+    *,
+    time: float,
+) -> Report:
+    """The report on one exception.
+
+    ledger     a reading taken while the exception is alive, and with it what its frames hold
+    processes  other processes' bytes by device UUID and PID
+    samples    the monitor's last ones, oldest first
+    time       seconds, as `time.time()`
+    """
+    raised = family(facts)
+    who = verdict.requester or "unknown"
+    if verdict.requester is None and raised is not None:
+        who = raised
+    elif raised is not None and raised != who:
+        who = f"{who}, through {raised},"
+    if verdict.memory != "gpu":
+        why = "the GPU budget has nothing to do with it"
+        found = remedies(verdict, None)
+        return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
+    part = _device(facts.text, verdict, ledger)
+    if part is None:
+        reason, why = _unknown(ledger)
+        return Report(time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why)
+    uuid = part.device.uuid
+    others = dict(processes.get(uuid, {}))
+    case = Case(part, verdict, raised, plan, others)
+    reason, why = _reason(case)
+    found = remedies(verdict, case, reason)
+    return Report(
+        time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case)
+    )
+
+
+def _device(text: str, verdict: Verdict, ledger: Ledger | None) -> DeviceLedger | None:
+    """The GPU that the text names by CUDA's number; else the one where the requester has least room."""
+    if ledger is None or not ledger.devices:
+        return None
+    if named := re.search(r"\bGPU[ :_](\d+)\b|\bon device (\d+)\b", text):
+        number = int(named[1] or named[2])
+        known = all(part.device.ordinal is not None for part in ledger.devices)
+        numbers = [part.device.ordinal if known else at for at, part in enumerate(ledger.devices)]
+        if number in numbers:
+            return ledger.devices[numbers.index(number)]
+        return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
+    return min(ledger.devices, key=lambda part: Case(part, verdict).headroom)
+
+
+def _unknown(ledger: Ledger | None) -> tuple[Reason, str]:
+    if ledger is None or not ledger.devices:
+        return "unknown", "no reading of the GPU could be had"
+    return "unknown", "it was a GPU that the budget does not name"
+
+
+def _reason(case: Case) -> tuple[Reason, str]:
+    """Which of its own cap and the full card it was, and the figures that say so."""
+    row, card = case.row, f"{format_size(case.free)} free"
+    if row is None or row.cap is None:
+        if case.over_card:
+            return "card", f"the card is full: {card}" + ("" if row else ", and this memory lies outside every cap")
+        return "unknown", f"the card has {card} now: it came back since, or the error means something else"
+    held = f"holds {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
+    used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
+    cap = f"its cap of {format_size(row.cap)} is reached: it {held}{used}"
+    asked = case.verdict.requested
+    if asked is not None and asked > row.cap and case.over_cap:
+        return "cap", f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}; the card has {card}"
+    if case.fragmented:
+        pieces = f"{format_size(case.split)} of it are cached in pieces"
+        if case.silent:
+            pieces = f"the {format_size(case.split)} that no array is in lie in pieces, or {row.name} would have them"
+        return "fragmented", f"its cap of {format_size(row.cap)} would do, but {pieces}; the card has {card}"
+    if case.over_cap and case.over_card:
+        return "cap and card", f"{cap}, and the card has only {card}"
+    if case.over_cap:
+        return "cap", f"{cap}; the card has {card}"
+    if case.over_card:
+        return "card", f"the card is full: {card}; {row.name} {held} of the {format_size(row.cap)} it may"
+    return "unknown", (
+        f"room by the figures of now ({format_size(case.room)} under its cap, {card}): memory came back since, "
+        "or the error means something else"
+    )
+
+
+def _holders(case: Case) -> tuple[Holder, ...]:
+    """Everybody on this GPU, largest first."""
+    found = [
+        Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
+        for row in case.part.rows
+        if row.kind in ("framework", "overhead", "unaccounted") and row.bytes is not None and row.bytes > 0
+    ]
+    if any(size is not None for size in case.others.values()):
+        found += [Holder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
+    elif others := case.part.row("other processes").bytes:
+        found.append(Holder("process", "other processes", others))
+    return tuple(sorted(found, key=lambda holder: -holder.bytes))
+
+
+def _described(holder: Holder, requester: str | None) -> str:
+    about = []
+    if holder.name == requester:
+        about.append("itself")
+    if holder.kind == "framework" and holder.name in NEVER_BACK:
+        about.append("never gives back")
+    elif holder.reclaimable:
+        about.append(f"{format_size(holder.reclaimable)} reclaimable")
+    elif holder.reclaimable is None and holder.cached:
+        about.append(f"{format_size(holder.cached)} cached")
+    return f"{holder.name} {format_size(holder.bytes)}" + (f" ({', '.join(about)})" if about else "")
+
+
+def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
+    """Who grew most in the time that the samples cover."""
+    seen = [
+        (sample.time, {name: row.in_use if row.held is None else row.held for name, row in device.frameworks.items()})
+        for sample in samples
+        for device in sample.devices
+        if device.uuid == uuid
+    ]
+    if len(seen) < 2:
+        return ""
+    (begin, first), (end, last) = seen[0], seen[-1]
+    grown = {n: size - (first.get(n) or 0) for n, size in last.items() if size is not None}
+    most = max(grown, key=lambda name: grown[name], default=None)
+    if most is None or grown[most] < _GROWTH:
+        return ""
+    return f"{most} grew by {format_size(grown[most])} in the last {end - begin:.0f} s"
+
+
+def _short(facts: Facts) -> str:
+    """Type and the line that speaks of memory, in at most 200 characters."""
+    text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's names of nodes
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
+    line = telling or (lines[0] if lines else "")
+    kind = facts.type.removeprefix("builtins.")
+    text = f"{kind if len(kind) <= 40 else kind.rpartition('.')[2]}: {line}".rstrip(": ")
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, str, str]]:
+    """At most so many lines, the label before the first."""
+    indent = 9
+    lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
+    return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as mappings, all the way down."""
+    if hasattr(value, "_asdict"):
+        return {name: _plain(child) for name, child in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(child) for name, child in value.items()}
+    return [_plain(child) for child in value] if isinstance(value, tuple) else value

@@ -1,0 +1,177 @@
+"""Write down what the frameworks allocate, as a trace that `memguard simulate` replays on any machine.
+
+PyTorch (native allocator) and PyCUDA report every allocation; the others are sampled: their level of bytes in
+use, by a daemon thread that lives as long as the block.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from memguard import _api
+from memguard._frameworks.base import Framework
+from memguard._guard import Guard
+from memguard._simulation import trace
+from memguard._types import Device, State, TraceEvent, Usage
+from memguard.errors import TraceError
+
+_log = logging.getLogger("memguard")
+
+_recording: int | None = None
+"""The process that is recording: PyTorch keeps one history, so there is one trace at a time."""
+INTERVAL = 0.002
+"""Seconds between samples of a framework that reports no single allocations; one sample of TensorFlow is 2.3 µs."""
+
+
+@contextmanager
+def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) -> Iterator[None]:
+    """Record the block's allocations into a new file at `path` (JSONL, `docs/trace.md`).
+
+    Needs an active budget. A framework that goes live inside the block is sampled from then on; to have
+    PyTorch's single allocations, call `torch.cuda.init()` before the block. The header says the most that each
+    framework held and had in use. Raises NotActive, TraceError.
+    """
+    global _recording
+    target = os.path.abspath(path)  # the block may change the working directory
+    if os.path.lexists(target):
+        raise TraceError(f"{target} exists already\n    fix: name a new file, or remove that one")
+    if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
+        raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
+    guard = _api.current()
+    if _recording == os.getpid():
+        raise TraceError("a trace is being recorded already\n    fix: end that block first")
+    frameworks = dict(guard.frameworks)
+    started = time.time()
+    stops: dict[str, Callable[[], list[TraceEvent]]] = {}
+    for name, framework in frameworks.items():
+        if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
+            stops[name] = stop
+    sampler = _Sampler(guard, frameworks, [name for name in frameworks if name not in stops], interval)
+    _recording = os.getpid()
+    sampler.start()
+
+    def finish() -> None:
+        if os.getpid() != _recording:  # a forked child leaves the block too
+            return
+        events = sampler.stop()
+        for stop in stops.values():
+            events += stop()
+        ended = time.time()  # after the last sample, so that marks come last
+        for name, framework in frameworks.items():
+            events += _mark(guard, name, framework, ended)
+        header = _header(guard, frameworks, started, sampler.most)
+        events = [replace(e, time=round(e.time - started, 6)) for e in sorted(events, key=lambda e: e.time)]
+        trace.write(target, header, [e for e in events if e.time >= 0])
+
+    try:
+        try:
+            yield
+        except BaseException:
+            try:
+                finish()
+            except Exception as error:  # the block's own error goes first
+                _log.warning("%s", str(error))
+            raise
+        finish()
+    finally:
+        _recording = None
+
+
+def _usage(framework: Framework, device: Device) -> Usage | None:
+    """What the framework says; None too where the reading fails, which must not break the block."""
+    try:
+        return framework.usage(device)
+    except Exception as error:
+        _log.debug("%s: %s", framework.name, error)
+        return None
+
+
+class _Sampler:
+    def __init__(self, guard: Guard, frameworks: dict[str, Framework], names: list[str], interval: float) -> None:
+        self._guard, self._frameworks, self._names, self._interval = guard, frameworks, names, interval
+        self._stop = threading.Event()
+        self._events: list[TraceEvent] = []
+        self._last: dict[tuple[str, int], int] = {}
+        self.most: dict[str, dict[str, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="memguard-trace", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> list[TraceEvent]:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        return self._events
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._sample()
+
+    def _sample(self) -> None:
+        for name, framework in self._frameworks.items():
+            for position, part in enumerate(self._guard.plan.devices):
+                usage = _usage(framework, part.device)
+                if usage is None:
+                    continue
+                self._measure(name, usage)
+                if name not in self._names or usage.in_use is None:
+                    continue
+                if self._last.get((name, position), 0) == usage.in_use:
+                    continue
+                self._last[name, position] = usage.in_use
+                self._events.append(TraceEvent(time.time(), name, "in_use", in_use=usage.in_use, device=position))
+
+    def _measure(self, name: str, usage: Usage) -> None:
+        most = self.most.setdefault(name, {})
+        for what, size in (("held", usage.held), ("in_use", usage.peak if usage.peak is not None else usage.in_use)):
+            if size is not None:
+                most[what] = max(most.get(what, 0), size)
+
+
+def _mark(guard: Guard, name: str, framework: Framework, when: float) -> list[TraceEvent]:
+    marks = []
+    for position, part in enumerate(guard.plan.devices):
+        usage = _usage(framework, part.device)
+        if usage is not None and (usage.held is not None or usage.in_use is not None):
+            marks.append(TraceEvent(when, name, "mark", held=usage.held, in_use=usage.in_use, device=position))
+    return marks
+
+
+def _header(
+    guard: Guard, frameworks: dict[str, Framework], started: float, most: dict[str, dict[str, int]]
+) -> trace.TraceHeader:
+    devices = (part.device for part in guard.plan.devices)
+    return trace.TraceHeader(
+        datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
+        tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture) for d in devices),
+        {
+            name: {"version": _version(f.module), **guard.plan.options.get(name, {}), **f.about()}
+            for name, f in frameworks.items()
+        },
+        guard.host.simulated,
+        {
+            "caps": {name: guard.plan.devices[0].caps[name] for name in frameworks},
+            "most": most,
+        },
+    )
+
+
+def _version(module: str) -> str | None:
+    """As the module says it: CuPy's distributions have other names."""
+    said = getattr(sys.modules.get(module), "__version__", None)
+    if said is not None:
+        return str(said)
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return None

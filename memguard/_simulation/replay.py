@@ -1,0 +1,331 @@
+"""Replay an allocation trace on simulated GPUs, with or without a budget's caps. Its limits: docs/simulation.md.
+
+Nothing here is real, and every text and table that comes out of it says so.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from memguard._devices.simulated import CONTEXT, Model, SimulatedHost
+from memguard._frameworks.simulated.adapter import MODULES, STYLES, FrameworkOutOfMemory, SimulatedFramework
+from memguard._ledger import types
+from memguard._ledger.types import Ledger
+from memguard._simulation.trace import Trace, TraceHeader
+from memguard._types import Device, DevicePlan, Enforcement, TraceEvent
+from memguard._units import GRANULE, format_size
+from memguard.errors import TraceError
+
+Caps = Mapping[str, Mapping[str, int]]
+"""Bytes by framework name and device UUID."""
+_WIDTH = 80
+_ALLOCATORS = {"torch": ("native",), "cupy": ("MemoryPool",), "jax": ("bfc", "default")}
+"""Which allocators of a framework that has several are simulated, as its traces name them: the usual one first."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One allocation that failed. `full` where the card had no more, not the cap. Sizes are bytes."""
+
+    time: float
+    framework: str
+    device: int
+    bytes: int
+    held: int
+    cap: int | None
+    full: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class FrameworkOutcome:
+    """One framework on one device. `refusals` are the first ones, `refused` counts all.
+
+    Deviations compare with the trace's `mark` events before the first refusal: the largest difference relative to
+    what was recorded (at least 2 MiB, so that a few bytes at the start weigh nothing). None without such marks.
+    """
+
+    framework: str
+    device: int
+    cap: int | None
+    peak_held: int
+    peak_in_use: int
+    refused: int
+    refusals: tuple[Refusal, ...]
+    marks: int
+    held_deviation: float | None
+    in_use_deviation: float | None
+
+
+@dataclass(frozen=True)
+class DeviceOutcome:
+    """One GPU: the most that the process held there, its context included, and how often the card was full."""
+
+    device: int
+    name: str
+    usable: int
+    peak_process: int
+    full: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay."""
+
+    events: int
+    budget: bool
+    devices: tuple[DeviceOutcome, ...]
+    frameworks: tuple[FrameworkOutcome, ...]
+    notes: tuple[str, ...] = ()
+    ledger: Ledger | None = None
+    """Who holds what after the last event, by the same accounts as of real GPUs."""
+
+    @property
+    def refused(self) -> int:
+        """How many allocations failed."""
+        return sum(row.refused for row in self.frameworks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = asdict(replace(self, ledger=None))
+        return {"simulated": True, "refused": self.refused, **plain, "ledger": self.ledger and self.ledger.as_dict()}
+
+    def render(self) -> str:
+        """Plain text of at most 80 columns."""
+        budget = "with the budget's caps" if self.budget else "without a budget"
+        lines = [f"simulated replay of {self.events} events, {budget}", ""]
+        lines.append(f"{'framework':<16} {'GPU':>3} {'cap':>12} {'peak held':>12} {'peak in use':>12} {'refused':>8}")
+        for row in self.frameworks:
+            cap = "none" if row.cap is None else format_size(row.cap)
+            held, in_use = format_size(row.peak_held), format_size(row.peak_in_use)
+            lines.append(f"{row.framework[:16]:<16} {row.device:>3} {cap:>12} {held:>12} {in_use:>12} {row.refused:>8}")
+        lines.append("")
+        for gpu in self.devices:
+            full = f", full {_times(gpu.full)}" if gpu.full else ""
+            peak = f"process peak {format_size(gpu.peak_process)} of {format_size(gpu.usable)}{full}"
+            lines += _wrap(f"GPU {gpu.device} {gpu.name} (simulated): {peak}")
+        for row in self.frameworks:
+            lines += _wrap(_deviation(row)) if row.marks else []
+        for row in self.frameworks:
+            for refusal in row.refusals:
+                lines += _wrap(f"{refusal.time:.3f} s: {refusal.message}")
+            if row.refused > len(row.refusals):
+                lines.append(f"... and {row.refused - len(row.refusals)} more refusals of {row.framework[:16]}")
+        for note in self.notes:
+            lines += _wrap(f"note: {note}")
+        return "\n".join(lines)
+
+
+def host_of(header: TraceHeader) -> SimulatedHost:
+    """Simulated GPUs like those the trace was recorded on."""
+    return SimulatedHost([Model(d.name, d.architecture, d.total, d.reserved or 0) for d in header.devices])
+
+
+def replay(
+    trace: Trace,
+    host: SimulatedHost | None = None,
+    caps: Caps | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    keep: int = 5,
+) -> Outcome:
+    """Replay the events in order. Raises TraceError where the host or the simulation cannot take the trace.
+
+    `caps` None means without a budget; a framework that is not in `caps` has no cap. `options` is by framework as in
+    a Plan. `host` is by default like the header's GPUs, and is used up. `keep` refusals are kept of each framework.
+    """
+    run = _Run(trace, host or host_of(trace.header), caps, options or {}, keep)
+    for event in trace.events:
+        run.step(event)
+    return run.outcome()
+
+
+@dataclass
+class _Cell:
+    """One framework on one device, while replaying."""
+
+    framework: SimulatedFramework
+    device: Device
+    cap: int | None
+    refused: int = 0
+    refusals: list[Refusal] = field(default_factory=list)
+    marks: int = 0
+    held_deviation: float | None = None
+    in_use_deviation: float | None = None
+    level: int = 0
+    stack: list[tuple[int | None, int]] = field(default_factory=list)  # arrays that make up the level, last in last
+
+
+class _Run:
+    def __init__(
+        self, trace: Trace, host: SimulatedHost, caps: Caps | None, options: Mapping[str, Mapping[str, Any]], keep: int
+    ) -> None:
+        self.trace, self.host, self.caps, self.keep = trace, host, caps, keep
+        self.gpus = host.devices()
+        self.full = [0] * len(self.gpus)
+        self.notes: list[str] = []
+        self.frameworks = {name: self._framework(name, options) for name in trace.header.frameworks}
+        self.cells: dict[tuple[str, int], _Cell] = {}
+        self.arrays: dict[tuple[str, int], int | None] = {}  # None: its allocation was refused
+        if trace.header.simulated:
+            self.notes.append("the trace itself was recorded on simulated GPUs")
+
+    def step(self, event: TraceEvent) -> None:
+        cell = self._cell(event)
+        if event.op == "alloc":
+            assert event.id is not None and event.bytes is not None
+            self.arrays[event.framework, event.id] = self._allocate(cell, event, event.bytes)
+        elif event.op == "free":
+            assert event.id is not None
+            array = self.arrays.pop((event.framework, event.id))
+            if array is not None:
+                cell.framework.free(array)
+        elif event.op == "in_use":
+            assert event.in_use is not None
+            self._level(cell, event, event.in_use)
+        elif event.op == "trim":
+            cell.framework.trim(cell.device)
+        elif event.op == "mark" and not cell.refused:  # after a refusal the program would have gone another way
+            stats = cell.framework.stats(cell.device)
+            cell.marks += 1
+            cell.held_deviation = _worse(cell.held_deviation, stats.held, event.held)
+            cell.in_use_deviation = _worse(cell.in_use_deviation, stats.in_use, event.in_use)
+
+    def outcome(self) -> Outcome:
+        rows = []
+        for (name, index), cell in sorted(self.cells.items()):
+            stats = cell.framework.stats(cell.device)
+            rows.append(
+                FrameworkOutcome(
+                    name,
+                    index,
+                    cell.cap,
+                    stats.peak_held,
+                    stats.peak_in_use,
+                    cell.refused,
+                    tuple(cell.refusals),
+                    cell.marks,
+                    cell.held_deviation,
+                    cell.in_use_deviation,
+                )
+            )
+        devices = tuple(
+            DeviceOutcome(index, gpu.name, gpu.usable, self.host.peak(gpu), self.full[index])
+            for index, gpu in enumerate(self.gpus)
+        )
+        notes = tuple(self.notes)
+        return Outcome(len(self.trace.events), self.caps is not None, devices, tuple(rows), notes, self.ledger())
+
+    def ledger(self) -> Ledger:
+        parts = []
+        for gpu in self.gpus:
+            usages = {name: framework.usage(gpu) for name, framework in self.frameworks.items()}
+            live = {name for name, usage in usages.items() if usage is not None}
+            own = self.host.processes(gpu).get(self.host.pid, 0)
+            modules = sum(MODULES[self.frameworks[name].style] for name in live)
+            overhead = types.Overhead(CONTEXT + modules if live else 0)
+            caps = {name: caps[gpu.uuid] for name, caps in (self.caps or {}).items() if name in usages}
+            part = DevicePlan(gpu, gpu.usable, 0, caps, 0)
+            holds = {name: Enforcement.ENFORCED.value if name in caps else "none" for name in usages}
+            memory = self.host.memory(gpu)
+            ledger = types.device_ledger(gpu, memory, own, usages, holds, overhead, part)
+            parts.append(replace(ledger, limit=None))
+        return Ledger(0.0, tuple(parts), simulated=True)
+
+    def _framework(self, name: str, options: Mapping[str, Mapping[str, Any]]) -> SimulatedFramework:
+        if name not in STYLES:
+            known = ", ".join(STYLES)
+            raise TraceError(f"{name!r} cannot be simulated\n    fix: replay a trace of {known} only")
+        framework = SimulatedFramework(self.host, name, imported=True)
+        about = self.trace.header.frameworks[name]
+        chosen = dict(options.get(name, {}))
+        if self.caps is not None and name in self.caps:
+            framework.apply(self.caps[name], chosen)
+        else:
+            # What a trace under a budget says of growth was the budget's doing: without one it is TensorFlow's default.
+            recorded_growth = False if "caps" in self.trace.header.extra else about.get("growth", False)
+            framework.apply({}, {"growth": chosen.get("growth", recorded_growth)})
+        recorded, simulated = about.get("allocator"), _ALLOCATORS.get(name)
+        if simulated and recorded is not None and recorded not in simulated:
+            self.notes.append(
+                f"{name} was recorded with the {recorded} allocator and is simulated with the {simulated[0]} one"
+            )
+        return framework
+
+    def _cell(self, event: TraceEvent) -> _Cell:
+        key = event.framework, event.device
+        if key not in self.cells:
+            if event.device >= len(self.gpus):
+                raise TraceError(
+                    f"the trace uses GPU {event.device}, and {len(self.gpus)} are simulated\n"
+                    f"    fix: simulate as many GPUs as the trace has ({len(self.trace.header.devices)})"
+                )
+            gpu = self.gpus[event.device]
+            cap = (self.caps or {}).get(event.framework, {}).get(gpu.uuid)
+            self.cells[key] = _Cell(self.frameworks[event.framework], gpu, cap)
+        return self.cells[key]
+
+    def _allocate(self, cell: _Cell, event: TraceEvent, nbytes: int, *, exact: bool = False) -> int | None:
+        try:
+            return cell.framework.allocate(nbytes, event.device, exact=exact)
+        except FrameworkOutOfMemory as error:
+            full, message = error.driver is not None, str(error)
+            if full:
+                self.full[event.device] += 1
+                message += f"; {self._largest(cell.device)}"
+            cell.refused += 1
+            if len(cell.refusals) < self.keep:
+                refusal = Refusal(
+                    event.time, event.framework, event.device, nbytes, error.held, cell.cap, full, message
+                )
+                cell.refusals.append(refusal)
+            return None
+
+    def _level(self, cell: _Cell, event: TraceEvent, level: int) -> None:
+        """Bring the blocks to a level: one more for a rise, the last ones gone for a fall (one cut in two)."""
+        if level > cell.level:
+            rise = level - cell.level
+            cell.stack.append((self._allocate(cell, event, rise, exact=True), rise))
+        excess = cell.level - level
+        while excess > 0:
+            array, size = cell.stack.pop()
+            if array is not None:
+                cell.framework.free(array)
+            if size > excess:
+                rest = size - excess
+                # What was refused stays refused: it is only bookkeeping of the level.
+                cell.stack.append((self._allocate(cell, event, rest, exact=True) if array is not None else None, rest))
+            excess -= min(size, excess)
+        cell.level = level
+
+    def _largest(self, gpu: Device) -> str:
+        held = {name: framework.stats(gpu).held for name, framework in self.frameworks.items()}
+        held |= {f"process {p}": used or 0 for p, used in self.host.processes(gpu).items() if p != self.host.pid}
+        name = max(held, key=lambda holder: held[holder])
+        return f"the largest holder is {name} with {format_size(held[name])}"
+
+
+def _worse(so_far: float | None, simulated: int, recorded: int | None) -> float | None:
+    if recorded is None:
+        return so_far
+    return max(so_far or 0.0, abs(simulated - recorded) / max(recorded, GRANULE))
+
+
+def _deviation(row: FrameworkOutcome) -> str:
+    parts = [
+        f"{word} {value:.1%}"
+        for word, value in (("held", row.held_deviation), ("in use", row.in_use_deviation))
+        if value is not None
+    ]
+    where = f"{row.framework[:16]} on GPU {row.device}"
+    return f"{where}: simulated against recorded, compared {_times(row.marks)}, largest deviation: {', '.join(parts)}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="    ")

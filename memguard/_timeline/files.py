@@ -1,0 +1,114 @@
+"""The doors to a timeline's files: opened without following links, and changed only where they are one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from typing import BinaryIO
+
+from memguard._timeline.format import MAGIC
+from memguard.errors import TimelineError
+
+_CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+"""Opening a FIFO that nobody reads or writes must fail below and not wait for ever."""
+
+
+def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
+    """The path with `{pid}` and `{rank}` filled in; where it names neither, both stand before its suffix."""
+    text = os.fspath(pattern)
+    folder, name = os.path.split(text)
+    if not name or "\0" in text:
+        raise TimelineError(f"{text!r} names no file\n    fix: write for example timeline: memguard.jsonl")
+    if "{pid}" not in text and "{rank}" not in text:
+        stem, suffix = os.path.splitext(name)
+        text = os.path.join(folder, f"{stem}-{{pid}}-{{rank}}{suffix}")
+    try:
+        return os.path.abspath(text.replace("{pid}", str(pid)).replace("{rank}", str(rank or 0)))
+    except OSError:
+        raise TimelineError(f"{text}: the working directory is gone\n    fix: write an absolute path") from None
+
+
+def rotated(path: str, number: int | str) -> str:
+    base, suffix = os.path.splitext(path)
+    return f"{base}.{number}{suffix}"
+
+
+def numbered(path: str) -> list[tuple[int, str]]:
+    """The files beside `path` that are named as its parts, by number."""
+    base, suffix = os.path.splitext(path)
+    folder, stem = os.path.split(base)
+    pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
+    try:
+        names = os.listdir(folder or os.curdir)
+    except OSError:  # opening the file itself says what is wrong
+        return []
+    found = ((pattern.fullmatch(name), name) for name in names)
+    return sorted((int(match[1]), os.path.join(folder, name)) for match, name in found if match)
+
+
+def open_regular(path: str, flags: int = 0) -> BinaryIO:
+    handle = os.open(path, os.O_RDONLY | _NONBLOCK | _CLOEXEC | flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "not a regular file")
+    return open(handle, "rb")
+
+
+def why_not_ours(path: str) -> str | None:
+    """Why the file is not to be touched; None where it is a timeline of this user's, or empty. Raises OSError."""
+    about = os.lstat(path)
+    if stat.S_ISLNK(about.st_mode):
+        return "is a symbolic link, which is not followed"
+    if not stat.S_ISREG(about.st_mode):
+        return "is a folder" if stat.S_ISDIR(about.st_mode) else "is not a regular file"
+    if about.st_uid != os.geteuid():
+        return "belongs to another user"
+    with open_regular(path, _NOFOLLOW) as file:
+        begin = file.read(len(MAGIC))
+    return None if begin == MAGIC[: len(begin)] else "is there already, and is no timeline"
+
+
+def is_ours(path: str) -> bool:
+    try:
+        return why_not_ours(path) is None
+    except OSError:
+        return False
+
+
+def remove(path: str) -> None:
+    """Remove the file, where it is ours."""
+    if is_ours(path):
+        os.unlink(path)
+
+
+def create(path: str) -> int:
+    """A new file that nobody else may read, to append to, and marked as being written."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o600)
+    _lock(handle)
+    return handle
+
+
+def in_use(path: str) -> bool:
+    """Whether a process that lives writes the file."""
+    handle = os.open(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW | _CLOEXEC)
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Whether the lock could be had, or there is none to be had here: some network file systems have no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

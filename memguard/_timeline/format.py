@@ -1,0 +1,218 @@
+"""The lines of a timeline, version 1: records to text. `docs/timeline.md` says what each means."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from memguard._types import Event, Plan, Sample
+from memguard._units import short
+
+VERSION = 1
+MAGIC = b'{"memguard_timeline":'
+"""How the first line of every file begins: what does not is no timeline, and is left alone."""
+MAX_LINE = 1 << 20
+"""Bytes; a longer line is not one of ours, and is not read into memory."""
+MAX_SECONDS = 1e10
+"""Of a time: three centuries."""
+_TEXT = 500
+"""Characters of an event's text."""
+_DEPTH = 12
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class Oom(NamedTuple):
+    """An out-of-memory report as it was recorded: plain data. `time` is that of `time.time()`."""
+
+    time: float
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """How many records the files do not hold any more, or never did because the disk was full."""
+
+    samples: int = 0
+    events: int = 0
+    ooms: int = 0
+
+    def __add__(self, other: Dropped) -> Dropped:
+        return Dropped(self.samples + other.samples, self.events + other.events, self.ooms + other.ooms)
+
+    def most(self, other: Dropped) -> Dropped:
+        return Dropped(max(self.samples, other.samples), max(self.events, other.events), max(self.ooms, other.ooms))
+
+    def __bool__(self) -> bool:
+        return bool(self.samples or self.events or self.ooms)
+
+    def __str__(self) -> str:
+        """`1 event, 3 samples`, or `nothing`."""
+        counts = (("report", self.ooms), ("event", self.events), ("sample", self.samples))
+        said = (f"{count:,} {what}{'s' if count != 1 else ''}" for what, count in counts if count)
+        return ", ".join(said) or "nothing"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of a file. The files of one run share `run`; `part` counts them.
+
+    `frameworks` says version, allocator and the like by name. `every` is set in the file of what is left of the
+    oldest parts: seconds from one sample to the next, beside peaks and events; `through` the last part it replaces.
+    """
+
+    recorded: str
+    run: str
+    pid: int
+    rank: int | None
+    simulated: bool
+    part: int
+    plan: Plan
+    frameworks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dropped: Dropped = Dropped()
+    every: float | None = None
+    through: int = 0
+
+
+class Columns:
+    """What the numbers of a sample's rows belong to, and what of it hardly ever changes: totals, limits, caps."""
+
+    __slots__ = ("caps", "devices", "frameworks", "limits", "totals")
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        self.totals: list[int] = []
+        self.limits: list[int | None] = []
+        self.frameworks: list[str] = []
+        self.caps: list[list[int | None]] = []
+
+    def as_dict(self) -> dict[str, Any]:
+        devices = [list(row) for row in zip(self.devices, self.totals, self.limits, strict=True)]
+        return {"devices": devices, "frameworks": self.frameworks, "caps": self.caps}
+
+
+def columns_of(plan: Plan) -> Columns:
+    columns = Columns()
+    columns.frameworks = list(dict.fromkeys(name for part in plan.devices for name in part.caps))
+    for part in plan.devices:
+        columns.devices.append(part.device.uuid)
+        columns.totals.append(part.device.total)
+        columns.limits.append(part.limit)
+        columns.caps.append([part.caps.get(name) for name in columns.frameworks])
+    return columns
+
+
+def header_line(header: Header, columns: Columns) -> bytes:
+    record: dict[str, Any] = {"memguard_timeline": VERSION, "recorded": header.recorded, "run": header.run}
+    record |= {"pid": header.pid, "rank": header.rank, "simulated": header.simulated, "part": header.part}
+    if header.every is not None:
+        record |= {"every": header.every, "through": header.through}
+    record["dropped"] = asdict(header.dropped)
+    record |= {"plan": _plan(header.plan), "frameworks": plain(header.frameworks), "columns": columns.as_dict()}
+    return _line(record)
+
+
+def columns_line(time: float, columns: Columns) -> bytes:
+    return _line({"t": _time(time), "columns": columns.as_dict()})
+
+
+def event_line(event: Event) -> bytes:
+    record = {"kind": str(event.kind), "text": str(event.text)[:_TEXT]}
+    if event.level is not None:
+        record["level"] = event.level.value
+    for key in ("uuid", "framework", "seconds", "bytes"):
+        if (value := plain(getattr(event, key))) is not None:
+            record[key] = value[:100] if isinstance(value, str) else value
+    return _line({"t": _time(event.time), "event": record})
+
+
+def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
+    """At most `most` bytes: what takes most of them goes first, and `cut` names it."""
+    record = plain(report)
+    cut: list[str] = []
+    while len(line := _line({"t": _time(time), "oom": record})) > most and record.keys() - {"cut"}:
+        largest = max(record.keys() - {"cut"}, key=lambda key: len(_encode(record[key])))
+        del record[largest]
+        cut.append(largest)
+        record["cut"] = cut
+    return line
+
+
+def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
+    """The line, and whether the columns had to be changed for it: then they have to be written before it."""
+    changed = False
+    rows = []
+    names = columns.frameworks
+    for device in sample.devices:
+        try:
+            at = columns.devices.index(device.uuid)
+        except ValueError:
+            at, changed = len(columns.devices), True
+            columns.devices.append(device.uuid)
+            columns.totals.append(device.total)
+            columns.limits.append(device.limit)
+            columns.caps.append([None] * len(names))
+        if columns.totals[at] != device.total or columns.limits[at] != device.limit:
+            columns.totals[at], columns.limits[at], changed = device.total, device.limit, True
+        caps, found = columns.caps[at], []
+        frameworks = device.frameworks
+        for position, name in enumerate(names):
+            usage = frameworks.get(name)
+            if usage is None:
+                found.append("0")
+                continue
+            held, in_use, reclaimable, cap = usage
+            if caps[position] != cap:
+                caps[position], changed = cap, True
+            found.append(f"[{held},{in_use},{reclaimable}]")
+        if len(frameworks) > len(found) - found.count("0"):
+            for name in frameworks.keys() - set(names):
+                names.append(name)
+                for other in columns.caps:
+                    other.append(None)
+            return sample_line(sample, columns)[0], True
+        numbers = f"{at},{device.used},{device.free},{device.process},{device.overhead},{device.unaccounted}"
+        rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
+    # Nothing but numbers stands in it, so that None can be no part of a text.
+    return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed
+
+
+def plain(value: Any, depth: int = _DEPTH) -> Any:
+    """The value as JSON can hold it: other kinds of object as short texts, numbers that JSON has not as null."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 1 << 63 else None
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if depth and isinstance(value, Mapping):
+        return {key if isinstance(key, str) else short(key): plain(entry, depth - 1) for key, entry in value.items()}
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry, depth - 1) for entry in value]
+    return short(value)
+
+
+def _time(time: float) -> float:
+    """To the millisecond."""
+    return round(time, 3) if 0 <= time < MAX_SECONDS else 0.0
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (_encode(record) + "\n").encode()
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    devices = [
+        {
+            **asdict(part.device),
+            "limit": part.limit,
+            "reserve": part.reserve,
+            "reserve_source": part.reserve_source,
+            "caps": dict(part.caps),
+            "unallocated": part.unallocated,
+        }
+        for part in plan.devices
+    ]
+    return {"devices": devices, "options": plain(plan.options), "notes": list(plan.notes)}

@@ -1,0 +1,191 @@
+"""The lines of a timeline, version 1: text to records, strictly. Every TimelineError names file, line and fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+from memguard._timeline.format import MAGIC, MAX_LINE, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
+from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
+from memguard._units import MAX_SIZE, short
+from memguard.errors import TimelineError
+
+Record = Sample | Event | Oom
+_NO_TIMELINE = "this is no timeline: name a file that memguard's monitor wrote"
+_OTHERS = "read the other parts of the timeline"
+_UPGRADE = "read it with the memguard that wrote it, or a later one"
+_LEVELS = {level.value: level for level in Pressure}
+_EVENT: Mapping[str, tuple[type, ...]] = {
+    "kind": (str,), "text": (str,), "level": (str,), "uuid": (str,), "framework": (str,), "seconds": (int, float),
+    "bytes": (int,),
+}  # fmt: skip
+_DEVICE: Mapping[str, tuple[type, ...]] = {
+    "uuid": (str,), "name": (str,), "index": (int,), "total": (int,), "reserved": (int, type(None)),
+    "architecture": (str,), "ordinal": (int, type(None)), "simulated": (bool,),
+}  # fmt: skip
+_PART: Mapping[str, tuple[type, ...]] = {"limit": (int,), "reserve": (int,), "unallocated": (int,)}
+
+
+class Parser:
+    """Lines of one file in order. `line` is the number of the last one, from 1."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.line = name, 0
+        self._columns = Columns()
+
+    def fail(self, what: str, fix: str) -> NoReturn:
+        raise TimelineError(f"{self.name}:{self.line}: {what}\n    fix: {fix}")
+
+    def header(self, raw: bytes) -> Header:
+        record = self.object(raw)
+        if "memguard_timeline" not in record:
+            self.fail("the first line is not the header of a timeline", _NO_TIMELINE)
+        if (version := record["memguard_timeline"]) != VERSION or type(version) is not int:
+            self.fail(f"timeline version {short(version)}; this memguard reads {VERSION}", _UPGRADE)
+        try:
+            datetime.fromisoformat(record["recorded"])
+            header = Header(
+                record["recorded"],
+                self._typed(record, "run", str),
+                self._typed(record, "pid", int),
+                self._typed(record, "rank", int, type(None)),
+                self._typed(record, "simulated", bool),
+                self._typed(record, "part", int),
+                self._plan(record["plan"]),
+                {name: dict(about) for name, about in record["frameworks"].items()},
+                Dropped(**{key: self._size(value) for key, value in record["dropped"].items()}),
+                None if "every" not in record else float(self._typed(record, "every", int, float)),
+                self._typed({"through": 0, **record}, "through", int),
+            )
+            self._columns = self.columns(record["columns"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self.fail(f"the header is damaged: {short(str(error))}", _OTHERS)
+        return header
+
+    def record(self, raw: bytes) -> Record | None:
+        """What the line holds; None for new columns."""
+        record = self.object(raw)
+        time: Any = record.get("t")
+        if type(time) not in (int, float) or not 0 <= time < MAX_SECONDS:
+            self.fail(f"t: {short(time)} is not a time in seconds", "remove the line")
+        if len(record) != 2:
+            self.fail(f"it holds {short(sorted(record))}, not a time and one record", _UPGRADE)
+        kind = next(key for key in record if key != "t")
+        content = record[kind]
+        try:
+            if kind == "sample":
+                return self._sample(float(time), content)
+            if kind == "event":
+                return self._event(float(time), content)
+            if kind == "oom":
+                return Oom(float(time), {**content})
+            if kind != "columns":
+                self.fail(f"{short(kind)} is no record of version {VERSION}", _UPGRADE)
+            self._columns = self.columns(content)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            self.fail(f"the {kind} is damaged: {short(str(error))}", "remove the line")
+        return None
+
+    def object(self, raw: bytes) -> dict[str, Any]:
+        self.line += 1
+        if len(raw) > MAX_LINE:
+            self.fail(f"longer than {MAX_LINE} bytes", "remove the line: memguard writes none so long")
+        header = _OTHERS if raw.startswith(MAGIC) else _NO_TIMELINE
+        remove = "remove the line" if self.line > 1 else header
+        try:
+            record = _DECODER.decode(raw.decode())
+        except RecursionError:
+            self.fail("malformed JSON: nested too deeply", remove)
+        except ValueError as error:  # not UTF-8 as well
+            self.fail(f"malformed JSON: {short(str(error))}", remove)
+        if not isinstance(record, dict):
+            self.fail("not a JSON object", remove)
+        return record
+
+    def _sample(self, time: float, rows: list[list[Any]]) -> Sample:
+        columns = self._columns
+        names = columns.frameworks
+        devices = []
+        for row in rows:
+            at, used, free, process, overhead, unaccounted, *found = row
+            self._whole(at, used, free, overhead)
+            _whole_or_none(process, unaccounted)
+            if not 0 <= at < len(columns.devices) or len(found) > len(names):
+                raise ValueError("it has more columns than were named")
+            caps = columns.caps[at]
+            frameworks = {}
+            for position, usage in enumerate(found):
+                if usage != 0:
+                    held, in_use, reclaimable = usage
+                    _whole_or_none(held, in_use, reclaimable)
+                    frameworks[names[position]] = FrameworkSample(held, in_use, reclaimable, caps[position])
+            uuid, total, limit = columns.devices[at], columns.totals[at], columns.limits[at]
+            devices.append(DeviceSample(uuid, total, used, free, process, limit, overhead, unaccounted, frameworks))
+        return Sample(time, tuple(devices))
+
+    def _event(self, time: float, content: dict[str, Any]) -> Event:
+        for key, value in content.items():
+            if type(value) not in _EVENT[key]:
+                raise ValueError(f"{key} is {short(value)}")
+        about = dict(content)
+        if "level" in about:
+            about["level"] = _LEVELS[about["level"]]
+        return Event(time, **about)
+
+    def columns(self, content: dict[str, Any]) -> Columns:
+        columns = Columns()
+        for uuid, total, limit in content["devices"]:
+            columns.devices.append(self._typed({"uuid": uuid}, "uuid", str))
+            columns.totals.append(self._size(total))
+            _whole_or_none(limit)
+            columns.limits.append(limit)
+        columns.frameworks = [self._typed({"name": name}, "name", str) for name in content["frameworks"]]
+        columns.caps = [list(caps) for caps in content["caps"]]
+        for caps in columns.caps:
+            _whole_or_none(*caps)
+        if [len(caps) for caps in columns.caps] != [len(columns.frameworks)] * len(columns.devices):
+            raise ValueError("caps do not belong to its devices and frameworks")
+        return columns
+
+    def _plan(self, content: dict[str, Any]) -> Plan:
+        devices = []
+        for part in content["devices"]:
+            device = Device(**{key: self._typed(part, key, *types) for key, types in _DEVICE.items()})
+            sizes = {key: self._size(self._typed(part, key, *types)) for key, types in _PART.items()}
+            self._size(device.total)
+            caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
+            devices.append(DevicePlan(device, caps=caps, reserve_source=str(part["reserve_source"]), **sizes))
+        options = {name: dict(about) for name, about in content["options"].items()}
+        return Plan(tuple(devices), options, tuple(str(note) for note in content["notes"]))
+
+    def _typed(self, record: Mapping[str, Any], key: str, *types: type) -> Any:
+        value = record[key]
+        if type(value) not in types:
+            raise ValueError(f"{key} is {short(value)}")
+        return value
+
+    def _size(self, value: Any) -> int:
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
+            raise ValueError(f"{short(value)} is not a whole number of 0 or more")
+        return value
+
+    @staticmethod
+    def _whole(*values: Any) -> None:
+        for value in values:
+            if type(value) is not int or not -MAX_SIZE <= value <= MAX_SIZE:
+                raise ValueError(f"{short(value)} is not a whole number in range")
+
+
+def _whole_or_none(*values: Any) -> None:
+    for value in values:
+        if value is not None and (type(value) is not int or not -MAX_SIZE <= value <= MAX_SIZE):
+            raise ValueError(f"{short(value)} is neither a whole number in range nor null")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -1,0 +1,175 @@
+"""Timelines as they are read: lazily, all parts in order, in memory that does not depend on their length."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from memguard._timeline.files import numbered, open_regular
+from memguard._timeline.format import MAGIC, MAX_LINE, Dropped, Header, Oom
+from memguard._timeline.parse import Parser, Record
+from memguard._types import Event, Plan, Sample
+from memguard.errors import TimelineError
+
+_CUT = "{}: the last line was cut short, and is left out"
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: str
+    header: Header
+
+
+class Timeline:
+    """One run's timeline. Every call of `records`, `samples`, `events` and `ooms` reads the files again.
+
+    `header` is that of the newest file. `notes` says what is not there, and grows while the files are read. Reading
+    raises TimelineError with file, line and fix where a line is damaged; a last line cut short is only noted.
+    """
+
+    def __init__(self, parts: list[_Part], notes: list[str]) -> None:
+        self._parts, self._notes = parts, notes
+        self.header = parts[-1].header
+        self.dropped = Dropped()
+        for part in parts:
+            self.dropped = self.dropped.most(part.header.dropped)
+        every = parts[0].header.every
+        if self.dropped:
+            left = f"; of the oldest parts one sample in {every:g} s is left, and the peaks" if every else ""
+            self._note(f"not in the files any more, or never written: {self.dropped}{left}")
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run began with."""
+        return self.header.plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
+
+    def records(self) -> Iterator[Record]:
+        """Everything, in the order in which it was written."""
+        return self._read(b"")
+
+    def samples(self) -> Iterator[Sample]:
+        return (record for record in self._read(b"") if isinstance(record, Sample))
+
+    def events(self) -> Iterator[Event]:
+        return (record for record in self._read(b',"event":') if isinstance(record, Event))
+
+    def ooms(self) -> Iterator[Oom]:
+        return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
+
+    def _read(self, only: bytes) -> Iterator[Record]:
+        """All records, or those whose line names them with `only` right behind its time."""
+        for part in self._parts:
+            file = self._open(part)
+            if file is None:
+                self._note(f"{part.path} went while the timeline was read: a process writes it, and keeps it bounded")
+                continue
+            with file:
+                yield from self._lines(part.path, file, only)
+
+    def _lines(self, path: str, file: BinaryIO, only: bytes) -> Iterator[Record]:
+        parser = Parser(path)
+        parser.header(file.readline(MAX_LINE + 1))
+        while raw := file.readline(MAX_LINE + 1):
+            if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
+                self._note(_CUT.format(path))
+            elif only and only not in raw[:40]:
+                parser.line += 1
+            elif (record := parser.record(raw)) is not None:
+                yield record
+
+    def _open(self, part: _Part) -> BinaryIO | None:
+        """The part, under its number too: it is moved there when the file is full."""
+        base, suffix = os.path.splitext(part.path)
+        for path in (part.path, f"{base}.{part.header.part}{suffix}"):
+            try:
+                file = open_regular(path)
+            except OSError:
+                continue
+            with contextlib.suppress(TimelineError):
+                header = _header(path, file)
+                if header is not None and (header.run, header.part) == (part.header.run, part.header.part):
+                    file.seek(0)
+                    return file
+            file.close()
+        return None
+
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
+
+
+def load_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """The timeline in a file, together with the older parts of it beside (`run.1.jsonl` and so on).
+
+    Raises TimelineError, here where a header is wrong and while reading where another line is.
+    """
+    name = os.fspath(path)
+    notes: list[str] = []
+    newest, older = [], []
+    try:
+        siblings = numbered(name)
+        if os.path.exists(name) or not siblings:
+            part = _part(name, notes)
+            if part is not None:
+                newest = [part]
+            elif siblings:
+                notes.append(f"{name}: the header was cut short: the process ended when it was to be begun")
+            else:
+                raise TimelineError(f"{name}: no line of it is whole\n    fix: record the timeline again")
+        else:
+            notes.append(f"{name} is not there: only its older parts are")
+        for _, sibling in siblings:
+            try:
+                part = _part(sibling, notes)
+            except FileNotFoundError:
+                continue  # dropped at this moment
+            except TimelineError as error:
+                notes.append(f"left out: {str(error).partition(chr(10))[0]}")
+                continue
+            if part is not None:
+                older.append(part)
+            else:
+                notes.append(f"left out: {sibling}: no line of it is whole")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise TimelineError(f"{name}: cannot be read: {reason}\n    fix: give the path of a timeline") from None
+    if not newest and not older:
+        raise TimelineError(f"{name}: no part of it has a header\n    fix: record the timeline again")
+    run = (newest or older)[-1].header.run
+    other = [part.path for part in older if part.header.run != run]
+    if other:
+        notes.append(f"of an earlier run, and left out: {', '.join(other)}; each can be read alone")
+    mine = [part for part in older if part.header.run == run] + newest
+    through = max(part.header.through for part in mine)
+    # A process killed while it thinned out leaves the part that it was about to remove.
+    return Timeline([part for part in mine if part.header.every is not None or part.header.part > through], notes)
+
+
+def _part(path: str, notes: list[str]) -> _Part | None:
+    """The file as a part; None where it has no whole header."""
+    with open_regular(path) as file:
+        header = _header(path, file)
+        if header is None:
+            return None
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            notes.append(_CUT.format(path))
+    return _Part(path, header)
+
+
+def _header(name: str, file: BinaryIO) -> Header | None:
+    """The header; None where the file is empty or ends within it."""
+    raw = file.readline(MAX_LINE + 1)
+    try:
+        return Parser(name).header(raw)
+    except TimelineError:
+        if raw.endswith(b"\n") or len(raw) > MAX_LINE or raw[: len(MAGIC)] != MAGIC[: len(raw)]:
+            raise
+        return None

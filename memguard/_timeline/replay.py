@@ -1,0 +1,376 @@
+"""Replay a recorded timeline under another budget: who would have hit a cap, when, and the smallest that fits. Pure.
+
+A sample says what an allocator had taken under the caps of its day. Under a smaller cap it would have given idle
+memory back first, so a framework is judged by what it could not have done without:
+
+- `refused`: live arrays alone are above the cap.
+- `fragments`: live arrays fit, and the pieces of memory that they lie in do not: refused, unless packed closer.
+- `cache`: more is held than the cap, and what is above it is idle: it would have been given back, nothing refused.
+
+Nothing here knows what came and went between two samples, nor what was refused when they were taken.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from memguard._ledger.types import EXCHANGE
+from memguard._timeline import Oom
+from memguard._types import DevicePlan, DeviceSample, FrameworkSample, Plan, Sample
+from memguard._units import MIB, format_size, round_up
+
+_WIDTH = 80
+_POOLS = ("tensorflow", "jax")
+"""Pools that never give anything back: what they hold says nothing about what a smaller one would have had to."""
+
+
+@dataclass(frozen=True)
+class Above:
+    """How often something was above its bound: `first` is a time as of `time.time()`, `most` bytes above it.
+
+    `times` counts from one rise above the bound to the return below it, `samples` each sample.
+    """
+
+    first: float | None = None
+    times: int = 0
+    samples: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class FrameworkOutcome:
+    """One framework on one GPU. `cap` is None where the budget does not name it; `needs` what it must have had."""
+
+    framework: str
+    device: int
+    uuid: str
+    cap: int | None
+    peak_held: int | None
+    peak_in_use: int | None
+    needs: int
+    refused: Above
+    fragments: Above
+    cache: Above
+
+
+@dataclass(frozen=True)
+class DeviceOutcome:
+    """One GPU. `overhead` is against the budget's reserve; `outside` the most outside every framework, in bytes."""
+
+    device: int
+    uuid: str
+    name: str
+    limit: int
+    reserve: int
+    peak_process: int | None
+    outside: int
+    overhead: Above
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest budget that fits: bytes, whole multiples of 2 MiB. `reserve` is None where none was measured."""
+
+    limits: Mapping[str, int]
+    reserve: int | None
+    problem: str | None = None
+    """Why no budget can be written: the figures are those of different GPUs, and a budget has one for all."""
+
+    def yaml(self) -> str:
+        """A budget file that `memguard check` accepts."""
+        lines = ["# the smallest budget that fits what was recorded; leave room for what was not", "version: 1"]
+        if self.reserve is None:
+            lines.append("device: {reserve: auto} # none was measured")
+        else:
+            limit = self.reserve + sum(self.limits.values())
+            lines.append(f"device: {{limit: {limit // MIB}MiB, reserve: {self.reserve // MIB}MiB}}")
+        lines.append("frameworks:")
+        lines += [f"  {name}: {{limit: {size // MIB}MiB}}" for name, size in self.limits.items()]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay. `recorded` is True where the caps are those that the timeline was recorded with."""
+
+    samples: int
+    begin: float
+    end: float
+    simulated: bool
+    recorded: bool
+    devices: tuple[DeviceOutcome, ...]
+    frameworks: tuple[FrameworkOutcome, ...]
+    smallest: Smallest | None
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no framework would have been refused, even where its arrays lie as they lay."""
+        return not any(row.refused.times or row.fragments.times for row in self.frameworks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = {"memguard_replay": 1, "fits": self.fits, **asdict(self)}
+        if self.smallest is not None:
+            plain["smallest"]["yaml"] = self.smallest.yaml()
+        return plain
+
+    def render(self) -> str:
+        """Plain text of at most 80 columns."""
+        caps = "the caps it was recorded with" if self.recorded else "the budget's caps"
+        mark = " (simulated GPUs)" if self.simulated else ""
+        span = f"{self.samples:,} samples over {_span(self.end - self.begin)}"
+        lines = [*_wrap(f"replay of {span}{mark}, under {caps}"), ""]
+        lines.append(f"{'framework':<12}{'GPU':>4}{'cap':>12}{'peak held':>13}{'peak in use':>13}{'refused':>9}")
+        lines[-1] += f"{'tight':>7}{'cache':>7}"
+        for row in self.frameworks:
+            cap = "none" if row.cap is None else format_size(row.cap)
+            sizes = f"{cap:>12}{format_size(row.peak_held):>13}{format_size(row.peak_in_use):>13}"
+            counts = f"{row.refused.times:>9}{row.fragments.times:>7}{row.cache.times:>7}"
+            lines.append(f"{row.framework[:12]:<12}{row.device:>4}{sizes}{counts}")
+        lines.append("")
+        for gpu in self.devices:
+            peak = f"process peak {format_size(gpu.peak_process)} of its limit of {format_size(gpu.limit)}"
+            peak += f", at most {format_size(gpu.outside)} outside frameworks"
+            lines += _wrap(f"GPU {gpu.device} {gpu.name}: {peak}")
+            if gpu.overhead.times:
+                lines += _wrap(f"GPU {gpu.device}: {self._above('overhead is above the reserve', gpu.overhead)}")
+        for row in self.frameworks:
+            for what, above in _SAID.items():
+                if (found := getattr(row, above)).times:
+                    lines += _wrap(f"{row.framework} on GPU {row.device} {self._above(what, found)}")
+        for note in self.notes:
+            lines += _wrap(f"note: {note}")
+        if self.smallest is not None and self.smallest.problem is None:
+            lines += ["", self.smallest.yaml().rstrip()]
+        elif self.smallest is not None:
+            lines += _wrap(f"note: {self.smallest.problem}")
+        return "\n".join(lines)
+
+    def _above(self, what: str, above: Above) -> str:
+        assert above.first is not None
+        when = datetime.fromtimestamp(above.first, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        times = "once" if above.times == 1 else f"{above.times:,} times"
+        at = f"{_span(above.first - self.begin)} after the start ({when})"
+        return f"{what} {times}, first {at}, by {format_size(above.most)} at the most"
+
+
+_SAID = {
+    "would have been refused": "refused",
+    "would have been refused unless its arrays lay closer": "fragments",
+    "would have had to give back idle cache": "cache",
+}
+
+
+def replay(records: Iterable[object], plan: Plan, *, recorded: bool = False, simulated: bool = False) -> Outcome:
+    """Judge each sample by the caps of `plan`, in memory that does not depend on how many there are.
+
+    `records` are a timeline's; `recorded` says that the plan is its own.
+    """
+    run = _Run(plan)
+    for record in records:
+        if isinstance(record, Sample):
+            run.sample(record)
+        elif isinstance(record, Oom):
+            run.ooms += 1
+    return run.outcome(simulated, recorded)
+
+
+class _Count:
+    """One bound, while replaying."""
+
+    __slots__ = ("first", "most", "now", "samples", "times")
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.now, self.times, self.samples, self.most = False, 0, 0, 0
+
+    def see(self, time: float, by: int) -> None:
+        self.samples += 1
+        if not self.now:
+            self.now = True
+            self.times += 1
+            if self.first is None:
+                self.first = time
+        self.most = max(self.most, by)
+
+    def done(self) -> Above:
+        return Above(self.first, self.times, self.samples, self.most)
+
+
+class _Cell:
+    """One framework on one GPU, while replaying."""
+
+    __slots__ = ("cache", "cap", "fragments", "held", "in_use", "needs", "pool", "refused", "silent")
+
+    def __init__(self, name: str, cap: int | None) -> None:
+        self.cap, self.pool = cap, name in _POOLS
+        self.held: int | None = None
+        self.in_use: int | None = None
+        self.needs, self.silent = 0, False
+        self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
+
+    def see(self, time: float, usage: FrameworkSample) -> None:
+        held, in_use, reclaimable, _ = usage
+        if held is None:
+            self.silent = True
+        elif self.held is None or held > self.held:
+            self.held = held
+        if in_use is None:
+            if held is None:
+                return
+            live = pinned = held - (reclaimable or 0)  # the best that is known
+        else:
+            if self.in_use is None or in_use > self.in_use:
+                self.in_use = in_use
+            live = pinned = in_use
+            if held is not None and reclaimable is not None and not self.pool:
+                pinned = max(held - reclaimable, in_use)
+        if pinned > self.needs:
+            self.needs = pinned
+        cap = self.cap
+        if cap is None:
+            return
+        if live > cap:
+            self.refused.see(time, live - cap)
+            self.fragments.now = self.cache.now = False
+        elif pinned > cap:
+            self.fragments.see(time, pinned - cap)
+            self.refused.now = self.cache.now = False
+        elif held is not None and held > cap:
+            self.cache.see(time, held - cap)
+            self.refused.now = self.fragments.now = False
+        else:
+            self.refused.now = self.fragments.now = self.cache.now = False
+
+
+class _Gpu:
+    """One GPU, while replaying."""
+
+    def __init__(self, index: int, part: DevicePlan) -> None:
+        self.index, self.part = index, part
+        self.cells: dict[str, _Cell] = {}
+        self.process: int | None = None
+        self.outside = 0
+        self.above = _Count()
+
+    def see(self, time: float, device: DeviceSample) -> None:
+        if device.process is not None and (self.process is None or device.process > self.process):
+            self.process = device.process
+        outside = overhead = device.overhead
+        known = True
+        for name, usage in device.frameworks.items():
+            if name == EXCHANGE:  # no framework's, and under no cap: a reserve has to hold it
+                outside += usage.held or 0
+                continue
+            cell = self.cells.get(name)
+            if cell is None:
+                cell = self.cells[name] = _Cell(name, self.part.caps.get(name))
+            cell.see(time, usage)
+            known = known and usage.held is not None
+        if known and device.unaccounted is not None and device.unaccounted > 0:
+            outside += device.unaccounted  # else it holds what a framework does not say that it holds
+        self.outside = max(self.outside, outside)
+        if overhead > self.part.reserve:
+            self.above.see(time, overhead - self.part.reserve)
+        else:
+            self.above.now = False
+
+
+class _Run:
+    def __init__(self, plan: Plan) -> None:
+        self.gpus = {part.device.uuid: _Gpu(index, part) for index, part in enumerate(plan.devices)}
+        self.samples, self.ooms = 0, 0
+        self.begin = self.end = 0.0
+        self.others: set[str] = set()
+
+    def sample(self, sample: Sample) -> None:
+        time = sample.time
+        self.begin = min(self.begin, time) if self.samples else time
+        self.end = max(self.end, time)
+        self.samples += 1
+        for device in sample.devices:
+            gpu = self.gpus.get(device.uuid)
+            if gpu is not None:
+                gpu.see(time, device)
+            else:
+                self.others.add(device.uuid)
+
+    def outcome(self, simulated: bool, recorded: bool) -> Outcome:
+        rows = [self._row(gpu, name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
+        devices = [
+            DeviceOutcome(
+                gpu.index,
+                uuid,
+                gpu.part.device.name,
+                gpu.part.limit,
+                gpu.part.reserve,
+                gpu.process,
+                gpu.outside,
+                gpu.above.done(),
+            )
+            for uuid, gpu in self.gpus.items()
+        ]
+        notes = tuple(self._notes(rows))
+        smallest = _smallest(rows, [gpu for gpu in self.gpus.values() if gpu.cells])
+        span = (self.samples, self.begin, self.end)
+        return Outcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
+
+    @staticmethod
+    def _row(gpu: _Gpu, name: str, cell: _Cell) -> FrameworkOutcome:
+        above = (cell.refused.done(), cell.fragments.done(), cell.cache.done())
+        uuid = gpu.part.device.uuid
+        return FrameworkOutcome(name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above)
+
+    def _notes(self, rows: Sequence[FrameworkOutcome]) -> Iterable[str]:
+        if any(row.refused.times or row.fragments.times for row in rows):
+            yield "after its first refusal the program would have gone another way; this is what was recorded"
+        if self.ooms:
+            times = "once" if self.ooms == 1 else f"{self.ooms} times"
+            yield f"memory was refused {times} when this was recorded: what was not had is not in these figures"
+        cells = [(name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
+        for name in dict.fromkeys(name for name, cell in cells if cell.silent):
+            yield f"{name} does not always say what it holds: it is judged by its live arrays"
+        for name in dict.fromkeys(row.framework for row in rows if row.cap is None):
+            yield f"the budget does not name {name}: nothing would have stopped it"
+        if self.others:
+            yield f"GPUs that the budget's plan does not have are left out: {', '.join(sorted(self.others))}"
+
+
+def _smallest(rows: Sequence[FrameworkOutcome], gpus: Sequence[_Gpu]) -> Smallest | None:
+    from memguard._config import FRAMEWORKS
+
+    needs: dict[str, int] = {}
+    for row in rows:
+        if row.framework in FRAMEWORKS and (row.peak_held or row.peak_in_use):
+            needs[row.framework] = max(needs.get(row.framework, 0), round_up(max(row.needs, 1)))
+    if not needs:
+        return None
+    outside = max((gpu.outside for gpu in gpus), default=0)
+    reserve = round_up(outside) if outside else None
+    limit = (reserve or 0) + sum(needs.values())
+    problem = None
+    for gpu in gpus:
+        if limit > gpu.part.device.usable:
+            problem = (
+                f"it does not fit GPU {gpu.index}, which has {format_size(gpu.part.device.usable)}: a budget gives a "
+                "framework as much on every GPU, and they peaked on different ones; use several processes"
+                if len(gpus) > 1
+                else f"it does not fit GPU {gpu.index}: {format_size(limit)} of {format_size(gpu.part.device.usable)}"
+            )
+            break
+    return Smallest(dict(sorted(needs.items(), key=lambda item: -item[1])), reserve, problem)
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3f} s" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="    ")

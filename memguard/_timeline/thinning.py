@@ -1,0 +1,147 @@
+"""What is left of the oldest parts where there is no room for them: reports, events, peaks, a sample now and then.
+
+Pure: lines in, lines out. The peaks are kept so that the smallest budget that fits a run can be told from the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memguard._timeline.format import MAGIC, Dropped
+
+_BEGIN = re.compile(rb'\{"t":([0-9.e+]+),"(sample|event|oom|columns)":')
+_FIRST = 1.0
+"""Seconds from one sample to the next, at the first try."""
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """The lines, all but the header; `columns` are those that it has to begin with."""
+
+    lines: list[bytes]
+    columns: dict[str, Any] | None
+    dropped: Dropped
+    every: float
+
+
+class _Line(NamedTuple):
+    time: float
+    kind: str
+    raw: bytes
+    columns: int
+
+
+def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
+    """At most `room` bytes of the lines, headers among them. `every` is that of lines thinned out before.
+
+    Reports go before events, events (up to half of what is left) before peaks, peaks before other samples; of
+    reports and events the newest are kept. Raises ValueError, LookupError or TypeError where they are damaged.
+    """
+    found, columns = _read(lines)
+    ooms, room = _newest([line for line in found if line.kind == "oom"], room)
+    events, left = _newest([line for line in found if line.kind == "event"], room // 2)
+    room -= room // 2 - left
+    samples = [line for line in found if line.kind == "sample"]
+    overhead = max((len(_columns_line(entry)) for entry in columns), default=0)
+    peaks: list[_Line] = []
+    for line in _peaks(samples, columns):
+        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # there, and back again
+        if size <= room:
+            peaks.append(line)
+            room -= size
+    spaced, every = _spaced(samples, {id(line) for line in peaks}, room, every or _FIRST, columns)
+    kept = {id(line) for line in (*ooms, *events, *peaks, *spaced)}
+    chosen = [line for line in found if id(line) in kept]
+    counts = {kind: sum(line.kind == kind for line in found) for kind in ("sample", "event", "oom")}
+    for line in chosen:
+        counts[line.kind] -= 1
+    current = next((line.columns for line in chosen if line.kind == "sample"), None)
+    first = None if current is None else columns[current]
+    written = []
+    for line in chosen:
+        if line.kind == "sample" and line.columns != current:
+            current = line.columns
+            written.append(_columns_line(columns[current], line.time))
+        written.append(line.raw)
+    return Thinned(written, first, Dropped(counts["sample"], counts["event"], counts["oom"]), every)
+
+
+def _read(lines: Iterable[bytes]) -> tuple[list[_Line], list[dict[str, Any]]]:
+    found: list[_Line] = []
+    columns: list[dict[str, Any]] = []
+    for raw in lines:
+        match = _BEGIN.match(raw)
+        if match is not None and match[2] != b"columns":
+            found.append(_Line(float(match[1]), match[2].decode(), raw, len(columns) - 1))
+        elif match is not None or raw.startswith(MAGIC):
+            entry = json.loads(raw)["columns"]
+            if not columns or columns[-1] != entry:
+                columns.append(entry)
+    return found, columns
+
+
+def _newest(lines: list[_Line], room: int) -> tuple[list[_Line], int]:
+    """The newest of them that fit, and the room that is left."""
+    kept = []
+    for line in reversed(lines):
+        if len(line.raw) > room:
+            break
+        kept.append(line)
+        room -= len(line.raw)
+    return kept, room
+
+
+def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
+    """The samples with the most of anything: of each GPU's figures, and of each framework's held, in use and pinned."""
+    most: dict[tuple[object, ...], tuple[int, _Line]] = {}
+
+    def see(key: tuple[object, ...], value: int | None, line: _Line) -> None:
+        if value is not None and (key not in most or value > most[key][0]):
+            most[key] = value, line
+
+    for line in samples:
+        names = columns[line.columns]
+        for at, used, _, process, overhead, unaccounted, *found in json.loads(line.raw)["sample"]:
+            uuid = names["devices"][at][0]
+            for what, value in (("used", used), ("process", process), ("overhead", overhead)):
+                see((uuid, what), value, line)
+            if all(not usage or usage[0] is not None for usage in found):  # else a pool may be in `unaccounted`
+                see((uuid, "outside"), overhead + max(unaccounted or 0, 0), line)
+            for position, usage in enumerate(found):
+                if usage:
+                    name = names["frameworks"][position]
+                    held, in_use, reclaimable = usage
+                    see((uuid, name, "held"), held, line)
+                    see((uuid, name, "in use"), in_use, line)
+                    if held is not None and reclaimable is not None:
+                        see((uuid, name, "pinned"), held - reclaimable, line)
+    return list({id(line): line for _, line in most.values()}.values())
+
+
+def _spaced(
+    samples: list[_Line], without: set[int], room: int, every: float, columns: list[dict[str, Any]]
+) -> tuple[list[_Line], float]:
+    """The first sample of each `every` seconds, which are doubled until they fit."""
+    sizes = [len(_columns_line(entry)) for entry in columns]
+    while True:
+        kept, needed, slot, current = [], 0, None, None
+        for line in samples:
+            if (now := int(line.time // every)) != slot:
+                slot = now
+                if id(line) not in without:
+                    kept.append(line)
+                    needed += len(line.raw) + (sizes[line.columns] if line.columns != current else 0)
+                    current = line.columns
+        if needed <= room:
+            return kept, every
+        if every > 1e10:
+            return [], every
+        every *= 2
+
+
+def _columns_line(columns: dict[str, Any], time: float = 1763737200.123) -> bytes:
+    return (json.dumps({"t": time, "columns": columns}, separators=(",", ":")) + "\n").encode()

@@ -1,0 +1,379 @@
+"""Timelines as they are written: whole lines, in files of this process's own that never grow beyond a bound."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from memguard._timeline import files
+from memguard._timeline import format as records
+from memguard._timeline.format import MAX_LINE, MAX_SECONDS, Columns, Dropped, Header
+from memguard._timeline.parse import Parser
+from memguard._timeline.thinning import thin
+from memguard._types import Event, Plan, Sample
+from memguard._units import KIB, MIB, format_size
+from memguard.errors import TimelineError
+
+LIMIT = 64 * MIB
+"""Bytes of all files together: more than a day of six frameworks on one GPU, at two samples a second."""
+MIN_LIMIT = 512 * KIB
+_PARTS = 32
+"""A file is begun anew when it has so much of the limit; one part is for what is thinned out, one to do that in."""
+_PATIENCE = 2.0
+"""Seconds that a thread waits for another one's write: a disk that hangs must not hang the user's program."""
+_RETRY = 5.0
+"""Seconds between two attempts while the disk is full or the folder is gone."""
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def rank_of(environ: Mapping[str, str]) -> int | None:
+    """The rank that torchrun, Slurm or Open MPI gave this process; None where none did."""
+    for name in _RANKS:
+        if (said := environ.get(name, "").strip()).isdecimal() and len(said) < 10:
+            return int(said)
+    return None
+
+
+@dataclass
+class _Part:
+    """A file of the past. `mine` is False of an earlier run's."""
+
+    number: int
+    path: str
+    size: int
+    mine: bool = True
+
+
+class Writer:
+    """Writes one process's timeline; any thread may call it. Raises TimelineError where it cannot be begun.
+
+    With `begin=False` it is begun by `begin`, and `check` says beforehand whether it can be. After that nothing
+    raises: what cannot be written is left out and counted, and `say` gets a sentence once, and again when it works
+    again. In a forked child every method does nothing. `clock` is as `time.time`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        plan: Plan,
+        *,
+        limit_bytes: int = LIMIT,
+        clock: Callable[[], float] = time.time,
+        rank: int | None = None,
+        simulated: bool | None = None,
+        frameworks: Mapping[str, Mapping[str, Any]] | None = None,
+        say: Callable[[str], None] | None = None,
+        begin: bool = True,
+    ) -> None:
+        self._pid = os.getpid()
+        self.path = files.expand(path, self._pid, rank)
+        self._say, self._clock, self._lock = say, clock, threading.Lock()
+        self._limit, self._most = limit_bytes, limit_bytes // _PARTS
+        self._columns, self._dirty = records.columns_of(plan), False
+        recorded = datetime.fromtimestamp(clock(), timezone.utc).isoformat(timespec="milliseconds")
+        if simulated is None:
+            simulated = any(part.device.simulated for part in plan.devices)
+        run = os.urandom(4).hex()
+        self._head = Header(recorded, run, self._pid, rank, simulated, 0, plan, dict(frameworks or {}))
+        self._dropped, self._unsaid = Dropped(), Dropped()
+        if limit_bytes < MIN_LIMIT or 4 * len(self._header(1)) > self._most:
+            least = format_size(max(MIN_LIMIT, 4 * _PARTS * len(self._header(1))))
+            raise TimelineError(
+                f"{self.path}: {format_size(limit_bytes)} are not enough for a timeline of this plan\n"
+                f"    fix: give timeline_size at least {least}"
+            )
+        self._fd: int | None = None
+        self._size = 0
+        self._parts: list[_Part] = []
+        self._kept: _Part | None = None
+        self._every: float | None = None
+        self._number = 1
+        self._failure: str | None = None
+        self._retry = 0.0
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Make the file. Once."""
+        with self._or_refused():
+            self._look()
+            self._begin()
+
+    def check(self, held: str | None = None) -> None:
+        """Raise TimelineError where it could not be begun; `held` is the file of a writer that will be closed before.
+
+        Nothing of it stays, and nothing that is there is changed.
+        """
+        with self._or_refused():
+            if os.path.lexists(self.path):
+                self._refuse_others(held)
+            trial = files.rotated(self.path, "check")
+            files.remove(trial)  # of a process that was killed in here
+            handle = files.create(trial)
+            try:
+                _write(handle, self._header(1), 0)
+            finally:
+                os.close(handle)
+                os.unlink(trial)
+
+    @contextlib.contextmanager
+    def _or_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            fix = "make the folder, or name another" if isinstance(error, FileNotFoundError) else "name another folder"
+            raise TimelineError(f"{self.path}: cannot be written: {_reason(error)}\n    fix: {fix}") from None
+
+    def sample(self, sample: Sample) -> None:
+        self._put(Dropped(samples=1), sample.time, lambda: self._sample(sample))
+
+    def event(self, event: Event) -> None:
+        self._put(Dropped(events=1), event.time, lambda: self._append(records.event_line(event)))
+
+    def oom(self, report: Mapping[str, Any]) -> None:
+        """An out-of-memory report as plain data; its `time` is used where it has one."""
+        said = report.get("time")
+        when = float(said) if isinstance(said, (int, float)) and 0 <= said < MAX_SECONDS else self._clock()
+        self._put(Dropped(ooms=1), when, lambda: self._append(records.oom_line(when, report, self._longest)))
+
+    def close(self) -> None:
+        """No more is written. The files stay."""
+        if os.getpid() == self._pid and self._lock.acquire(timeout=_PATIENCE):
+            try:
+                self._shut()
+                self._pid = -1  # no process has it: every call is as in a child now
+            finally:
+                self._lock.release()
+
+    def forked(self) -> None:
+        """In a forked child: the parent's file is let go of. No lock: a thread of the parent may have held it."""
+        if os.getpid() != self._pid:
+            self._shut()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _longest(self) -> int:
+        """Bytes of one line: with a header it must go into one file."""
+        return min(MAX_LINE, self._most // 2)
+
+    def _put(self, one: Dropped, when: float, write: Callable[[], None]) -> None:
+        if os.getpid() != self._pid:  # a forked child shares the file with its parent, and must leave it alone
+            return
+        said: str | None = None
+        if not self._lock.acquire(timeout=_PATIENCE):
+            self._unsaid += one
+            return
+        try:
+            if self._failure is not None and one.samples and 0 <= self._clock() - self._retry < _RETRY:
+                self._unsaid += one
+                return
+            write()
+            said = self._works_again(when)
+        except _TooLong:
+            self._unsaid += one
+        except Exception as error:  # nothing of it may break the user's program
+            self._unsaid += one
+            said = self._failed(error)
+        finally:
+            self._lock.release()
+        if said is not None and self._say is not None:
+            with contextlib.suppress(Exception):
+                self._say(said)
+
+    def _failed(self, error: Exception) -> str | None:
+        self._retry = self._clock()
+        first, self._failure = self._failure is None, _reason(error)
+        if not first:
+            return None
+        return f"the timeline {self.path} cannot be written: {self._failure}; it goes on when that is over"
+
+    def _works_again(self, when: float) -> str | None:
+        if self._failure is None:
+            return None
+        failure, lost = self._failure, self._unsaid
+        text = f"the timeline could not be written ({failure}); left out: {lost}"
+        self._append(records.event_line(Event(when, "note", text)))
+        self._failure, self._dropped, self._unsaid = None, self._dropped + lost, Dropped()
+        return f"the timeline {self.path} is written again; left out: {lost}"
+
+    def _sample(self, sample: Sample) -> None:
+        was, self._dirty = self._dirty, True  # until they are written: numbers would be taken for something else
+        line, changed = records.sample_line(sample, self._columns)
+        if was or changed:
+            self._append(records.columns_line(sample.time, self._columns))
+        self._dirty = False
+        self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        """The line, with one write: killed in the middle of it, this line is lost and nothing else."""
+        if len(line) > self._longest:
+            raise _TooLong
+        size = 0
+        if self._fd is not None:
+            about = os.fstat(self._fd)
+            size = about.st_size
+            if about.st_nlink == 0:  # somebody removed it: what would be written now, nobody could read
+                self._shut()
+            elif size != self._size or size + len(line) > self._most:
+                # Full; or cut by somebody, or half a line is in it that could not be taken back.
+                self._set_aside(size)
+        if self._fd is None:
+            self._begin()
+        _write(self._require(), line, self._size)
+        self._size += len(line)
+
+    def _look(self) -> None:
+        """What is there already under this name and its parts' is an earlier run's, or it is refused."""
+        for number, path in files.numbered(self.path):
+            self._number = max(self._number, number + 1)
+            if files.is_ours(path):
+                self._parts.append(_Part(number, path, os.lstat(path).st_size, mine=False))
+        if not os.path.lexists(self.path):
+            return
+        self._refuse_others(None)
+        size = os.lstat(self.path).st_size
+        if size:
+            self._rename(size, mine=False)
+        else:
+            files.remove(self.path)
+
+    def _refuse_others(self, held: str | None) -> None:
+        """Raise where the file that is there is not ours to touch, or is being written: unless as `held`."""
+        if (why := files.why_not_ours(self.path)) is not None:
+            raise TimelineError(
+                f"{self.path}: {why}\n    fix: name another file; memguard writes only timelines of its own"
+            )
+        let_go = held is not None and os.path.exists(held) and os.path.samefile(held, self.path)
+        if not let_go and files.in_use(self.path):
+            raise TimelineError(
+                f"{self.path}: it is being written, by another process or another budget of this one\n"
+                "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
+            )
+
+    def _begin(self) -> None:
+        self._make_room()
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(self.path).st_size == 0 and not files.in_use(self.path):
+                files.remove(self.path)  # begun before, when its header could not be written
+        self._fd = files.create(self.path)
+        self._head = replace(self._head, part=self._number)
+        line, self._size = self._header(self._number), 0
+        try:
+            _write(self._fd, line, 0)
+        except OSError:
+            self._shut()
+            raise
+        self._size = len(line)
+        self._dirty = False
+
+    def _header(self, part: int) -> bytes:
+        head = replace(self._head, part=part, dropped=self._dropped + self._unsaid)
+        return records.header_line(head, self._columns)
+
+    def _set_aside(self, size: int) -> None:
+        """The file is full: it becomes a part."""
+        about, there = os.fstat(self._require()), os.lstat(self.path)
+        self._shut()
+        if (about.st_dev, about.st_ino) == (there.st_dev, there.st_ino):  # else somebody moved it away
+            self._rename(size, mine=True)
+
+    def _rename(self, size: int, mine: bool) -> None:
+        while os.path.lexists(target := files.rotated(self.path, self._number)):
+            self._number += 1
+        os.rename(self.path, target)
+        self._parts.append(_Part(self._number, target, size, mine))
+        self._number += 1
+
+    def _make_room(self) -> None:
+        """For a new file, and for thinning out the next time."""
+        os.stat(os.path.dirname(self.path))  # gone: then its parts are not to be forgotten, for it may come back
+        while self._parts and self._held() > self._limit - 2 * self._most:
+            oldest = next((part for part in self._parts if not part.mine), self._parts[0])
+            if oldest.mine:
+                self._thin_out(oldest)
+            else:
+                files.remove(oldest.path)
+            self._parts.remove(oldest)
+
+    def _held(self) -> int:
+        return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
+
+    def _thin_out(self, oldest: _Part) -> None:
+        kept = _Part(0, files.rotated(self.path, 0), 0)
+        try:
+            lines = []
+            for part in (self._kept, oldest):
+                if part is not None and files.is_ours(part.path):
+                    with files.open_regular(part.path) as file:
+                        lines += [line for line in file if line.endswith(b"\n")]
+            room = self._most - len(self._header(0)) - 512
+            thinned = thin(lines, room, self._every)
+            head = replace(
+                self._head, part=0, every=thinned.every, through=oldest.number,
+                dropped=self._dropped + self._unsaid + thinned.dropped,
+            )  # fmt: skip
+            columns = Parser(kept.path).columns(thinned.columns) if thinned.columns else Columns()
+            self._replace(kept.path, b"".join([records.header_line(head, columns), *thinned.lines]))
+        except (OSError, ValueError, TypeError, LookupError, TimelineError):
+            # No room to write it, or a part that somebody damaged: without it, then.
+            with contextlib.suppress(OSError), files.open_regular(oldest.path) as file:
+                self._dropped += Dropped(samples=sum(b',"sample":' in line[:40] for line in file))
+            files.remove(oldest.path)
+            return
+        kept.size = os.lstat(kept.path).st_size
+        self._kept, self._every, self._dropped = kept, thinned.every, self._dropped + thinned.dropped
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(oldest.path)
+
+    def _replace(self, path: str, content: bytes) -> None:
+        temporary = files.rotated(self.path, "tmp")
+        if os.path.lexists(temporary):
+            files.remove(temporary)
+        if os.path.lexists(path) and not files.is_ours(path):
+            raise FileExistsError(path)
+        handle = files.create(temporary)
+        try:
+            _write(handle, content, 0)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(handle)
+
+    def _require(self) -> int:
+        assert self._fd is not None
+        return self._fd
+
+    def _shut(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class _TooLong(Exception):
+    """A line that no file has room for."""
+
+
+def _write(handle: int, data: bytes, size: int) -> None:
+    """All of it behind the `size` bytes that are there, or nothing: what a full disk took of it is taken back."""
+    if os.write(handle, data) != len(data):
+        os.ftruncate(handle, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # what the next write would have said
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,66 @@
+"""CuPy's arrays, shared through DLPack."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+from memguard._devices import streams
+from memguard.exchange import dlpack
+from memguard.exchange.adapters.base import Arrays, Before
+from memguard.exchange.compatibility import Layout, Taker
+from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.view import NO_FLOAT8, View
+
+
+class CuPy(Arrays):
+    """`cupy.ndarray`."""
+
+    taker: ClassVar[Taker] = Taker("cupy", "CuPy", NO_FLOAT8, Layout.FORWARD)
+    module: ClassVar[str] = "cupy"
+    call: ClassVar[str] = "cupy.from_dlpack"
+    waits: ClassVar[str] = "stream"
+
+    def owns(self, x: Any) -> bool:
+        cupy = sys.modules["cupy"]
+        return isinstance(x, cupy.ndarray) or hasattr(x, "todense")
+
+    def offer(self, x: Any) -> Offer:
+        if hasattr(x, "todense"):
+            raise self.cannot(f"it is a sparse {type(x).__name__}", "x.toarray()")
+        dtype, strides = self._layout(x)
+        device = x.device.id
+        view = View(x.data.ptr, tuple(x.shape), strides, dtype, device)
+        return Offer(self.name, view, x, self.stream(device))
+
+    def stream(self, device: int) -> int | None:
+        import cupy
+
+        stream = cupy.cuda.get_current_stream(device)
+        return streams.Handle(stream.ptr, stream)
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        import cupy
+
+        before(stream)
+        return cupy.from_dlpack(dlpack.capsule(view, loan, device=view.device))
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return array.copy(order="C")
+
+    def compact(self, x: Any) -> Any:
+        return x.copy(order="C")
+
+    def flipped(self, array: Any, axes: tuple[int, ...]) -> Any:
+        import cupy
+
+        return cupy.flip(array, axes)
+
+    def upload(self, host: Any, device: int) -> Any:
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return cupy.asarray(host)

@@ -1,0 +1,65 @@
+"""Numba's device arrays. Lent, they wait for the stream they name or the whole context; taken, the host waits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+from memguard._devices import contexts, copies, streams
+from memguard.exchange.adapters import array_interface
+from memguard.exchange.adapters.base import Arrays, Before
+from memguard.exchange.compatibility import Layout, Taker
+from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.view import NUMPYS, View
+
+
+class Numba(Arrays):
+    """Arrays of `numba.cuda`."""
+
+    taker: ClassVar[Taker] = Taker("numba", "Numba", NUMPYS, Layout.FORWARD, repeats=False, strided=False)
+    module: ClassVar[str] = "numba"
+    call: ClassVar[str] = "numba.cuda.as_cuda_array"
+    waits: ClassVar[str] = "host"
+    gathers: ClassVar[Layout | None] = Layout.COMPACT
+
+    def owns(self, x: Any) -> bool:
+        cuda = sys.modules.get("numba.cuda")
+        return cuda is not None and cuda.is_cuda_array(x) and hasattr(x, "copy_to_host")
+
+    def offer(self, x: Any) -> Offer:
+        view, stream, context = self._interface(x)
+        return Offer(self.name, view, x, stream, context)
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        from numba import cuda
+
+        before(stream)
+        return cuda.as_cuda_array(array_interface.Shown(view, loan), sync=False)
+
+    def place(self, view: View, device: int | None) -> int | None:
+        here = contexts.current()
+        return super().place(view, device) if device is not None or here is None else here
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        from numba import cuda
+
+        with cuda.gpus[device]:
+            made = cuda.device_array(array.shape, array.dtype)
+        if array.size:
+            copies.device(_address(made), _address(array), array.size * array.dtype.itemsize, device or 0)
+        return made
+
+    def compact(self, x: Any) -> Any:
+        found = streams.place(_address(x))
+        return self.copy(x, found[0] if found else 0)
+
+    def upload(self, host: Any, device: int) -> Any:
+        from numba import cuda
+
+        with cuda.gpus[device]:
+            return cuda.to_device(host)
+
+
+def _address(array: Any) -> int:
+    address: int = array.__cuda_array_interface__["data"][0]
+    return address

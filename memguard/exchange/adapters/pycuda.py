@@ -1,0 +1,76 @@
+"""PyCUDA's arrays. They name no stream: what is lent waits for the whole context, and what is taken for the host.
+
+PyCUDA frees memory only on the thread it was taken on; a loan's owner is let go of there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, ClassVar
+
+from memguard._devices import contexts, copies
+from memguard.exchange.adapters import array_interface
+from memguard.exchange.adapters.base import Arrays, Before
+from memguard.exchange.compatibility import Layout, Taker
+from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.view import NUMPYS, View
+
+
+class PyCUDA(Arrays):
+    """`pycuda.gpuarray.GPUArray`."""
+
+    taker: ClassVar[Taker] = Taker("pycuda", "PyCUDA", NUMPYS, Layout.FORWARD, strided=False)
+    module: ClassVar[str] = "pycuda"
+    call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
+    waits: ClassVar[str] = "host"
+    gathers: ClassVar[Layout | None] = Layout.COMPACT
+
+    def owns(self, x: Any) -> bool:
+        gpuarray = sys.modules.get("pycuda.gpuarray")
+        return gpuarray is not None and isinstance(x, gpuarray.GPUArray)
+
+    def offer(self, x: Any) -> Offer:
+        view, _, context = self._interface(x)
+        return Offer(self.name, view, x, context=context, thread=threading.get_ident())
+
+    def place(self, view: View, device: int | None) -> int | None:
+        """On the GPU whose context is current on this thread: PyCUDA allocates nowhere else."""
+        here = contexts.current()
+        if device is not None and device != here:
+            raise self.cannot(
+                f"its arrays lie where its context is, on {'no GPU' if here is None else f'cuda:{here}'} here",
+                f"with memguard.exchange.pycuda_context({device}): ...",
+            )
+        return super().place(view, device) if here is None else here
+
+    def context(self, device: int | None) -> int | None:
+        """PyCUDA's work goes to the thread's current context, which may be one of its own."""
+        here = contexts.current_handle()
+        return here if device is not None and here != contexts.primary(device) else None
+
+    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+        import numpy
+        from pycuda import gpuarray
+
+        before(stream)
+        shown = array_interface.Shown(view, loan)
+        return gpuarray.GPUArray(
+            view.shape, numpy.dtype(view.dtype), gpudata=view.address, base=shown, strides=view.byte_strides
+        )
+
+    def copy(self, array: Any, device: int | None) -> Any:
+        from pycuda import gpuarray
+
+        made = gpuarray.empty(array.shape, array.dtype)
+        if array.size:
+            copies.device(int(made.ptr), int(array.ptr), array.nbytes, contexts.current() or 0)
+        return made
+
+    def compact(self, x: Any) -> Any:
+        return self.copy(x, None)
+
+    def upload(self, host: Any, device: int) -> Any:
+        from pycuda import gpuarray
+
+        return gpuarray.to_gpu(host)

@@ -1,0 +1,93 @@
+"""The frameworks that arrays are handed between, one line each. A class is loaded when an array of it turns up."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import sys
+from typing import Any
+
+from memguard.errors import CannotShare
+from memguard.exchange.adapters.base import Arrays
+
+_CLASSES = {
+    "torch": "memguard.exchange.adapters.torch:Torch",
+    "tensorflow": "memguard.exchange.adapters.tensorflow:TensorFlow",
+    "cupy": "memguard.exchange.adapters.cupy:CuPy",
+    "jax": "memguard.exchange.adapters.jax:JAX",
+    "pycuda": "memguard.exchange.adapters.pycuda:PyCUDA",
+    "numba": "memguard.exchange.adapters.numba:Numba",
+    "numpy": "memguard.exchange.adapters.numpy:NumPy",
+}
+_PROTOCOLS = (
+    "memguard.exchange.adapters.attached:OtherProcess",
+    "memguard.exchange.adapters.protocols:ArrayInterface",
+    "memguard.exchange.adapters.protocols:DLPack",
+)
+NAMES = tuple(_CLASSES)
+_SHORT = {"tf": "tensorflow", "np": "numpy", "jnp": "jax", "cp": "cupy", "pt": "torch", "pytorch": "torch"}
+"""What people write for them."""
+_ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda": "numba"}
+
+
+def by_name(name: str) -> Arrays:
+    """The framework's arrays. ValueError for a name that is none of them."""
+    if not isinstance(name, str):  # nothing of an array is shown: printing one would wait for the GPU
+        raise ValueError(
+            f"the framework is given by its name, not as {type(name).__qualname__}\n"
+            "    fix: memguard.exchange.to(x, 'torch')"
+        )
+    if name not in _CLASSES:
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.7)
+        meant = "" if name == "cuda" else _SHORT.get(name) or (near[0] if near else None)
+        hint = f"did you mean {meant!r}?" if meant else f"one of {', '.join(NAMES)}"
+        raise ValueError(f"no framework {name!r} to hand an array to\n    fix: {hint}")
+    return _load(_CLASSES[name])
+
+
+def of(x: Any) -> Arrays:
+    """Whose array `x` is. Raises CannotShare where it is nobody's."""
+    kind: Any = type(x)
+    try:
+        names = _named_by(kind)
+    except TypeError:  # a metaclass without a hash
+        names = _named_by.__wrapped__(kind)
+    for name in names:
+        found = by_name(name)
+        if found.module in sys.modules and found.owns(x):
+            return found
+    for protocol in () if isinstance(x, type) else _PROTOCOLS:
+        found = _load(protocol)
+        if found.owns(x):
+            return found
+    if kind.__module__.partition(".")[0] == "keras" and hasattr(x, "value"):
+        remedy = "x.value"
+    elif isinstance(x, (list, tuple, dict, set)):
+        remedy = "one array in each call"
+    elif hasattr(x, "to_numpy"):
+        remedy = "x.to_numpy()"
+    elif hasattr(x, "__array__") or isinstance(x, (int, float, complex, memoryview, bytes, bytearray)):
+        remedy = "numpy.asarray(x)"
+    else:
+        remedy = "hand over one of its arrays"
+    raise CannotShare(
+        kind.__qualname__,
+        None,
+        f"it is no array of {', '.join(NAMES)}, and has neither __cuda_array_interface__ nor __dlpack__",
+        remedy,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _named_by(cls: Any) -> tuple[str, ...]:
+    """The frameworks that the class or one it is derived from comes from: no other one is asked, or imported."""
+    roots = (str(base.__module__).partition(".")[0] for base in cls.__mro__)
+    return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _CLASSES)
+
+
+@functools.cache
+def _load(path: str) -> Arrays:
+    module, _, cls = path.partition(":")
+    made: Arrays = getattr(importlib.import_module(module), cls)()
+    return made

@@ -1,0 +1,693 @@
+"""Every ordered pair of frameworks on models of their arrays and of the driver's streams: who waits for whom.
+
+`fake_arrays` and `gpu_clocks` say what is real about them. Values, real frameworks: tests/native and tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import itertools
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memguard._devices import contexts, streams
+from memguard.errors import CannotShare, DeviceError
+from memguard.exchange import last_route, lifetimes, to
+from memguard.exchange.adapters import registry
+from memguard.exchange.lifetimes import Offer
+
+HERE = Path(__file__).parent
+NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
+PAIRS = list(itertools.permutations(NAMES, 2))
+ORDERS_ITSELF = {"tensorflow", "jax"}
+"""As lenders: TensorFlow waits when it exports, JAX makes the borrower's stream wait."""
+ON_THE_HOST = {"tensorflow", "pycuda", "numba"}
+"""As borrowers: which of their streams comes next is not known."""
+TELLS = {"torch", "cupy"}
+"""Lenders whose memory is used next on a stream that is known."""
+
+pairs = pytest.mark.parametrize(("lender", "borrower"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(HERE.parent / "unit")
+    monkeypatch.syspath_prepend(HERE)
+    clocks, arrays = importlib.import_module("gpu_clocks"), importlib.import_module("fake_arrays")
+    found = arrays.World(clocks.stand_in(monkeypatch))
+    for name in [name for name in sys.modules if name.partition(".")[0] in (*NAMES, "numba_cuda")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in found.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    importlib.import_module("memguard.exchange.adapters.tensorflow")._logical.cache_clear()
+    found.driver.stack.append(clocks.PRIMARY)
+    yield found
+    settle(found.driver)
+    gc.collect()
+    assert not lifetimes._open and not lifetimes._parked
+    assert found.driver.stack == [clocks.PRIMARY], "every context that was pushed is popped"
+    assert not found.driver._memory, "everything was given back"
+
+
+def settle(driver: Any) -> None:
+    """The GPU has done everything, and whoever waited for that has seen it."""
+    driver.fails.clear()
+    driver.finish()
+    deadline = time.monotonic() + 10
+    while lifetimes._parked and time.monotonic() < deadline:
+        lifetimes.sweep()
+
+
+def idle_and_live(driver: Any) -> tuple[list[int], list[int]]:
+    return sorted(event for events in streams._idle.values() for event in events), sorted(driver.events)
+
+
+# the order of work
+
+
+@pairs
+def test_the_borrower_reads_after_the_lenders_work(world: Any, lender: str, borrower: str) -> None:
+    driver = world.driver
+    x = world.array(lender)
+    work = x.work()
+    y = to(x, borrower)
+    y.look()
+    y.work()
+    assert driver.wrong == [] and y.ptr == x.ptr
+    assert idle_and_live(driver)[0] == idle_and_live(driver)[1], "no event is lost"
+    assert driver.waits == (1 if borrower in ON_THE_HOST and lender not in ORDERS_ITSELF else 0)
+    assert (work in driver.over) == (borrower in ON_THE_HOST or lender == "tensorflow"), "the host waits only there"
+    assert registry.by_name(borrower).waits == ("host" if borrower in ON_THE_HOST else "stream")
+
+
+@pairs
+def test_without_the_order_the_models_see_it(
+    world: Any, lender: str, borrower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: if it were not kept, the test above would fail."""
+    monkeypatch.setattr(streams, "follow", lambda *_: None)
+    monkeypatch.setattr(type(registry.by_name("jax")), "ready", lambda *_: None)
+    x = world.array(lender)
+    x.work()
+    y = to(x, borrower)
+    y.look()
+    assert bool(world.driver.wrong) == (lender != "tensorflow")
+    y.work()
+
+
+@pairs
+def test_the_lender_uses_its_memory_again_after_the_borrowers_work(world: Any, lender: str, borrower: str) -> None:
+    driver = world.driver
+    x = world.array(lender)
+    address = x.ptr
+    y = to(x, borrower)
+    y.look()
+    del x
+    assert address not in driver.freed, "the view keeps it"
+    driver.asked.clear()
+    del y
+    gc.collect()
+    if lender in TELLS or borrower == "jax":
+        assert address in driver.freed, "at once: the stream waits, and nobody else"
+    else:
+        assert address not in driver.freed
+    assert not {"cuEventSynchronize", "cuCtxSynchronize"} & set(driver.asked), "a destructor never waits"
+    settle(driver)
+    assert address in driver.freed and driver.wrong == []
+
+
+@pairs
+def test_without_waiting_at_the_end_the_models_see_it(
+    world: Any, lender: str, borrower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetimes, "_under_way", lambda *_: None)
+    x = world.array(lender)
+    y = to(x, borrower)
+    y.look()
+    del x, y
+    gc.collect()
+    assert bool(world.driver.wrong) == (borrower != "jax")
+
+
+@pairs
+def test_nothing_to_wait_for_waits_for_nothing(world: Any, lender: str, borrower: str) -> None:
+    """On an idle GPU, and the memory goes back with the view."""
+    x = world.array(lender)
+    x.work()
+    world.driver.finish()
+    y = to(x, borrower)
+    del x, y
+    gc.collect()
+    assert world.driver.waits == 0 and world.driver.wrong == []
+    assert len(world.driver.freed) == 1 and not lifetimes._parked
+
+
+@pairs
+def test_arrays_of_no_size_ask_for_no_order(world: Any, lender: str, borrower: str) -> None:
+    x = world.array(lender, (0, 4))
+    y = to(x, borrower)
+    assert y.shape == (0, 4) and lifetimes.lent() == {}
+    assert not {"cuEventRecord", "cuCtxRecordEvent", "cuEventSynchronize"} & set(world.driver.asked)
+
+
+def test_on_one_stream_nothing_is_asked_of_the_driver(world: Any) -> None:
+    world.own["cupy"] = world.own["torch"]
+    x = world.array("torch")
+    x.work()
+    y = to(x, "cupy")
+    y.look()
+    del y, x
+    assert not {"cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"} & set(world.driver.asked)
+    assert world.driver.wrong == [] and len(world.driver.freed) == 1
+
+
+@pytest.mark.parametrize("lender", [name for name in NAMES if name != "pycuda"])
+@pytest.mark.parametrize("kind", ["int", "method", "attribute", "cuda_stream", "ptr", "handle"])
+def test_a_stream_that_is_named_waits_and_the_host_does_not(world: Any, lender: str, kind: str) -> None:
+    driver = world.driver
+    side = driver.stream()
+    spelled: dict[str, Any] = {
+        "int": side,
+        "method": types.SimpleNamespace(__cuda_stream__=lambda: (0, side)),
+        "attribute": types.SimpleNamespace(__cuda_stream__=(0, side)),
+        "cuda_stream": types.SimpleNamespace(cuda_stream=side),
+        "ptr": types.SimpleNamespace(ptr=side),
+        "handle": types.SimpleNamespace(handle=ctypes.c_void_p(side)),
+    }
+    x = world.array(lender)
+    work = x.work()
+    y = to(x, "pycuda", stream=spelled[kind])
+    driver.read(side, y.ptr)
+    assert driver.wrong == [] and "cuEventSynchronize" not in driver.asked
+    assert (work in driver.over) == (lender == "tensorflow")
+    driver.read(side, y.ptr)
+    del x, y
+    gc.collect()
+    driver.finish()
+    lifetimes.sweep()
+    assert driver.wrong == []
+
+
+@pytest.mark.parametrize("options", [{}, {"device": 0}, {"copy": False}, {"copy": False, "device": 0}])
+@pytest.mark.parametrize("name", ["torch", "cupy", "pycuda", "numba"])
+def test_a_frameworks_own_array_is_itself_and_the_stream_waits(world: Any, name: str, options: dict[str, Any]) -> None:
+    driver = world.driver
+    side = driver.stream()
+    x = world.array(name)
+    x.work()
+    assert to(x, name, **options) is x and not driver.waits
+    assert to(x, name, stream=side, **options) is x
+    driver.read(side, x.ptr)
+    assert driver.wrong == [] and not driver.waits
+    driver.finish()
+
+
+@pytest.mark.parametrize("borrower", ["tensorflow", "jax"])
+def test_who_chooses_its_streams_is_told_none(world: Any, borrower: str) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match="chooses its streams itself") as refusal:
+        to(x, borrower, stream=world.driver.stream())
+    assert "fix:" in str(refusal.value)
+
+
+def test_what_is_no_stream_is_refused(world: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match="is no stream"):
+        to(x, "cupy", stream="cuda:0")
+    with pytest.raises(ValueError, match="did you mean 'tensorflow'"):
+        to(x, "tensorflw")
+    with pytest.raises(ValueError, match="one of torch, tensorflow"):
+        to(x, "mxnet")
+
+
+def test_numbas_named_stream_is_waited_for_and_no_other(world: Any) -> None:
+    driver = world.driver
+    x, other = world.array("numba"), world.array("torch")
+    x.named = world.own["numba"]
+    x.work()
+    unrelated = other.work()
+    y = to(x, "pycuda")
+    y.look()
+    assert driver.wrong == [] and unrelated not in driver.over
+    assert "cuCtxRecordEvent" not in driver.asked
+
+
+@pytest.mark.parametrize("borrower", ["torch", "tensorflow", "numba"])
+def test_memory_of_another_context_waits_for_that_one(world: Any, borrower: str) -> None:
+    driver = world.driver
+    own = driver.context()
+    world.own["pycuda"] = driver.stream(own)
+    x = world.array("pycuda", context=own)
+    x.work()
+    y = to(x, borrower)
+    y.look()
+    assert driver.wrong == []
+    del x, y
+    driver.finish()
+
+
+# lifetime
+
+
+@pairs
+def test_views_of_views_keep_the_first_ones_memory(world: Any, lender: str, borrower: str) -> None:
+    x = world.array(lender)
+    address = x.ptr
+    y = to(x, borrower)
+    z = to(y, lender)
+    assert z.ptr == address and lifetimes.lent_by(lender, 0) == lifetimes.lent_by(borrower, 0) == 1024
+    del x, y
+    gc.collect()
+    assert address not in world.driver.freed
+    z.look()
+    del z
+    gc.collect()
+    settle(world.driver)
+    assert address in world.driver.freed and world.driver.wrong == [] and lifetimes.lent() == {}
+
+
+def test_pycudas_memory_goes_back_on_its_own_thread(world: Any) -> None:
+    x = world.array("pycuda")
+    address = x.ptr
+    views = [to(x, "torch")]
+    del x
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert address not in world.driver.freed
+    y = world.array("torch")
+    to(y, "cupy")
+    assert address in world.driver.freed and world.driver.wrong == [], "with the next hand-over of that thread"
+
+
+def test_what_is_lent_is_said_by_lender_and_borrower(world: Any) -> None:
+    x = world.array("torch", (256,), "uint8")
+    views = [to(x, name) for name in NAMES if name != "torch"]
+    assert lifetimes.lent() == {0: {"torch": dict.fromkeys(NAMES[1:], 256)}} and lifetimes.lent_by("torch", 0) == 256
+    route = last_route()
+    assert str(route) == "torch to numba: 256 B shared"
+    views.clear()
+    gc.collect()
+    assert lifetimes.lent() == {}
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("borrower", "made", "reason"),
+    [
+        ("tensorflow", {"strides": (1, 64)}, "row-major arrays without gaps only"),
+        ("tensorflow", {"past": 4}, "multiples of 64 bytes, this one is 4 past"),
+        ("jax", {"strides": (8, 1)}, "without gaps only"),
+        ("jax", {"past": 8}, "multiples of 16 bytes, this one is 8 past"),
+        ("torch", {"strides": (-4, 1)}, "strides are negative"),
+        ("numba", {"dtype": "bfloat16"}, "no arrays of dtype bfloat16"),
+        ("pycuda", {"dtype": "bfloat16"}, "no arrays of dtype bfloat16"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_and_nothing_stays_lent(
+    world: Any, borrower: str, made: dict[str, Any], reason: str
+) -> None:
+    x = world.array("cupy", **made)
+    for copy in (None, False):
+        with pytest.raises(CannotShare, match=reason) as refusal:
+            to(x, borrower, copy=copy)
+        assert (refusal.value.source, refusal.value.target) == ("cupy", borrower) and refusal.value.remedy
+    assert not lifetimes._open and "cuEventRecord" not in world.driver.asked
+
+
+def test_another_gpu_is_refused_or_copied_to(world: Any) -> None:
+    x = world.array("cupy")
+    x.work()
+    with pytest.raises(CannotShare, match="it lies on cuda:0, not on cuda:1"):
+        to(x, "torch", device=1)
+    y = to(x, "torch", device=1, copy=True)
+    y.look()
+    route = last_route()
+    assert route is not None and route.way == "copied from cuda:0 to cuda:1" and "not on cuda:1" in route.reason
+    assert y.gpu == 1 and world.driver.wrong == []
+    del x, y
+    gc.collect()
+    world.driver.finish()
+
+
+def test_numba_and_pycuda_take_what_lies_on_the_gpu_of_the_context_that_is_current(world: Any) -> None:
+    x = world.array("torch", ordinal=1)
+    for borrower in ("pycuda", "numba"):
+        with pytest.raises(CannotShare, match="it lies on cuda:1, not on cuda:0"):
+            to(x, borrower)
+    world.driver.stack.append(next(handle for handle, gpu in world.driver.contexts.items() if gpu == 1))
+    assert to(x, "numba").ptr == x.ptr
+    world.driver.stack.pop()
+
+
+def test_memory_that_cuda_does_not_know_is_refused(world: Any) -> None:
+    x = world.array("numba")
+    stale = type(x)(None, 64, (4,), (1,), "float32", 0)
+    with pytest.raises(CannotShare, match="CUDA knows no memory at its address 0x40"):
+        to(stale, "torch")
+
+
+def test_what_is_nobodys_array_is_refused(world: Any) -> None:
+    for thing in (7, "x", [1.0], None, object()):
+        with pytest.raises(CannotShare, match="has neither __cuda_array_interface__ nor __dlpack__"):
+            to(thing, "torch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"typestr": "|V8"}, r"its dtype '\|V8'"),
+        ({"typestr": ">f4"}, "its dtype '>f4'"),
+        ({"strides": (3,)}, "no multiples of its elements' size"),
+        ({"mask": object()}, "masked"),
+    ],
+)
+def test_an_interface_that_says_no_array_is_refused(world: Any, changes: dict[str, Any], reason: str) -> None:
+    memory = world.array("torch", (4,))
+    interface = {"shape": (4,), "typestr": "<f4", "data": (memory.ptr, False), "version": 3, **changes}
+    with pytest.raises(CannotShare, match=reason):
+        to(types.SimpleNamespace(__cuda_array_interface__=interface), "torch")
+
+
+def test_read_only_memory_goes_to_those_who_cannot_write_or_by_ones_own_word(world: Any) -> None:
+    memory = world.array("torch", (64,))
+    interface = {"shape": (64,), "typestr": "<f4", "data": (memory.ptr, True), "version": 3}
+    x = types.SimpleNamespace(__cuda_array_interface__=interface)
+    assert to(x, "tensorflow").ptr == to(x, "jax").ptr == memory.ptr
+    for borrower in ("torch", "cupy", "numba", "pycuda"):
+        with pytest.raises(CannotShare, match="it is read-only"):
+            to(x, borrower)
+        assert to(x, borrower, copy=False).ptr == memory.ptr, "then writing is on them"
+    del x, interface
+    gc.collect()
+
+
+@pytest.mark.parametrize("borrower", NAMES)
+def test_a_buffer_with_an_interface_and_no_stream_waits_for_the_context(world: Any, borrower: str) -> None:
+    """As RMM's, of version 0 of the interface."""
+    memory, hidden = world.array("cupy", (64,), "uint8"), world.driver.stream()
+    world.driver.write(hidden, memory.ptr)
+
+    interface = {"shape": (64,), "typestr": "|u1", "data": (memory.ptr, False), "version": 0}
+    rmm = type("DeviceBuffer", (), {"__module__": "rmm.pylibrmm", "__cuda_array_interface__": interface})
+    y = to(rmm(), borrower)
+    y.look()
+    assert world.driver.wrong == [] and lifetimes.lent_by("rmm", 0) == 64
+    world.driver.finish()
+    del y
+    gc.collect()
+
+
+@pytest.mark.parametrize("borrower", NAMES)
+def test_a_buffer_with_dlpack_orders_itself_on_the_default_stream(world: Any, borrower: str) -> None:
+    """As cuda.core's."""
+    driver, hidden = world.driver, world.driver.stream()
+    memory = world.array("cupy", (64,), "uint8")
+    driver.write(hidden, memory.ptr)
+
+    y = to(Buffer(memory, lambda stream: driver.tell(stream, hidden)), borrower)
+    y.look()
+    assert driver.wrong == [] and y.ptr == memory.ptr and lifetimes.lent_by("cuda", 0) == 64
+    settle(driver)
+
+
+class Buffer:
+    __module__ = "cuda.core"
+
+    def __init__(self, memory: Any, order: Any) -> None:
+        self.memory, self.order = memory, order
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        self.order(stream)
+        return self.memory.capsule()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+# CUDA graphs
+
+
+@pytest.mark.parametrize(("lender", "borrower"), [pair for pair in PAIRS if TELLS & set(pair)])
+def test_a_stream_that_is_captured_waits_for_nobody_and_nobody_for_it(world: Any, lender: str, borrower: str) -> None:
+    driver = world.driver
+    x = world.array(lender)
+    captured = {world.own[lender if lender in TELLS else borrower]}
+    driver.capturing |= captured
+    if lender == "tensorflow":  # it has waited itself, and no stream has to
+        to(x, borrower)
+    else:
+        with pytest.raises(CannotShare, match="CUDA graph is being captured") as refusal:
+            to(x, borrower)
+        assert "before the capture" in refusal.value.remedy
+    assert driver.capturing == captured and not lifetimes._open, "the capture goes on"
+    assert not {"cuCtxRecordEvent", "cuStreamWaitEvent"} & set(driver.asked)
+    driver.capturing.clear()
+    to(x, borrower)
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_a_frameworks_own_array_is_refused_a_stream_that_is_captured(world: Any, name: str) -> None:
+    side = world.driver.stream()
+    x = world.array(name)
+    world.driver.capturing.add(side)
+    with pytest.raises(CannotShare, match=f"{name} to {name}: .*CUDA graph is being captured") as refusal:
+        to(x, name, stream=side)
+    assert "before the capture" in refusal.value.remedy
+    assert world.driver.capturing == {side}, "the capture goes on"
+    assert to(x, name) is x
+    world.driver.capturing.clear()
+
+
+def test_two_captured_streams_of_one_graph_may_wait_for_each_other(world: Any) -> None:
+    world.driver.capturing |= {world.own["torch"], world.own["cupy"]}
+    x = world.array("torch")
+    x.work()
+    y = to(x, "cupy")
+    y.look()
+    assert world.driver.wrong == [] and len(world.driver.capturing) == 2
+    del x, y
+    gc.collect()
+    world.driver.capturing.clear()
+    world.driver.finish()
+
+
+# copies
+
+
+def test_copies_on_the_gpu_are_in_order_and_lie_elsewhere(world: Any) -> None:
+    for lender in NAMES:
+        for borrower in ("torch", "cupy", "pycuda", "numba"):
+            x = world.array(lender)
+            ctypes.memset(x.ptr, 7, x.nbytes)
+            x.work()
+            y = to(x, borrower, copy=True)
+            y.look()
+            route = last_route()
+            assert world.driver.wrong == [], (lender, borrower)
+            assert y.ptr != x.ptr and ctypes.string_at(y.ptr, y.nbytes) == b"\x07" * 1024
+            assert route is not None and (route.way, route.reason, route.nbytes) == ("copied on cuda:0", "", 1024)
+            settle(world.driver)
+            del x, y
+    assert not lifetimes._open
+
+
+@pytest.mark.parametrize("lender", NAMES)
+def test_copies_to_the_host_go_through_pinned_memory(world: Any, lender: str) -> None:
+    x = world.array(lender, (1024, 5), "uint8")
+    ctypes.memmove(x.ptr, bytes(range(256)) * 20, 5120)
+    work = x.work()
+    with pytest.raises(CannotShare, match="NumPy never holds GPU memory"):
+        to(x, "numpy")
+    y = to(x, "numpy", copy=True)
+    assert y.tobytes() == bytes(range(256)) * 20 and work in world.driver.over
+    route = last_route()
+    assert route is not None and route.way == "copied from cuda:0 through pinned host memory"
+    assert not world.driver.pinned, "and that is given back"
+    world.driver.finish()
+
+
+# a driver that fails
+
+
+@pairs
+def test_each_call_of_the_driver_may_fail(world: Any, lender: str, borrower: str) -> None:
+    driver = world.driver
+    x = world.array(lender)
+    x.work()
+    driver.asked.clear()
+    to(x, borrower)
+    quiet = {"cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2", "cuThreadExchangeStreamCaptureMode"}
+    for call in sorted(set(driver.asked) - quiet):
+        settle(driver)
+        for event in [event for events in streams._idle.values() for event in events]:
+            driver.cuEventDestroy_v2(event)
+        contexts._primaries.clear()
+        streams._idle.clear()
+        x.work()
+        driver.fails[call] = 719
+        try:
+            to(x, borrower)
+        except (DeviceError, CannotShare) as error:
+            assert "fix:" in str(error)
+        settle(driver)
+        assert len(driver.stack) == 1 and not lifetimes._open and not lifetimes._parked, call
+        assert idle_and_live(driver)[0] == idle_and_live(driver)[1], f"{call}: no event is lost"
+
+
+def test_an_error_of_the_borrowers_leaves_nothing_lent(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no")
+
+    torch: Any = sys.modules["torch"]
+    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", refuses)
+    monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", refuses)
+    x = world.array("jax")
+    for borrower in ("torch", "cupy"):
+        with pytest.raises(RuntimeError, match="no"):
+            to(x, borrower)
+        gc.collect()  # what the error's frames kept
+        assert not lifetimes._open and not lifetimes._parked
+        assert not {"cuEventRecord", "cuCtxRecordEvent"} & set(world.driver.asked), "nobody saw it: nothing to wait for"
+    address = x.ptr
+    del x
+    gc.collect()
+    assert address in world.driver.freed
+
+
+def test_the_registry_asks_only_who_made_the_class(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass of the user's is still its framework's; nobody else is asked, so nobody is imported."""
+    base = type(world.array("torch"))
+    cls = type("Mine", (base,), {"__module__": "my.package"})
+    x = world.array("torch")
+    mine = cls(x.memory, x.address, x.dims, x.steps, x.kind, x.gpu)
+    assert registry.of(mine).name == "torch"
+    for name in ("cupy", "jax", "tensorflow", "numba", "numba.cuda", "pycuda", "pycuda.gpuarray"):
+        monkeypatch.delitem(sys.modules, name)
+    assert registry.of(mine).name == "torch" and to(mine, "torch") is mine
+    assert not {"cupy", "jax", "tensorflow"} & set(sys.modules)
+
+
+def test_an_offer_is_of_any_thread_but_pycudas(world: Any) -> None:
+    for name in NAMES:
+        x = world.array(name)
+        offer: Offer = registry.by_name(name).offer(x)
+        assert offer.thread == (threading.get_ident() if name == "pycuda" else None)
+        assert offer.stream == (world.own[name] if name in TELLS else None)
+
+
+def _elsewhere(world: Any, call: Any) -> Any:
+    """On a thread that has no current context."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    world.driver.finish()
+    return found[0]
+
+
+@pytest.mark.parametrize("lender", ["torch", "tensorflow", "jax", "cupy", "numba", "pycuda"])
+def test_a_copy_to_the_host_needs_no_context_on_the_thread(world: Any, lender: str) -> None:
+    x = world.array(lender)
+    x.work()
+    found = _elsewhere(world, lambda: to(x, "numpy", copy=True))
+    assert getattr(found, "shape", found) == x.shape
+
+
+def test_numbas_own_copy_needs_no_context_on_the_thread(world: Any) -> None:
+    x = world.array("numba")
+    found = _elsewhere(world, lambda: to(x, "numba", copy=True).shape)
+    assert found == x.shape
+
+
+@pytest.mark.parametrize(("lender", "borrower"), [("torch", "torch"), ("cupy", "cupy"), ("torch", "cupy")])
+def test_the_stream_that_is_named_waits_for_a_copy_too(world: Any, lender: str, borrower: str) -> None:
+    x = world.array(lender)
+    x.work()
+    side = world.driver.stream()
+    y = to(x, borrower, copy=True, stream=side)
+    world.driver.read(side, y.address)
+    assert world.driver.wrong == []
+    world.driver.finish()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_pycudas_work_in_a_context_of_its_own_is_waited_for_at_the_end(world: Any, told: bool) -> None:
+    world.driver.stack.append(world.driver.context())
+    try:
+        world.own["pycuda"] = world.driver.stream(world.driver.stack[-1])
+        x = world.array("torch")
+        x.work()
+        y = to(x, "pycuda", **({"stream": world.own["pycuda"]} if told else {}))
+        y.look()
+        del y
+        gc.collect()
+        x.work()
+        assert world.driver.wrong == []
+    finally:
+        world.driver.stack.pop()
+        world.driver.finish()
+
+
+@pytest.mark.parametrize(("lender", "borrower"), [("torch", "numpy"), ("torch", "pycuda"), ("pycuda", "pycuda")])
+def test_a_copy_in_a_capture_is_refused_as_any_hand_over(world: Any, lender: str, borrower: str) -> None:
+    x = world.array(lender)
+    world.driver.capturing.add(world.own["torch"])
+    with pytest.raises(CannotShare) as refusal:
+        to(x, borrower, copy=True)
+    assert "before the capture" in refusal.value.remedy and refusal.value.copied
+    world.driver.capturing.clear()
+    world.driver.finish()
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu", -1, True, 1.0, 1 << 40])
+def test_a_device_is_a_number(world: Any, device: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match=r"no number of a GPU\n    fix: CUDA's ordinal"):
+        to(x, "cupy", device=device)
+
+
+@pytest.mark.parametrize("copy", ["no", 0, 1, "True"])
+def test_copy_is_one_of_three(world: Any, copy: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match="none of None, True and False"):
+        to(x, "cupy", copy=copy)
+
+
+@pytest.mark.parametrize("stream", [True, -1, "0", types.SimpleNamespace(), type("Event", (), {"ptr": 7})()])
+def test_a_stream_is_one(world: Any, stream: Any) -> None:
+    x = world.array("torch")
+    with pytest.raises(ValueError, match=r"is no stream\n    fix:"):
+        to(x, "cupy", stream=stream)
+
+
+def test_a_framework_is_named_and_installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = world.array("torch")
+    for name, hint in {"tf": "'tensorflow'", "np": "'numpy'", "pytorch": "'torch'", "cuda": "one of"}.items():
+        with pytest.raises(ValueError, match=hint):
+            to(x, name)
+    with pytest.raises(ValueError, match="by its name, not as Tensor"):
+        to("torch", x)
+    monkeypatch.delitem(sys.modules, "pycuda", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="fix: pip install pycuda"):
+        to(x, "pycuda")

@@ -1,0 +1,523 @@
+"""Loans: who waits when a view dies, on which thread memory goes back, and what is said to be lent."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gpu_clocks
+import pytest
+from gpu_clocks import PRIMARY, Driver
+
+from memguard._devices import contexts, streams
+from memguard._devices.streams import Mark
+from memguard.errors import DeviceError
+from memguard.exchange import lifetimes
+from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.view import View
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """The work of a GPU that ends only when a test says so."""
+    found = gpu_clocks.stand_in(monkeypatch)
+    yield found
+    found.fails.clear()
+    found.finish()
+    here = time.monotonic()
+    while lifetimes._parked and time.monotonic() < here + 5:
+        lifetimes.sweep()
+    gc.collect()
+    assert not lifetimes._open and not lifetimes._parked and not found.stack
+    idle = [event for events in streams._idle.values() for event in events]
+    assert sorted(idle) == sorted(found.events), "each event is kept for the next, once"
+
+
+class Owner:
+    """Gives its memory back when it dies, and says on which thread."""
+
+    def __init__(self, driver: Driver, address: int, stream: int | None) -> None:
+        self.driver, self.address, self.stream = driver, address, stream
+        self.threads: list[int] = []
+
+    def __del__(self) -> None:
+        self.threads.append(threading.get_ident())
+        self.driver.free(self.address, self.stream)
+
+
+class Lending:
+    """One loan of 1 KiB, by a lender with a stream or without."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        borrower: int | None,
+        lender: int | None,
+        *,
+        settles: bool = False,
+        thread: int | None = None,
+        context: int | None = None,
+    ) -> None:
+        self.driver, self.address = driver, driver.alloc(1024, context=context)
+        owner = Owner(driver, self.address, lender)
+        self.threads = owner.threads
+        view = View(self.address, (1024,), (1,), "uint8", 0)
+        offer = Offer("torch", view, owner, lender, context, thread)
+        self.loan: Loan | None = lifetimes.begin(offer, "tensorflow", borrower, settles)
+
+    def given_back(self) -> bool:
+        return self.address in self.driver.freed
+
+    def end(self) -> None:
+        loan, self.loan = self.loan, None
+        assert loan is not None
+        loan.end()
+        loan.end()
+        del loan
+
+
+def until(fact: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not fact() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return fact()
+
+
+def sweepers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "memguard-exchange"]
+
+
+# who waits
+
+
+def test_memory_goes_back_at_once_where_nothing_runs(driver: Driver) -> None:
+    for borrower in (None, driver.stream()):
+        lending = Lending(driver, borrower, None)
+        lending.end()
+        assert lending.given_back() and not lifetimes._parked
+    assert driver.wrong == [] and "cuEventSynchronize" not in driver.asked
+
+
+def test_the_lenders_stream_waits_for_the_borrowers(driver: Driver) -> None:
+    mine, theirs = driver.stream(), driver.stream()
+    lending = Lending(driver, theirs, mine)
+    work = driver.read(theirs, lending.address)
+    lending.end()
+    assert lending.given_back() and driver.wrong == [], "what comes next on the lender's stream comes after it"
+    assert work not in driver.over and not lifetimes._parked, "nobody has waited"
+
+
+@pytest.mark.parametrize("borrower", [None, "stream"])
+def test_a_lender_without_a_stream_gets_it_when_the_work_is_over(driver: Driver, borrower: str | None) -> None:
+    theirs = driver.stream()
+    lending = Lending(driver, theirs if borrower else None, None)
+    driver.read(theirs, lending.address)
+    lending.end()
+    time.sleep(0.02)
+    assert not lending.given_back() and len(sweepers()) == 1
+    driver.finish()
+    assert until(lambda: lending.given_back()) and driver.wrong == []
+    assert lending.threads == [] or lending.threads != [threading.get_ident()]
+    assert until(lambda: not sweepers()), "the thread ends with the last of them"
+
+
+def test_work_on_any_stream_is_waited_for_where_the_borrower_tells_none(driver: Driver) -> None:
+    mine, hidden = driver.stream(), driver.stream()
+    lending = Lending(driver, None, mine)
+    driver.read(hidden, lending.address)
+    lending.end()
+    assert lending.given_back() and driver.wrong == [] and "cuCtxRecordEvent" in driver.asked
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(0, 0), (0, 1), (1, 0), (7, 7)])
+def test_one_stream_waits_for_nothing_in_itself(driver: Driver, mine: int, theirs: int) -> None:
+    if mine == 7:
+        mine = theirs = driver.stream()
+    lending = Lending(driver, theirs, mine)
+    driver.read(theirs, lending.address)
+    lending.end()
+    assert lending.given_back() and driver.wrong == []
+    assert not {"cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"} & set(driver.asked)
+
+
+def test_a_borrower_that_settles_has_waited_itself(driver: Driver) -> None:
+    lending = Lending(driver, driver.stream(), None, settles=True)
+    driver.asked.clear()
+    lending.end()
+    assert lending.given_back() and driver.asked == []
+
+
+def test_a_captured_graph_is_not_waited_for(driver: Driver) -> None:
+    stream = driver.stream()
+    driver.capturing.add(stream)
+    lending = Lending(driver, stream, None)
+    lending.end()
+    assert lending.given_back() and "cuEventRecord" not in driver.asked
+
+
+def test_memory_of_the_host_and_of_no_size_asks_nothing(driver: Driver) -> None:
+    for view in (View(64, (4,), (1,), "int8", None), View(0, (0, 4), (4, 1), "int8", 0)):
+        owner = threading.Event()
+        seen = weakref.ref(owner)
+        loan = lifetimes.begin(Offer("torch", view, owner), "numba", None)
+        del owner
+        driver.asked.clear()
+        loan.end()
+        del loan
+        assert seen() is None and driver.asked == []
+
+
+# where CUDA refuses
+
+
+@pytest.mark.parametrize("lender", [None, "stream"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuCtxRecordEvent",
+        "cuCtxPushCurrent_v2",
+        "cuEventQuery",
+        "cuStreamIsCapturing",
+    ],
+)
+@pytest.mark.parametrize("borrower", [None, "stream"])
+def test_a_call_that_fails_at_the_end_raises_nothing_and_keeps_nothing(
+    driver: Driver, call: str, borrower: str | None, lender: str | None
+) -> None:
+    theirs = driver.stream()
+    lending = Lending(driver, theirs if borrower else None, driver.stream() if lender else None)
+    driver.fails[call] = 700
+    lending.end()
+    assert lending.given_back() and not driver.stack and not lifetimes._open
+
+
+def test_if_the_lenders_stream_cannot_be_made_to_wait_the_memory_is_kept_until_the_work_is_over(
+    driver: Driver,
+) -> None:
+    mine, theirs = driver.stream(), driver.stream()
+    lending = Lending(driver, theirs, mine)
+    driver.read(theirs, lending.address)
+    driver.fails["cuStreamWaitEvent"] = 1
+    lending.end()
+    assert not lending.given_back()
+    driver.finish()
+    assert until(lambda: lending.given_back()) and driver.wrong == []
+
+
+def test_a_lost_context_ends_the_waiting(driver: Driver) -> None:
+    theirs = driver.stream()
+    lending = Lending(driver, theirs, None)
+    work = driver.read(theirs, lending.address)
+    lending.end()
+    assert not lending.given_back()
+    driver.fails["cuEventQuery"] = 709
+    assert until(lambda: lending.given_back())
+    assert driver.wrong == [f"freed before work [{work}] is over"], "with its context the work is gone"
+
+
+# threads
+
+
+def test_a_view_may_die_on_any_thread(driver: Driver) -> None:
+    lendings = [Lending(driver, driver.stream(), driver.stream()) for _ in range(40)]
+    for lending in lendings:
+        assert lending.loan is not None
+        driver.read(lending.loan.stream or 0, lending.address)
+    threads = [threading.Thread(target=lending.end) for lending in lendings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(lending.given_back() for lending in lendings) and driver.wrong == []
+
+
+def test_what_belongs_to_a_thread_goes_back_on_it(driver: Driver) -> None:
+    """As PyCUDA's memory, which leaks when it is freed on another."""
+    here = threading.get_ident()
+    lending = Lending(driver, None, None, thread=here)
+    other = threading.Thread(target=lending.end)
+    other.start()
+    other.join()
+    assert not lending.given_back() and len(lifetimes._parked) == 1
+    another = threading.Thread(target=lifetimes.sweep)
+    another.start()
+    another.join()
+    assert not lending.given_back() and not sweepers(), "no other thread can do anything for it"
+    lifetimes.begin(Offer("torch", View(0, (), (), "int8", None), None), "jax", None).end()
+    assert lending.given_back() and lending.threads == [here], "with the thread's next hand-over"
+
+
+def test_on_its_own_thread_it_goes_back_at_once(driver: Driver) -> None:
+    lending = Lending(driver, None, None, thread=threading.get_ident())
+    lending.end()
+    assert lending.given_back()
+
+
+def test_on_its_own_thread_it_still_waits_for_the_work(driver: Driver) -> None:
+    theirs = driver.stream()
+    lending = Lending(driver, None, None, thread=threading.get_ident())
+    driver.read(theirs, lending.address)
+    lending.end()
+    lifetimes.sweep()
+    assert not lending.given_back() and not sweepers()
+    driver.finish()
+    lifetimes.sweep()
+    assert lending.given_back() and driver.wrong == []
+
+
+def test_the_sweeper_is_one_daemon_and_starts_again(driver: Driver) -> None:
+    for _ in range(3):
+        theirs = driver.stream()
+        lendings = [Lending(driver, theirs, None) for _ in range(20)]
+        for lending in lendings:
+            driver.read(theirs, lending.address)
+            lending.end()
+        assert until(lambda: [thread.daemon for thread in sweepers()] == [True])
+        driver.finish()
+        assert until(lambda lendings=lendings: all(lending.given_back() for lending in lendings))  # type: ignore[misc]
+        assert until(lambda: not sweepers())
+    assert driver.wrong == []
+
+
+def test_a_thread_that_cannot_start_is_tried_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = driver.stream()
+    lending = Lending(driver, theirs, None)
+    driver.read(theirs, lending.address)
+
+    class Ending(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Ending)
+        lending.end()
+        assert until(lambda: not lifetimes._sweeper._running)
+    assert not lending.given_back() and not sweepers()
+    second = Lending(driver, theirs, None)
+    driver.read(theirs, second.address)
+    second.end()
+    assert until(lambda: len(sweepers()) == 1)
+    driver.finish()
+    assert until(lambda: lending.given_back() and second.given_back())
+
+
+def test_the_owners_own_end_may_begin_and_end_loans(driver: Driver) -> None:
+    """A destructor is Python too."""
+
+    class Nested:
+        def __del__(self) -> None:
+            Lending(driver, None, None).end()
+            lifetimes.sweep()
+
+    loan = lifetimes.begin(Offer("torch", View(64, (1,), (1,), "int8", None), Nested()), "numba", None)
+    loan.end()
+    del loan
+    gc.collect()
+    assert len(driver.freed) == 1
+
+
+# what is lent
+
+
+def test_what_is_lent_by_gpu_lender_and_borrower(driver: Driver) -> None:
+    assert lifetimes.lent() == {} and lifetimes.lent_by("torch", 0) == 0
+
+    def lend(lender: str, borrower: str, first: int, n: int, device: int | None = 0) -> Loan:
+        view = View((1 << 20) + first, (n,), (1,), "float32", device)
+        return lifetimes.begin(Offer(lender, view, None), borrower, None, settles=True)
+
+    live = [
+        lend("torch", "tensorflow", 0, 100),
+        lend("torch", "tensorflow", 200, 100),  # the same bytes in part
+        lend("torch", "cupy", 0, 100),
+        lend("torch", "cupy", 4096, 10, device=1),
+        lend("cupy", "jax", 8192, 1),
+        lend("numpy", "torch", 0, 100, device=None),
+        lend("torch", "jax", 0, 0),
+    ]
+    assert lifetimes.lent() == {
+        0: {"torch": {"tensorflow": 600, "cupy": 400}, "cupy": {"jax": 4}},
+        1: {"torch": {"cupy": 40}},
+    }
+    assert (lifetimes.lent_by("torch", 0), lifetimes.lent_by("torch", 1), lifetimes.lent_by("cupy", 0)) == (600, 40, 4)
+    assert lifetimes.lent_by("cupy", 1) == lifetimes.lent_by("numpy", 0) == 0
+    for loan in live:
+        loan.end()
+    assert lifetimes.lent() == {}
+
+
+def test_a_strided_view_lends_what_lies_between(driver: Driver) -> None:
+    view = View(1 << 20, (3, 2), (100, 1), "int16", 0)
+    loan = lifetimes.begin(Offer("torch", view, None), "cupy", None, settles=True)
+    assert lifetimes.lent_by("torch", 0) == (2 * 100 + 1 + 1) * 2
+    loan.end()
+
+
+def test_asking_what_is_lent_while_others_lend(driver: Driver) -> None:
+    stop, errors = threading.Event(), []
+
+    def work() -> None:
+        while not stop.is_set():
+            lending = Lending(driver, None, None)
+            lending.end()
+
+    def ask() -> None:
+        try:
+            for _ in range(500):
+                lifetimes.lent()
+                lifetimes.lent_by("torch", 0)
+        except RuntimeError as error:  # a dict that changed its size
+            errors.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for thread in workers:
+        thread.start()
+    ask()
+    stop.set()
+    for thread in workers:
+        thread.join()
+    assert not errors
+
+
+# marks
+
+
+def test_a_mark_is_of_the_moment_it_was_made(driver: Driver) -> None:
+    stream, address = driver.stream(), driver.alloc(8)
+    first = driver.write(stream, address)
+    with Mark(0, stream) as mark:
+        driver.write(stream, address)
+        assert not mark.passed()
+        driver.finish(first)
+        assert mark.passed()
+    assert mark.passed(), "closed: nothing to wait for"
+    mark.close()
+    driver.free(address, stream)
+
+
+def test_events_are_used_again_in_their_context(driver: Driver) -> None:
+    stream = driver.stream()
+    for _ in range(50):
+        with Mark(0, stream), Mark(0, None), Mark(1, None):
+            pass
+    assert len(driver.events) == 3 and {len(events) for events in streams._idle.values()} == {1, 2}
+
+
+def test_events_of_another_context_go_with_the_mark(driver: Driver) -> None:
+    other = driver.context()
+    hidden, address = driver.stream(other), driver.alloc(8, context=other)
+    work = driver.write(hidden, address)
+    streams.follow(0, None, None, other)
+    assert work in driver.over and not driver.events and not driver.stack
+    mine = driver.stream()
+    driver.write(hidden, address)
+    streams.follow(0, None, mine, other)
+    driver.read(mine, address)
+    assert driver.wrong == [] and not driver.events
+    driver.finish()
+    driver.free(address)
+
+
+def test_the_default_stream_that_waits_is_the_primary_contexts(driver: Driver) -> None:
+    """Handles 0 to 2 name another stream in each context."""
+    other, mine = driver.context(), driver.stream()
+    driver.stack.append(other)
+    address = driver.alloc(8)
+    driver.write(mine, address)
+    streams.follow(0, mine, 0)
+    driver.stack.pop()
+    driver.read(0, address)
+    assert driver.wrong == []
+    driver.finish()
+
+
+def test_the_default_stream_waits_in_the_primary_context_for_another_one(driver: Driver) -> None:
+    other = driver.context()
+    hidden, address = driver.stream(other), driver.alloc(8, context=other)
+    driver.write(hidden, address)
+    streams.follow(0, None, 0, other)
+    assert not driver.stack
+    driver.read(0, address)
+    assert driver.wrong == [] and not driver.events
+    driver.finish()
+
+
+def test_a_gpu_without_a_context_was_given_nothing(driver: Driver) -> None:
+    del driver.contexts[PRIMARY + 1]
+    with Mark(1, None) as mark:
+        assert mark.passed()
+        mark.before(7)
+        mark.wait()
+    assert not driver.events
+
+
+def test_without_cuda_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "loaded", lambda: None)
+    with pytest.raises(DeviceError, match="nothing has initialised CUDA") as refusal:
+        Mark(0, None)
+    assert "fix:" in str(refusal.value)
+    assert streams.place(64) is None
+
+
+def test_a_driver_before_12_5_waits_for_the_context(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def __getattr__(self, name: str) -> Any:
+            if name == "cuCtxRecordEvent":
+                raise AttributeError(name)
+            return getattr(driver, name)
+
+    monkeypatch.setattr(contexts, "_initialised", Old())
+    work = driver.write(driver.stream(), driver.alloc(8))
+    with Mark(0, None) as mark:
+        assert work in driver.over and mark.passed()
+    assert not driver.events
+
+
+def test_waiting_does_not_spoil_a_capture_of_another_thread(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+    wait = Driver.cuEventSynchronize
+
+    def watched(self: Driver, event: int) -> None:
+        modes.append(self.mode)
+        wait(self, event)
+
+    monkeypatch.setattr(Driver, "cuEventSynchronize", watched)
+    stream = driver.stream()
+    driver.write(stream, driver.alloc(8))
+    streams.follow(0, stream, None)
+    assert modes == [2] and driver.mode == 0, "relaxed while it waits, and only then"
+
+
+@pytest.mark.parametrize("who", [(True, False), (False, True)])
+def test_a_captured_stream_neither_waits_nor_is_waited_for(driver: Driver, who: tuple[bool, bool]) -> None:
+    both = driver.stream(), driver.stream()
+    driver.capturing |= {stream for stream, captured in zip(both, who, strict=True) if captured}
+    with pytest.raises(streams.Captured):
+        streams.follow(0, *both)
+    assert "cuEventRecord" not in driver.asked and driver.capturing, "and the capture goes on"
+    driver.capturing |= set(both)
+    streams.follow(0, *both)
+
+
+def test_a_loan_may_end_where_threadings_own_lock_is_held(driver: Driver) -> None:
+    """As when the collector runs inside `threading.enumerate()`."""
+    theirs = driver.stream()
+    lending = Lending(driver, theirs, None)
+    driver.read(theirs, lending.address)
+
+    def ends() -> None:
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            lending.end()
+
+    thread = threading.Thread(target=ends, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    driver.finish()
+    assert until(lambda: lending.given_back())

@@ -1,0 +1,510 @@
+"""The ledger: rows that add up to the byte, nothing unknown printed as 0, overhead charged only when it appears."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memguard import _policy
+from memguard._config import from_mapping
+from memguard._ledger import types
+from memguard._ledger.tables import ledger_table
+from memguard._ledger.types import (
+    STEP,
+    DeviceLedger,
+    Ledger,
+    Overhead,
+    device_ledger,
+    expected_overhead,
+    gap,
+    own_bytes,
+)
+from memguard._policy import modules
+from memguard._types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._units import GIB, MIB, TIB
+
+H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
+CONTEXT = 518 * MIB
+FIRST = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
+more = settings(max_examples=200, deadline=None)
+
+
+def part_of(device: Device = H200, **frameworks: Any) -> DevicePlan:
+    budget = from_mapping({"version": 1, "frameworks": frameworks or {"torch": {"share": "50%"}}})
+    return _policy.plan(budget, [device]).devices[0]
+
+
+def reading(own: int = 0, others: int = 0, v2: bool = True) -> MemoryInfo:
+    """An H200 as NVML gives it: v1 has no `reserved` and counts the driver's part as used."""
+    used, free = own + others, H200.usable - own - others
+    return MemoryInfo(H200.total, 615 * MIB, used, free) if v2 else MemoryInfo(H200.total, None, used + 615 * MIB, free)
+
+
+def total(ledger: DeviceLedger) -> int:
+    return sum(row.bytes for row in ledger.rows if row.bytes is not None)
+
+
+def test_rows_of_a_quiet_process() -> None:
+    usages = {"torch": Usage(4 * GIB, 3 * GIB, GIB // 2), "pycuda": None}
+    own = 4 * GIB + 612 * MIB + 7
+    plan = part_of(torch={"share": "50%"}, pycuda={"limit": "1GiB"})
+    state = Overhead().after(own - 4 * GIB, frozenset({"context", "torch"}))
+    ledger = device_ledger(
+        H200, reading(own, GIB), own, usages, {"torch": "enforced", "pycuda": "pending"}, state, plan
+    )
+    assert [row.name for row in ledger.rows] == [
+        "torch", "pycuda", "overhead", "unaccounted", "other processes", "driver reserve", "free",
+    ]  # fmt: skip
+    torch = ledger.row("torch")
+    assert (torch.bytes, torch.in_use, torch.cached, torch.reclaimable) == (4 * GIB, 3 * GIB, GIB, GIB // 2)
+    assert torch.cap == plan.caps["torch"] and torch.enforcement == "enforced" and torch.note == ""
+    assert ledger.row("pycuda").bytes == 0 and ledger.row("pycuda").enforcement == "pending"
+    assert ledger.row("overhead").bytes == 612 * MIB + 7 and ledger.row("unaccounted").bytes == 0
+    assert ledger.row("other processes").bytes == GIB and ledger.row("driver reserve").bytes == 615 * MIB
+    assert ledger.process == own and ledger.limit == plan.limit
+    assert total(ledger) == H200.total
+    with pytest.raises(KeyError):
+        ledger.row("cupy")
+
+
+BYTES = st.integers(0, TIB)
+USAGE = st.one_of(
+    st.none(),
+    st.builds(Usage, BYTES, BYTES | st.none(), BYTES | st.none()),
+    st.builds(Usage, st.none(), BYTES | st.none(), st.none(), BYTES | st.none(), BYTES | st.none()),
+)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> MemoryInfo:
+    reserved = draw(st.none() | st.integers(0, GIB))
+    used, free = draw(BYTES), draw(BYTES)
+    return MemoryInfo((reserved or 0) + used + free, reserved, used, free)
+
+
+@more
+@given(
+    memories(),
+    BYTES | st.none(),
+    st.dictionaries(st.sampled_from(["torch", "tensorflow", "pycuda"]), USAGE),
+    st.integers(0, 4 * GIB),
+    st.booleans(),
+)
+def test_rows_add_up_to_the_byte_whatever_is_read(
+    memory: MemoryInfo, own: int | None, usages: Mapping[str, Usage | None], charged: int, planned: bool
+) -> None:
+    ledger = device_ledger(H200, memory, own, usages, {}, Overhead(charged), part_of() if planned else None)
+    assert total(ledger) == memory.total
+    assert ledger.row("free").bytes == memory.free
+    names = [row.name for row in ledger.rows]
+    assert len(names) == len(set(names)) and (not planned or names[0] == "torch")
+    str(Ledger(0.0, (ledger,)))
+
+
+@more
+@given(BYTES, st.dictionaries(st.sampled_from(["torch", "tensorflow"]), USAGE), st.integers(0, 4 * GIB))
+def test_unaccounted_is_the_gap_less_what_is_charged(
+    own: int, usages: Mapping[str, Usage | None], charged: int
+) -> None:
+    memory = MemoryInfo(4 * TIB, 0, 3 * TIB, TIB)
+    row = device_ledger(H200, memory, own, usages, {}, Overhead(charged)).row("unaccounted")
+    known = gap(own, usages.values())
+    assert known is not None and row.bytes == known - charged
+
+
+def test_unaccounted_is_signed() -> None:
+    """A framework that counts more than the driver saw yet: the difference is shown, not hidden."""
+    ledger = device_ledger(H200, reading(GIB), GIB, {"torch": Usage(2 * GIB, GIB)}, {}, Overhead())
+    assert ledger.row("unaccounted").bytes == -GIB and total(ledger) == H200.total
+    assert "-1,024.0" in str(Ledger(0.0, (ledger,)))
+
+
+# What NVML will not say
+
+
+def test_a_process_without_bytes_is_unknown_and_not_zero() -> None:
+    usages = {"torch": Usage(GIB, GIB, 0)}
+    ledger = device_ledger(H200, reading(GIB + CONTEXT, 5 * GIB), None, usages, {}, Overhead())
+    assert ledger.process is None and ledger.row("other processes").bytes is None
+    assert ledger.row("unaccounted").bytes == CONTEXT + 5 * GIB and total(ledger) == H200.total
+    text = str(Ledger(0.0, (ledger,)))
+    assert "this process: unknown" in text and _cells(text, "other processes*") == ["unknown"]
+    assert "this process and others together" in " ".join(text.split())
+
+
+def test_own_bytes() -> None:
+    assert own_bytes({7: GIB, 8: 1}, 7, True) == GIB
+    assert own_bytes({7: None}, 7, True) is None, "listed without bytes (WSL, some MIG and vGPU)"
+    assert own_bytes({9: GIB}, 7, True) is None, "a container: NVML lists the host's PIDs"
+    assert own_bytes({9: GIB}, 7, False) == 0, "nothing of this process is there"
+    assert own_bytes({7: 0}, 7, False) == 0
+
+
+def test_gap() -> None:
+    exact, bounded = Usage(GIB, 1), Usage(None, 5, held_at_least=MIB)
+    assert gap(3 * GIB, [exact, None, bounded]) == 2 * GIB - MIB
+    assert gap(None, [exact]) is None
+    assert gap(GIB, [Usage(None, None)]) == GIB
+
+
+def test_nvml_v1_counts_the_drivers_part_under_other_processes_and_says_so() -> None:
+    memory = reading(GIB, v2=False)
+    assert memory.used + memory.free == memory.total
+    ledger = device_ledger(H200, memory, GIB, {"torch": Usage(GIB, GIB, 0)}, {}, Overhead())
+    assert ledger.row("driver reserve").bytes is None and total(ledger) == H200.total
+    assert ledger.row("other processes").bytes == 615 * MIB
+    text = str(Ledger(0.0, (ledger,)))
+    assert _cells(text, "driver reserve*") == ["unknown"]
+    assert "counted under other processes" in " ".join(text.split())
+
+
+def test_tensorflow_is_counted_with_the_least_it_must_hold_and_its_bounds() -> None:
+    usage = Usage(None, GIB, 0, held_at_least=2 * GIB, held_at_most=8 * GIB)
+    own = 3 * GIB + CONTEXT
+    ledger = device_ledger(H200, reading(own), own, {"tensorflow": usage}, {}, Overhead(CONTEXT))
+    row = ledger.row("tensorflow")
+    assert (row.bytes, row.at_least, row.at_most, row.cached) == (2 * GIB, 2 * GIB, 8 * GIB, None)
+    assert ledger.row("unaccounted").bytes == GIB and "tensorflow may hold" in ledger.row("unaccounted").note
+    assert total(ledger) == H200.total
+    text = str(Ledger(0.0, (ledger,)))
+    assert "≥ 2,048.0" in text and "unknown" in text
+
+
+def test_known_holdings_have_no_bounds() -> None:
+    row = device_ledger(H200, reading(GIB), GIB, {"torch": Usage(GIB, 1, 0, 5, 6)}, {}, Overhead()).row("torch")
+    assert row.at_least is None and row.at_most is None and row.note == ""
+
+
+# Overhead
+
+TORCH = frozenset({"context", "torch"})
+
+
+def test_context_and_modules_are_charged_when_they_appear() -> None:
+    assert Overhead().after(0, frozenset()).charged == 0
+    first = Overhead().after(612 * MIB, TORCH)
+    assert first.charged == 612 * MIB
+    second = first.after(612 * MIB + 94 * MIB, TORCH | {"pycuda"})
+    assert second.charged == 706 * MIB
+
+
+def test_a_raw_allocation_is_unaccounted_and_stays_so() -> None:
+    """512 MiB taken past every framework: never overhead, not at once and not later."""
+    state = FIRST
+    for _ in range(3):
+        state = state.after(612 * MIB + 512 * MIB, TORCH)
+        assert state.charged == 612 * MIB
+
+
+def test_a_librarys_first_use_is_charged_as_one_step() -> None:
+    settled = FIRST.after(612 * MIB, TORCH)
+    assert settled.after(612 * MIB + STEP, TORCH).charged == 612 * MIB + STEP
+    assert settled.after(612 * MIB + STEP + 1, TORCH).charged == 612 * MIB
+
+
+def test_two_libraries_first_uses_may_come_at_once_right_after_a_framework_turned_up() -> None:
+    assert FIRST.after(612 * MIB + 2 * STEP, TORCH).charged == 612 * MIB + 2 * STEP
+    assert FIRST.after(612 * MIB + 2 * STEP + 1, TORCH).charged == 612 * MIB
+    measured = modules("context") + modules("torch")
+    nearly = Overhead().after(measured - 200 * MIB, TORCH)
+    assert nearly.after(measured, TORCH).charged == measured
+    assert nearly.after(measured + 1, TORCH).charged == measured - 200 * MIB, "no more than was measured of it"
+
+
+def test_a_training_on_two_gpus_as_it_was_measured() -> None:
+    """Process less PyTorch's own, in MiB (benchmarks/ddp.py on two H200): cuBLAS and the first backward in one."""
+    training = frozenset({"context", "torch", "nccl 1"})
+    two = training | {"nccl 2"}
+    readings = [(518, frozenset({"context"})), (610, TORCH), (610, TORCH), (1454, training), (1584, training)]
+    state = Overhead()
+    for size, appeared in [*readings, (2070, two), (2070, two), (1102, TORCH)]:
+        state = state.after(size * MIB, appeared)
+        assert state.charged == size * MIB
+
+
+def test_gaps_in_slabs_are_overhead_and_part_of_no_gap() -> None:
+    state = replace(FIRST, slabs=9 * MIB)
+    own = 612 * MIB + 9 * MIB + GIB
+    assert gap(own, [Usage(GIB, GIB)], 9 * MIB) == 612 * MIB
+    ledger = device_ledger(H200, reading(own), own, {"torch": Usage(GIB, GIB)}, {}, state)
+    assert ledger.row("overhead").bytes == 621 * MIB
+    assert ledger.row("unaccounted").bytes == 0
+
+
+def test_nothing_is_charged_beyond_what_is_known_of_the_frameworks() -> None:
+    most = expected_overhead(TORCH)
+    assert Overhead().after(10 * GIB, TORCH).charged == most
+    state = FIRST
+    for steps in range(1, 20):
+        state = state.after(612 * MIB + steps * 100 * MIB, TORCH)
+    assert state.charged == most
+
+
+def test_nothing_is_charged_before_anything_is_there() -> None:
+    state = Overhead().after(512 * MIB, frozenset())
+    assert state.charged == 0
+    assert state.after(512 * MIB, frozenset({"context"})).charged == 0, "it was there before the context was"
+
+
+def test_freed_memory_is_not_charged_again_as_something_new() -> None:
+    state = FIRST.after(612 * MIB + 512 * MIB, TORCH).after(612 * MIB, TORCH)
+    assert state.charged == 612 * MIB
+    assert state.after(400 * MIB, TORCH).charged == 612 * MIB, "a context that is there does not shrink"
+
+
+def test_overhead_goes_with_the_context() -> None:
+    assert FIRST.after(0, frozenset()).charged == 0
+    assert FIRST.after(100 * MIB, frozenset()).charged == 100 * MIB
+    assert FIRST.after(-5, frozenset()).charged == 0
+
+
+def test_what_came_and_went_before_makes_nothing_cheaper_that_appears_later() -> None:
+    """A raw allocation, or TensorFlow's pool above its least: the largest gap so far was not overhead."""
+    state = FIRST.after(612 * MIB + 2 * GIB, TORCH).after(612 * MIB, TORCH)
+    assert state.after(612 * MIB + 94 * MIB, TORCH | {"pycuda"}).charged == 612 * MIB + 32 * MIB, (
+        "what is expected of it"
+    )
+    assert state.after(612 * MIB + 94 * MIB, TORCH | {"cupy"}).charged == 706 * MIB
+    assert state.after(612 * MIB + 60 * MIB, TORCH).charged == 612 * MIB, "nothing new: it may be what had gone"
+
+
+ONE, TWO = TORCH | {"nccl 1"}, TORCH | {"nccl 1", "nccl 2"}
+COLLECTIVE, FURTHER = 838 * MIB, 486 * MIB
+
+
+def test_a_communicator_is_charged_whole_when_it_appears() -> None:
+    """Also where a reading lay between init_process_group and the first collective: until then it has taken nothing."""
+    assert FIRST.after(612 * MIB + COLLECTIVE, ONE).charged == 612 * MIB + COLLECTIVE
+    between = FIRST.after(612 * MIB + 5 * MIB, TORCH)
+    first = between.after(617 * MIB + COLLECTIVE, ONE)
+    assert first.charged == first.gap == 617 * MIB + COLLECTIVE
+    assert first.after(first.gap + FURTHER, TWO).charged == first.gap + FURTHER
+    both = FIRST.after(612 * MIB + COLLECTIVE + FURTHER, TWO)
+    assert both.charged == 612 * MIB + COLLECTIVE + FURTHER
+
+
+@pytest.mark.parametrize("made", [0, 5 * MIB, 210 * MIB, 700 * MIB])
+def test_one_that_is_made_eagerly_is_charged_when_it_takes_its_memory(made: int) -> None:
+    """`init_process_group(device_id=...)`: it is there, and takes the rest at its first collective."""
+    early = FIRST.after(612 * MIB + made, ONE)
+    assert early.charged == 612 * MIB + made
+    early = early.after(612 * MIB + made + 60 * MIB, ONE)  # cuBLAS, in between
+    late = early.after(672 * MIB + COLLECTIVE, ONE)
+    assert late.charged == 672 * MIB + COLLECTIVE
+    raw = late.after(672 * MIB + COLLECTIVE + 512 * MIB, ONE)
+    assert raw.charged == late.charged, "what is not the communicator's is unaccounted"
+
+
+def test_two_that_are_made_eagerly_take_their_memory_one_after_the_other() -> None:
+    state = FIRST.after(612 * MIB, TWO).after(612 * MIB + COLLECTIVE, TWO)
+    state = state.after(612 * MIB + COLLECTIVE + FURTHER, TWO)
+    assert state.charged == 612 * MIB + COLLECTIVE + FURTHER
+    assert state.after(state.gap + 512 * MIB, TWO).charged == state.charged
+
+
+def test_a_raw_allocation_beside_a_communicator_is_unaccounted() -> None:
+    state = FIRST.after(612 * MIB + COLLECTIVE, ONE)
+    for _ in range(2):
+        state = state.after(612 * MIB + COLLECTIVE + 512 * MIB, ONE)
+        assert state.charged == 612 * MIB + COLLECTIVE
+
+
+def test_the_charge_goes_with_the_communicators() -> None:
+    both = FIRST.after(612 * MIB + COLLECTIVE + FURTHER, TWO)
+    one = both.after(612 * MIB + COLLECTIVE, ONE)
+    assert one.charged == one.gap == 612 * MIB + COLLECTIVE
+    assert one.after(612 * MIB + 3 * MIB, TORCH).charged == 615 * MIB
+    assert both.after(612 * MIB, TORCH).charged == 612 * MIB, "both at once"
+    again = both.after(612 * MIB, TORCH).after(612 * MIB + COLLECTIVE, ONE)
+    assert again.charged == 612 * MIB + COLLECTIVE
+
+
+def test_a_communicator_that_leaves_its_memory_behind_stays_charged() -> None:
+    state = FIRST.after(612 * MIB + COLLECTIVE, ONE).after(612 * MIB + COLLECTIVE, TORCH)
+    assert state.charged == 612 * MIB + COLLECTIVE
+
+
+def test_raw_memory_beside_communicators_that_go_stays_unaccounted() -> None:
+    raw = 612 * MIB + COLLECTIVE + 512 * MIB
+    state = FIRST.after(612 * MIB + COLLECTIVE, ONE).after(raw, ONE)
+    assert state.after(raw - COLLECTIVE, TORCH).charged == 612 * MIB
+    assert state.after(612 * MIB + COLLECTIVE, ONE).after(612 * MIB, TORCH).charged == 612 * MIB, "gone before it"
+    everything = state.after(0, TORCH)
+    assert everything.charged == 612 * MIB + COLLECTIVE - 896 * MIB, "no more than was kept for it goes"
+
+
+def test_what_a_communicator_never_took_is_forgotten_with_it() -> None:
+    state = FIRST.after(612 * MIB, ONE).after(612 * MIB, TORCH)
+    assert state.after(612 * MIB + 512 * MIB, TORCH).charged == 612 * MIB
+    assert FIRST.after(612 * MIB, TWO).after(612 * MIB, ONE).owed == 896 * MIB
+
+
+def test_where_a_pool_is_unknown_no_more_is_charged_of_communicators_than_was_measured() -> None:
+    state = Overhead().after(5 * GIB, TWO | {"tensorflow"}, exact=False)
+    assert state.charged == (518 + 344 + 92 + 838 + 486) * MIB
+
+
+def test_what_overhead_may_come_to() -> None:
+    assert expected_overhead(frozenset()) == 0
+    for names in (["torch"], ["torch", "tensorflow"], ["pycuda"], ["torch", "tensorflow", "pycuda"]):
+        assert expected_overhead(frozenset(names)) == _policy.auto_reserve("hopper", names)
+        assert expected_overhead(frozenset([*names, "context"])) == _policy.auto_reserve("hopper", names)
+    for count in (1, 2, 5):
+        libraries = [f"nccl {number}" for number in range(1, count + 1)]
+        reserve = _policy.auto_reserve("hopper", ["torch", "jax"], count)
+        assert expected_overhead(frozenset(["torch", "jax", *libraries])) == reserve, "what is kept is what is charged"
+
+
+@more
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-GIB, 4 * GIB),
+            st.sets(st.sampled_from(["torch", "tensorflow", "pycuda", "numba", "cupy"])).map(
+                lambda s: frozenset(s | {"context"})
+            ),
+        ),
+        max_size=12,
+    )
+)
+def test_overhead_never_passes_what_is_live_nor_grows_faster_than_the_gap(
+    readings: list[tuple[int, frozenset[str]]],
+) -> None:
+    state, seen = Overhead(), frozenset[str]()
+    for held, appeared in readings:
+        seen |= appeared
+        before = state
+        state = before.after(held, seen)
+        assert 0 <= state.charged <= expected_overhead(seen)
+        added = state.charged - before.charged
+        assert 0 <= added <= max(held - before.last, 0)
+        if seen == before.appeared:
+            assert added <= min(2 * STEP if before.fresh else STEP, max(held - before.gap, 0))
+
+
+@more
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-GIB, 6 * GIB),
+            st.sets(st.sampled_from(["context", "torch", "jax", "nccl 1", "nccl 2"])).map(frozenset),
+            st.booleans(),
+        ),
+        max_size=14,
+    )
+)
+def test_whatever_appears_and_goes_the_charge_is_within_reason(
+    readings: list[tuple[int, frozenset[str], bool]],
+) -> None:
+    state = Overhead()
+    for held, appeared, exact in readings:
+        before, state = state, state.after(held, appeared, exact)
+        added = state.charged - before.charged
+        gone = before.appeared - appeared
+        assert state.charged >= 0 and state.owed >= 0
+        assert added <= max(expected_overhead(appeared, exact) - before.charged, 0)
+        assert added <= max(held - before.last, 0)
+        assert added >= 0 or gone or "context" not in appeared, "nothing shrinks where nothing went"
+
+
+# As data and as text
+
+
+def sample(simulated: bool = True, **sizes: int) -> Ledger:
+    """Realistic and large: 62 GiB caps on a 140 GiB card."""
+    plan = part_of(torch={"share": "50%"}, tensorflow={"share": "25%"}, pycuda={"limit": "1GiB"})
+    torch, tensorflow = sizes.get("torch", 62 * GIB), 31 * GIB
+    usages = {
+        "torch": Usage(torch, torch - GIB, 1023 * MIB),
+        "tensorflow": Usage(None, tensorflow, 0, held_at_least=tensorflow, held_at_most=31 * GIB),
+        "pycuda": Usage(1023 * MIB, 1000 * MIB, 23 * MIB),
+    }
+    own = torch + tensorflow + 1023 * MIB + 1200 * MIB
+    state = Overhead().after(1200 * MIB, frozenset(usages))
+    enforcements = dict.fromkeys(usages, "enforced") | {"tensorflow": "too late"}
+    device = device_ledger(H200, reading(own, 40 * GIB), own, usages, enforcements, state, plan)
+    return Ledger(time.time(), (device,), simulated, ("one note",))
+
+
+def _cells(text: str, name: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.strip().startswith(name + " "))
+    return line.strip().removeprefix(name).replace("≥ ", "≥").split()
+
+
+def test_data_and_back() -> None:
+    ledger = sample()
+    data = json.loads(ledger.to_json())
+    assert data == ledger.as_dict()
+    assert data["memguard_ledger"] == 1 and data["simulated"] is True and data["notes"] == ["one note"]
+    (device,) = data["devices"]
+    rebuilt = tuple(types.Row(**row) for row in device["rows"])
+    assert rebuilt == ledger.devices[0].rows
+    assert sum(row["bytes"] for row in device["rows"]) == device["total"] == H200.total
+    assert device["uuid"] == H200.uuid and device["limit"] == ledger.devices[0].limit and device["moved"] is False
+    assert data["time"].endswith("+00:00")
+
+
+def test_unknown_is_null_in_data() -> None:
+    ledger = device_ledger(H200, reading(0, GIB), None, {"torch": Usage(None, None)}, {}, Overhead())
+    data = json.loads(Ledger(0.0, (ledger,)).to_json())["devices"][0]
+    assert data["process"] is None and data["limit"] is None
+    rows = {row["name"]: row for row in data["rows"]}
+    assert rows["torch"]["bytes"] is None and rows["other processes"]["bytes"] is None
+    assert _cells(str(Ledger(0.0, (ledger,))), "torch*") == ["unknown"]
+
+
+@pytest.mark.parametrize("torch", [62 * GIB, 100 * GIB, GIB + 1])
+def test_the_text_has_every_figure_whole_in_80_columns(torch: int) -> None:
+    ledger = sample(torch=torch)
+    text = str(ledger)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "…" not in text and "..." not in text
+    caps = {row.name: row.cap for row in ledger.devices[0].rows if row.cap is not None}
+    assert _cells(text, "torch") == [
+        f"{torch / MIB:,.1f}", f"{caps['torch'] / MIB:,.1f}", f"{(torch - GIB) / MIB:,.1f}", "1,024.0", "1,023.0",
+        "enforced",
+    ]  # fmt: skip
+    assert _cells(text, "tensorflow*")[0] == "≥31,744.0" and _cells(text, "tensorflow*")[-2:] == ["too", "late"]
+    assert _cells(text, "driver reserve") == ["615.0"] and _cells(text, "other processes") == ["40,960.0"]
+    assert _cells(text, "total") == ["143,771.0"]
+    assert "note: one note" in text
+
+
+def test_a_simulated_ledger_says_so_and_a_real_one_does_not() -> None:
+    assert str(sample()).splitlines()[0].startswith("NVIDIA H200 (simulated)")
+    assert "simulated" not in str(sample(simulated=False)) and "NVIDIA H200" in str(sample(simulated=False))
+
+
+def test_every_gpu_has_its_table() -> None:
+    other = Device("GPU-0", "NVIDIA RTX 6000 Ada Generation", 1, 49_140 * MIB, 600 * MIB, "ada", None)
+    second = device_ledger(other, MemoryInfo(other.total, other.reserved, 0, other.usable), 0, {}, {}, Overhead())
+    text = str(Ledger(0.0, (*sample().devices, second), True))
+    assert text.count("total ") == 2 and "RTX 6000 Ada Generation (simulated)" in text
+    assert "cuda:0, this process" in text and text.count("cuda:") == 1
+
+
+def test_a_notebook_shows_tables_and_a_terminal_the_text() -> None:
+    ledger = sample()
+    assert ledger._repr_html_() == ledger_table(ledger.as_dict())
+
+    class Printer:
+        def text(self, text: str) -> None:
+            self.shown = text
+
+    printer = Printer()
+    ledger._repr_pretty_(printer, False)
+    assert printer.shown == str(ledger)
+
+
+def test_the_text_is_plain_wherever_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter sets FORCE_COLOR in its kernels, and rich would write italics into a file then."""
+    plain = str(sample())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(sample()) == plain and "\x1b" not in plain

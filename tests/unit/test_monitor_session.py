@@ -1,0 +1,527 @@
+"""What looks on while a budget is active: errors explained, pressure acted on at checkpoints, timelines."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memguard
+from memguard import _api
+from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._guard import Guard
+from memguard._monitor import session
+from memguard._monitor.pressure import Action
+from memguard._types import Event, Pressure
+from memguard._units import GIB, MIB
+
+BUDGET: dict[str, Any] = {
+    "version": 1,
+    "device": {"limit": "40GiB"},
+    "frameworks": {"torch": {"limit": "10GiB"}, "cupy": {"limit": "20GiB"}},
+}
+MONITOR = {"interval": "50ms"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    hooks = sys.excepthook, threading.excepthook
+    yield
+    memguard.shutdown()
+    session.callbacks.clear()
+    assert (sys.excepthook, threading.excepthook) == hooks
+    assert not [thread for thread in threading.enumerate() if "memguard" in thread.name]
+
+
+def begin(**more: Any) -> tuple[session.Watch, dict[str, SimulatedFramework]]:
+    guard = memguard.init({**BUDGET, **more}, simulate="h200")
+    assert isinstance(guard.observer, session.Watch)
+    return guard.observer, {name: one for name, one in guard.frameworks.items() if isinstance(one, SimulatedFramework)}
+
+
+def until(done: Callable[[], Any]) -> Any:
+    for _ in range(400):
+        if found := done():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def event(kind: str = "pressure", framework: str | None = "torch", level: Pressure | None = Pressure.CRITICAL) -> Event:
+    uuid = _api.current().plan.devices[0].device.uuid
+    return Event(time.time(), kind, f"{framework} is critical", level, uuid, framework)
+
+
+class Array:
+    """Stands for a tensor: weakly referable."""
+
+
+# errors
+
+
+@pytest.mark.parametrize("block", ["workload", "guard"])
+def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
+    block: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Exception, match="simulated torch") as caught, memguard.guard(BUDGET, simulate="h200") as guard:
+        torch = guard.frameworks["torch"]
+        assert isinstance(torch, SimulatedFramework)
+        if block == "workload":
+            with memguard.workload("train", framework="torch"):
+                torch.allocate(11 * GIB)
+        torch.allocate(11 * GIB)
+    assert isinstance(caught.value, torch.oom_types()) and caught.value.requested == 11 * GIB
+    said = capsys.readouterr().err
+    assert said.count("ran out of GPU memory") == 1 and "torch" in said
+    report = memguard.last_oom()
+    assert report is not None and report.verdict.requester == "torch" and report.verdict.requested == 11 * GIB
+    if sys.version_info >= (3, 11):
+        assert any("memguard" in note for note in caught.value.__notes__)
+
+
+def test_callbacks_hear_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, frameworks = begin()
+    seen: list[Event] = []
+    memguard.on_pressure(seen.append)
+    with pytest.raises(Exception, match="out of memory"), memguard.workload("train", framework="torch"):
+        frameworks["torch"].allocate(11 * GIB)
+    assert [(e.kind, e.framework, e.bytes) for e in seen] == [("oom", "torch", 11 * GIB)]
+
+
+def test_nothing_of_the_error_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    _, frameworks = begin()
+    held: list[weakref.ref[Array]] = []
+
+    def work() -> None:
+        array = Array()
+        held.append(weakref.ref(array))
+        with memguard.workload("train", framework="torch"):
+            frameworks["torch"].allocate(11 * GIB)
+
+    with pytest.raises(Exception, match="out of memory"):
+        work()
+    gc.collect()
+    assert held[0]() is None and memguard.last_oom() is not None
+
+
+def test_other_errors_pass_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    begin()
+    with pytest.raises(ZeroDivisionError), memguard.workload("train", framework="torch"):
+        raise ZeroDivisionError
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, frameworks = begin()
+    thread = threading.Thread(target=frameworks["torch"].allocate, args=(11 * GIB,))
+    thread.start()
+    thread.join()
+    assert "ran out of GPU memory" in capsys.readouterr().err
+
+
+# pressure
+
+
+def test_without_a_monitor_there_is_no_thread() -> None:
+    looking, _ = begin()
+    assert looking.monitor is None and not [t for t in threading.enumerate() if "memguard" in t.name]
+    memguard.checkpoint()
+
+
+def test_the_monitor_sees_what_the_ledger_sees_and_ends_with_the_budget() -> None:
+    looking, frameworks = begin(monitor=MONITOR)
+    monitor = looking.monitor
+    assert monitor is not None
+    array = frameworks["torch"].allocate(3 * GIB)
+    sample = until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])[-1]
+    assert sample.devices[0].frameworks["torch"].in_use == 3 * GIB
+    frameworks["torch"].free(array)
+    memguard.shutdown()
+    assert not monitor.alive
+
+
+def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Event] = []
+    broken = memguard.on_pressure(lambda event: 1 / 0)
+    forget = memguard.on_pressure(seen.append)
+    with caplog.at_level(logging.INFO, "memguard"):
+        _, frameworks = begin(monitor=MONITOR)
+        frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+        first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
+    assert first.level is Pressure.CRITICAL
+    assert [r for r in caplog.records if r.levelno == logging.WARNING and "torch" in r.getMessage()]
+    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "test_watching.py:" in caplog.text
+    assert first.level == "critical", "it can be compared with text"
+    for undo in (broken, forget, forget):
+        undo()
+    assert session.callbacks == []
+
+
+@pytest.mark.parametrize(
+    ("names", "end"), [("h200", " of its cap"), (["h200", "l4"], " of its cap on cuda:0 (NVIDIA H200)")]
+)
+def test_what_is_said_of_pressure_names_the_gpu_where_there_are_several(names: Any, end: str) -> None:
+    seen: list[Event] = []
+    memguard.on_pressure(seen.append)
+    budget = {**BUDGET, "device": {"limit": "20GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}, "monitor": MONITOR}
+    guard = memguard.init(budget, simulate=names)
+    torch = guard.frameworks["torch"]
+    assert isinstance(torch, SimulatedFramework)
+    torch.allocate(10 * GIB - 64 * MIB)
+    said = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
+    assert said.text.endswith(end) and said.uuid == guard.plan.devices[0].device.uuid
+
+
+def test_a_trim_waits_for_a_checkpoint_on_the_users_thread() -> None:
+    looking, frameworks = begin()
+    torch = frameworks["torch"]
+    torch.free(torch.allocate(4 * GIB))
+    looking._act(Action("trim", event()))
+    assert memguard.ledger().devices[0].row("torch").cached == 4 * GIB, "not in the background"
+    seen: list[Event] = []
+    memguard.on_pressure(seen.append)
+    with memguard.workload("train", framework="cupy"):
+        assert memguard.ledger().devices[0].row("torch").cached == 0
+    assert [(e.kind, e.framework, e.bytes) for e in seen] == [("trim", "torch", 4 * GIB)]
+    memguard.checkpoint()
+    assert len(seen) == 1, "once"
+
+
+def test_raise_comes_at_the_next_checkpoint_while_the_pressure_lasts() -> None:
+    _, frameworks = begin(monitor=MONITOR, on_pressure=["raise"])
+    array = frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+
+    def raised() -> memguard.UnderPressure | None:
+        try:
+            memguard.checkpoint()
+        except memguard.UnderPressure as error:
+            return error
+        return None
+
+    error = until(raised)
+    assert error.framework == "torch" and "on_pressure" in str(error)
+    assert raised() is None, "once for each rise"
+    frameworks["torch"].free(array)
+
+
+def test_a_raise_that_is_no_longer_due_is_forgotten() -> None:
+    looking, _ = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    looking._act(Action("raise", event()))
+    memguard.checkpoint()
+    memguard.checkpoint()
+
+
+def test_a_workload_that_leaves_more_behind_each_time_is_suspected_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, frameworks = begin()
+    kept = []
+    with caplog.at_level(logging.WARNING, "memguard"):
+        for _ in range(12):
+            with memguard.workload("step", framework="torch"):
+                kept.append(frameworks["torch"].allocate(64 * MIB))
+            with memguard.workload("clean", framework="torch"):
+                frameworks["torch"].free(frameworks["torch"].allocate(64 * MIB))
+    (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
+    assert "'step'" in said and "64.0 MiB" in said
+
+
+def test_memory_that_is_freed_after_the_workload_is_no_leak(caplog: pytest.LogCaptureFixture) -> None:
+    _, frameworks = begin()
+    for _ in range(30):
+        with memguard.workload("step", framework="torch"):
+            array = frameworks["torch"].allocate(GIB)
+        frameworks["torch"].free(array)
+    assert "leaves" not in caplog.text
+
+
+def test_names_of_workloads_are_forgotten_in_the_end() -> None:
+    looking, _ = begin()
+    for number in range(300):
+        with memguard.workload(f"step {number}", framework="torch"):
+            pass
+    assert len(looking._repeated) == 256
+
+
+def test_a_trim_that_helps_is_enough() -> None:
+    looking, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["trim", "raise"])
+    torch = frameworks["torch"]
+    torch.free(torch.allocate(10 * GIB - 64 * MIB))
+    for kind in ("trim", "raise"):
+        looking._act(Action(kind, event()))
+    memguard.checkpoint()
+    memguard.checkpoint()
+
+
+def test_of_two_that_are_critical_the_one_that_stays_so_is_raised() -> None:
+    looking, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    for name in ("torch", "cupy"):
+        looking._act(Action("raise", event(framework=name)))
+    with pytest.raises(memguard.UnderPressure) as caught:
+        memguard.checkpoint()
+    assert caught.value.framework == "torch"
+
+
+def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> None:
+    looking, frameworks = begin(monitor=MONITOR)
+    threads: list[str] = []
+    looking._trim = lambda event: threads.append(threading.current_thread().name)  # type: ignore[method-assign]
+    done = threading.Event()
+
+    def called(event: Event) -> None:
+        looking._due.append(event)
+        memguard.checkpoint()
+        done.set()
+
+    memguard.on_pressure(called)
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    assert done.wait(10) and threads == []
+
+
+class Hanging:
+    """A driver that does not return, on the monitor's thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from memguard._devices.simulated import SimulatedHost
+
+        self.hangs, self.go = threading.Event(), threading.Event()
+        asked = SimulatedHost.memory
+
+        def memory(host: Any, device: Any) -> Any:
+            if "memguard" in threading.current_thread().name:
+                self.hangs.set()
+                self.go.wait(60)
+            return asked(host, device)
+
+        monkeypatch.setattr(SimulatedHost, "memory", memory)
+
+
+def test_a_driver_that_hangs_under_the_monitor_hangs_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memguard._ledger import reader
+    from memguard._monitor import sampler
+
+    monkeypatch.setattr(reader, "_PATIENCE", 0.2)
+    monkeypatch.setattr(sampler, "JOIN", 0.2)
+    driver = Hanging(monkeypatch)
+    _, frameworks = begin(monitor=MONITOR)
+    try:
+        assert driver.hangs.wait(10)
+        with pytest.raises(memguard.MemguardError, match="have not answered"):
+            memguard.ledger()
+        with pytest.raises(Exception, match="out of memory"), memguard.workload("train", framework="torch"):
+            frameworks["torch"].allocate(11 * GIB)
+        assert "ran out of GPU memory" in capsys.readouterr().err
+        assert memguard.shutdown() == []
+    finally:
+        driver.go.set()
+    until(lambda: not [t for t in threading.enumerate() if "memguard" in t.name])
+
+
+def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memguard._monitor.sampler import Monitor
+
+    _, _ = begin(monitor=MONITOR)
+    stop = Monitor.stop
+
+    def interrupted(one: Monitor) -> None:
+        stop(one)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Monitor, "stop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memguard.shutdown()
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+
+
+OTHER = {**BUDGET, "device": {"limit": "34GiB"}}
+
+
+@pytest.mark.parametrize("ends", ["shutdown", "init", "guard"])
+def test_a_function_that_still_runs_for_an_old_budget_does_not_end_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    from memguard._monitor import sampler
+
+    monkeypatch.setattr(sampler, "JOIN", 0.1)
+    began, go, done, returned = threading.Event(), threading.Event(), threading.Event(), list[Any]()
+
+    def called(event: Event) -> None:
+        if began.is_set():
+            return
+        began.set()
+        go.wait(60)
+        try:
+            if ends == "shutdown":
+                returned.append(memguard.shutdown())
+            elif ends == "init":
+                memguard.init(BUDGET, replace=True, simulate="h200")
+            else:
+                with memguard.guard(BUDGET, replace=True, simulate="h200"):
+                    returned.append("ran")
+        except memguard.AlreadyActive as error:
+            returned.append(error.args[0].partition("\n")[0])
+        finally:
+            done.set()
+
+    memguard.on_pressure(called)
+    _, frameworks = begin(monitor=MONITOR)
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    assert began.wait(10)
+    with caplog.at_level(logging.DEBUG, "memguard"):
+        new = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
+        go.set()
+        assert done.wait(10)
+    assert new.active and _api.current() is new and memguard.ledger().devices[0].limit == 34 * GIB
+    if ends == "shutdown":
+        assert returned == [[]] and "the one that came after it stays" in caplog.text
+    else:
+        assert returned == ["another budget became active while this function ran for one that is over"]
+
+
+def test_a_function_may_end_its_own_budget_and_what_it_begins_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, seen = threading.Event(), list[Any]()
+    start = Guard.start
+
+    def fails(guard: Guard) -> None:
+        if guard.plan.devices[0].limit == 35 * GIB:
+            raise memguard.MemguardError("not today")
+        start(guard)
+
+    def called(event: Event) -> None:
+        if not done.is_set():
+            second = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
+            with pytest.raises(memguard.MemguardError, match="not today"):
+                memguard.init({**BUDGET, "device": {"limit": "35GiB"}}, replace=True, simulate="h200")
+            third = _api.current()  # what was active, applied again
+            memguard.shutdown()
+            seen.extend((second.active, third.active, _api._active))
+            done.set()
+
+    monkeypatch.setattr(Guard, "start", fails)
+    memguard.on_pressure(called)
+    _, frameworks = begin(monitor=MONITOR)
+    frameworks["torch"].allocate(10 * GIB - 64 * MIB)
+    assert done.wait(10) and seen == [False, False, None]
+
+
+def test_only_a_function_can_be_called() -> None:
+    with pytest.raises(TypeError, match="takes a function"):
+        memguard.on_pressure(None)  # type: ignore[arg-type]
+
+
+# timelines
+
+
+def test_a_timeline_has_samples_events_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = tmp_path / "budget.yaml"
+    budget.write_text(
+        "version: 1\nframeworks: {torch: {limit: 10GiB}}\nmonitor: {interval: 50ms, timeline: 'run-{pid}.jsonl'}\n"
+    )
+    guard = memguard.init(budget, simulate="h200")
+    torch = guard.frameworks["torch"]
+    assert isinstance(torch, SimulatedFramework) and isinstance(guard.observer, session.Watch)
+    monitor = guard.observer.monitor
+    assert monitor is not None
+    torch.allocate(10 * GIB - 64 * MIB)
+    until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])
+    with pytest.raises(torch.oom_types()), memguard.workload("train", framework="torch"):
+        torch.allocate(4 * GIB)
+    memguard.shutdown()
+    (path,) = tmp_path.glob("run-*.jsonl")
+    timeline = memguard.load_timeline(path)
+    assert timeline.header.simulated
+    assert any(s.devices[0].frameworks.get("torch") for s in timeline.samples())
+    assert [e.kind for e in timeline.events()][:1] == ["pressure"]
+    (oom,) = timeline.ooms()
+    assert oom.report["requested"] == 4 * GIB
+
+
+def test_a_timeline_that_cannot_be_begun_leaves_nothing_applied(tmp_path: Path) -> None:
+    with pytest.raises(memguard.TimelineError, match="fix:"):
+        memguard.init({**BUDGET, "monitor": {"timeline": str(tmp_path / "no" / "run.jsonl")}}, simulate="h200")
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+
+
+def no_folder(tmp_path: Path) -> Path:
+    return tmp_path / "no" / "run.jsonl"
+
+
+def closed_folder(tmp_path: Path) -> Path:
+    (tmp_path / "closed").mkdir()
+    return tmp_path / "closed" / "run.jsonl"
+
+
+def somebodys(tmp_path: Path) -> Path:
+    (tmp_path / f"his{os.getpid()}.jsonl").write_text("mine\n")
+    return tmp_path / "his{pid}.jsonl"
+
+
+@pytest.mark.parametrize("where", [no_folder, closed_folder, somebodys])
+def test_a_timeline_that_cannot_be_begun_leaves_the_budget_before_active(
+    tmp_path: Path, where: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memguard._timeline import files
+
+    create = files.create
+
+    def not_there(path: str) -> int:  # root may write everywhere
+        if "closed" in path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return create(path)
+
+    monkeypatch.setattr(files, "create", not_there)
+    looking, frameworks = begin(monitor={**MONITOR, "timeline": str(tmp_path / "first.jsonl")})
+    guard, monitor, array = _api.current(), looking.monitor, frameworks["torch"].allocate(GIB)
+    with pytest.raises(memguard.TimelineError, match="fix:"):
+        monitored = {**OTHER, "monitor": {"timeline": str(where(tmp_path))}}
+        memguard.init(monitored, replace=True, simulate="h200")
+    assert _api.current() is guard and guard.active, "not one like it: that one was never undone"
+    assert monitor is not None and looking.monitor is monitor and monitor.alive
+    frameworks["torch"].free(array)
+    memguard.shutdown()
+    (path,) = tmp_path.glob("first*")
+    memguard.load_timeline(path)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_budget_that_replaces_another_may_name_its_timeline(tmp_path: Path, link: bool) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    begin(monitor={**MONITOR, "timeline": str(tmp_path / "runs" / "run.jsonl")})
+    folder = tmp_path / ("link" if link else "runs")
+    again = {**OTHER, "monitor": {**MONITOR, "timeline": str(folder / "run.jsonl")}}
+    guard = memguard.init(again, replace=True, simulate="h200")
+    assert isinstance(guard.observer, session.Watch) and guard.observer.monitor is not None
+    until(lambda: guard.observer.monitor.last(60))  # type: ignore[attr-defined]
+    memguard.shutdown()
+    first, second = sorted((tmp_path / "runs").iterdir(), key=lambda path: len(path.name), reverse=True)
+    assert first.name == second.name.replace(".jsonl", ".1.jsonl"), "and nothing else is there"
+    limits = [memguard.load_timeline(path).header.plan.devices[0].limit // GIB for path in (first, second)]
+    assert limits == [40, 34]
+
+
+def test_a_timeline_that_another_writes_is_refused_before_anything_is_undone(tmp_path: Path) -> None:
+    from memguard._timeline import Writer
+
+    begin()
+    guard = _api.current()
+    with (
+        Writer(tmp_path / "run.jsonl", guard.plan, simulated=True),
+        pytest.raises(memguard.TimelineError, match="is be"),
+    ):
+        memguard.init({**OTHER, "monitor": {"timeline": str(tmp_path / "run.jsonl")}}, replace=True, simulate="h200")
+    assert _api.current() is guard and guard.active

@@ -1,0 +1,300 @@
+"""The report on an out-of-memory error: who asked, who holds the memory, and remedies that would really help."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from memguard import _policy
+from memguard._config import from_mapping
+from memguard._ledger import types
+from memguard._ledger.types import Ledger, Overhead, device_ledger
+from memguard._oom.report import Facts, Report, classify, diagnose
+from memguard._types import Device, DeviceSample, FrameworkSample, MemoryInfo, Plan, Sample, Usage
+from memguard._units import GIB, MIB
+from memguard.errors import PlanError
+
+H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
+SECOND = replace(H200, uuid="GPU-00000000-0000-4000-8000-000000000001", index=1, ordinal=1)
+SHARES = {"torch": {"share": "40%"}, "tensorflow": {"share": "30%"}, "cupy": {"share": "10%"}}
+CUBLAS = ("builtins.RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def plan_of(frameworks: Mapping[str, Any] = SHARES, devices: tuple[Device, ...] = (H200,)) -> Plan:
+    return _policy.plan(from_mapping({"version": 1, "frameworks": dict(frameworks)}), list(devices))
+
+
+def ledger_of(plan: Plan, usages: Mapping[str, Usage | None], others: int = 0, known: bool = True) -> Ledger:
+    parts = []
+    for part in plan.devices:
+        own = 612 * MIB + sum((u.held or u.held_at_least or 0) for u in usages.values() if u)
+        memory = MemoryInfo(H200.total, 615 * MIB, own + others, H200.usable - own - others)
+        state = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
+        parts.append(device_ledger(part.device, memory, own if known else None, usages, {}, state, part))
+    return Ledger(0.0, tuple(parts))
+
+
+def torch_error(text: str = "Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 139.80 GiB") -> Facts:
+    mro = ("torch.OutOfMemoryError", "builtins.RuntimeError")
+    return Facts(mro[0], mro, f"CUDA out of memory. {text}", {})
+
+
+def report(
+    usages: Mapping[str, Usage | None],
+    others: Mapping[int, int | None] | None = None,
+    facts: Facts | None = None,
+    plan: Plan | None = None,
+    **more: Any,
+) -> Report:
+    facts, plan, others = facts or torch_error(), plan or plan_of(), others or {}
+    ledger = ledger_of(plan, usages, sum(size or 0 for size in others.values()))
+    processes = {part.device.uuid: others for part in plan.devices}
+    return diagnose(facts, classify(facts), ledger, plan, processes, more.pop("samples", ()), time=0.0, **more)
+
+
+SIBLINGS = {
+    "torch": Usage(12 * GIB, 11 * GIB, 0),
+    "tensorflow": Usage(None, 3 * GIB, None, 30 * GIB, 40 * GIB),
+    "cupy": Usage(8 * GIB, int(1.8 * GIB), int(6.2 * GIB)),
+}
+
+
+def test_a_sibling_and_another_process_hold_the_card() -> None:
+    found = report(SIBLINGS, {4242: 80 * GIB, 77: 6 * GIB})
+    assert (found.requester, found.reason, found.uuid) == ("torch", "card", H200.uuid)
+    assert [holder.name for holder in found.holders[:4]] == ["process 4242", "tensorflow", "torch", "cupy"]
+    assert found.holders[0].bytes == 80 * GIB and found.holders[3].reclaimable == int(6.2 * GIB)
+    first, *rest = found.remedies
+    assert first.text == "cupy holds 6.20 GiB reclaimable: memguard.trim('cupy') frees it, which is enough"
+    assert first.bytes == int(6.2 * GIB)
+    texts = [remedy.text for remedy in rest]
+    assert texts[0].startswith("process 4242 holds 80.00 GiB of this GPU") and rest[0].bytes == 80 * GIB
+    assert any("tensorflow's pool of 30.00 GiB (3.00 GiB in use) never gives back" in text for text in texts)
+    assert "share" not in " ".join(texts)  # its own cap has room
+
+
+def test_a_trim_that_is_not_enough_does_not_claim_it() -> None:
+    found = report(SIBLINGS, {4242: 87 * GIB}, torch_error("Tried to allocate 30.00 GiB. GPU 0"))
+    assert found.remedies[0].text.endswith("frees it")
+
+
+def test_its_own_cap() -> None:
+    found = report({**SIBLINGS, "torch": Usage(48 * GIB, 47 * GIB, 0)}, {4242: 20 * GIB})
+    assert found.reason == "cap" and found.holders[0].name == "torch"
+    assert "its cap of 49.71 GiB is reached: it holds 48.00 GiB (47.00 GiB in use)" in found.why
+    assert found.remedies[0].text.startswith("raise frameworks.torch.share to 46%")
+    assert "trim('cupy')" not in str(found)  # that would not help: the card has room
+
+
+def test_cap_and_card() -> None:
+    found = report({**SIBLINGS, "torch": Usage(48 * GIB, 47 * GIB, 0)}, {4242: 52 * GIB})
+    assert found.reason == "cap and card"
+    assert [remedy.text.split(maxsplit=1)[0] for remedy in found.remedies[:3]] == ["raise", "cupy", "process"]
+
+
+def test_a_cap_that_cannot_be_raised_names_who_could_give_way() -> None:
+    plan = plan_of({"torch": {"share": "60%"}, "cupy": {"share": "40%"}})
+    found = report({"torch": Usage(74 * GIB, 74 * GIB, 0), "cupy": Usage(GIB, GIB, 0)}, plan=plan)
+    assert found.reason == "cap"
+    assert "lower frameworks.cupy, which holds 1.00 GiB of its 49.82 GiB" in found.remedies[0].text
+
+
+def test_fragmentation_is_told_from_a_cap_that_is_too_small() -> None:
+    pieces = {"torch": Usage(48 * GIB, 30 * GIB, 0)}
+    found = report(pieces)
+    assert found.reason == "fragmented" and "expandable_segments:True" in found.remedies[0].text
+    assert found.remedies[0].bytes == 18 * GIB
+    assert report({"torch": Usage(48 * GIB, 47 * GIB, 0)}).reason == "cap"
+    whole = {"torch": Usage(48 * GIB, 30 * GIB, 8 * GIB)}  # and 10 GiB in partly used segments
+    found = report(whole, facts=torch_error("Tried to allocate 12.00 GiB. GPU 0"))
+    assert found.reason == "fragmented" and found.remedies[0].bytes == 10 * GIB
+    assert "but 10.00 GiB of it are cached in pieces" in found.why
+    assert report(whole, facts=torch_error("Tried to allocate 20.00 GiB. GPU 0")).reason == "cap"
+    jax = Facts("jaxlib.XlaRuntimeError", ("jaxlib.XlaRuntimeError",),
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", {})  # fmt: skip
+    plan = plan_of({"jax": {"limit": "8GiB"}})
+    assert report({"jax": Usage(8 * GIB, 4 * GIB, None)}, facts=jax, plan=plan).reason == "fragmented"
+    # Of CuPy's cache nobody knows which part is split: nothing is claimed.
+    cupy = Facts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",),
+                 "Out of memory allocating 2,147,483,648 bytes (allocated so far: 1 bytes).", {})  # fmt: skip
+    found = report({"cupy": Usage(14 * GIB - 512 * MIB, GIB, None)}, facts=cupy)
+    assert found.reason == "cap" and found.verdict.requested == 2 * GIB
+
+
+def test_a_library_asks_outside_every_cap() -> None:
+    facts = Facts(CUBLAS[0], (CUBLAS[0],), CUBLAS[1], {})
+    full = {"torch": Usage(55 * GIB, 48 * GIB, 7 * GIB)}
+    found = report(full, {4242: 84 * GIB + 100 * MIB}, facts)
+    assert found.requester == "cublas" and found.reason == "card" and "outside every cap" in found.why
+    assert found.remedies[0].text.startswith("torch holds 7.00 GiB reclaimable: memguard.trim('torch')")
+    assert found.remedies[-1].text.startswith("leave libraries more room outside the caps: raise device.reserve (now 1")
+
+
+def test_possibly_is_said() -> None:
+    facts = Facts("torch.AcceleratorError", ("torch.AcceleratorError",), "CUDA error: out of memory", {})
+    found = report({"torch": Usage(GIB, GIB, 0)}, facts=facts)
+    assert found.title == "cuda, through torch, possibly ran out of GPU memory" and found.reason == "unknown"
+    assert "pin_memory" in found.remedies[0].text
+
+
+@pytest.mark.parametrize(
+    ("facts", "memory", "words"),
+    [
+        (Facts("builtins.OSError", ("builtins.OSError",), "[Errno 28] No space left", {"errno": 28}), "disk", "shm"),
+        (Facts("builtins.MemoryError", ("builtins.MemoryError",), "", {}), "host", "CPU memory"),
+        (Facts("pycuda._driver.MemoryError", (), "cuMemHostAlloc failed: out of memory", {}), "pinned", "pin_memory"),
+    ],
+)  # fmt: skip
+def test_what_the_gpu_budget_has_nothing_to_do_with(facts: Facts, memory: str, words: str) -> None:
+    found = report(SIBLINGS, {4242: 80 * GIB}, facts)
+    assert found.verdict.memory == memory and found.reason == "elsewhere" and found.holders == ()
+    assert "the GPU budget has nothing to do with it" in str(found) and words in str(found)
+    assert "trim" not in str(found)
+
+
+def test_the_gpu_is_the_one_that_the_text_names() -> None:
+    plan = plan_of(devices=(H200, SECOND))
+    assert report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 1 has")).uuid == SECOND.uuid
+    lost = report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 7 has"))
+    assert lost.uuid is None and lost.why == "it was a GPU that the budget does not name"
+    tf = "OOM when allocating tensor with shape[9] and type float on device:GPU:1 by allocator GPU_1_bfc"
+    assert report(SIBLINGS, plan=plan, facts=Facts("x", (), tf, {})).uuid == SECOND.uuid
+
+
+def test_without_a_reading_it_says_so() -> None:
+    found = diagnose(torch_error(), classify(torch_error()), None, None, {}, (), time=0.0)
+    assert found.reason == "unknown" and found.why == "no reading of the GPU could be had"
+    assert "torch ran out of GPU memory: 8.00 GiB asked for" in str(found)
+
+
+def test_others_that_nobody_can_tell_apart() -> None:
+    plan = plan_of()
+    facts = torch_error()
+    ledger = ledger_of(plan, {"torch": Usage(GIB, GIB, 0)}, 136 * GIB, known=False)
+    found = diagnose(facts, classify(facts), ledger, plan, {}, (), time=0.0)
+    assert found.reason == "card" and found.remedies[0].text.startswith("NVML does not tell")
+    hidden = report({"torch": Usage(GIB, GIB, 0)}, {4242: None})
+    assert hidden.processes == {4242: None}
+
+
+def test_a_framework_outside_the_budget_is_trimmed_by_its_own_call() -> None:
+    plan = plan_of({"torch": {"share": "40%"}})
+    found = report({"torch": Usage(GIB, GIB, 0), "cupy": Usage(90 * GIB, GIB, None)}, {9: 44 * GIB}, plan=plan)
+    assert found.remedies[0].text.startswith("cupy caches 89.00 GiB: cupy.get_default_memory_pool().free_all_blocks()")
+
+
+def test_who_grew_before_it() -> None:
+    def sample(time: float, held: int) -> Sample:
+        rows = {"torch": FrameworkSample(held, held, 0, None), "jax": FrameworkSample(None, GIB, None, None)}
+        return Sample(time, (DeviceSample(H200.uuid, 0, 0, 0, 0, 0, 0, 0, rows),))
+
+    found = report(SIBLINGS, samples=(sample(1.0, GIB), sample(11.0, 9 * GIB)))
+    assert "torch grew by 8.00 GiB in the last 10 s" in str(found)
+    assert "grew" not in str(report(SIBLINGS, samples=(sample(1.0, GIB), sample(11.0, GIB))))
+    assert found.as_dict()["samples"][0]["devices"][0]["frameworks"]["torch"]["held"] == GIB
+
+
+def test_the_texts_fit_a_terminal() -> None:
+    crowd = dict.fromkeys(range(30), GIB)
+    for found in (
+        report(SIBLINGS, {4242: 50 * GIB, **crowd}),
+        report({**SIBLINGS, "torch": Usage(48 * GIB, 47 * GIB, 0)}, {4242: 52 * GIB}),
+        report({"torch": Usage(48 * GIB, 30 * GIB, 0)}, facts=torch_error("Tried to allocate 8.00 GiB " * 300)),
+    ):
+        lines = str(found).splitlines()
+        assert len(lines) <= 14 and all(len(line) <= 80 for line in lines) and lines[0].startswith("memguard: ")
+        from rich.console import Console
+
+        console = Console(width=80, force_terminal=True, color_system="truecolor")
+        with console.capture() as drawn:
+            console.print(found)
+        assert re.sub(r"\x1b\[[\d;]*m", "", drawn.get()).rstrip("\n") == str(found) and "\x1b[" in drawn.get()
+
+
+def test_json_has_everything() -> None:
+    found = report(SIBLINGS, {4242: 80 * GIB})
+    data = json.loads(found.to_json())
+    assert data["memguard_oom"] == 1 and data["requested"] == 8 * GIB and data["memory"] == "gpu"
+    assert data["ledger"]["memguard_ledger"] == 1 and data["processes"] == {"4242": 80 * GIB}
+    assert data["remedies"][0]["bytes"] == int(6.2 * GIB) and data["holders"][0]["name"] == "process 4242"
+    assert data["simulated"] is False
+    simulated = replace(found, ledger=replace(found.ledger, simulated=True))  # type: ignore[arg-type]
+    assert "(simulated)" in str(simulated) and simulated.as_dict()["simulated"] is True
+
+
+def test_nothing_of_the_report_is_zero_where_it_is_unknown() -> None:
+    assert types.Row("framework", "x", None).bytes is None
+    found = report(
+        {"torch": None, "tensorflow": Usage(None, None)}, facts=torch_error("Tried to allocate 1.00 GiB. GPU 0")
+    )
+    assert "tensorflow" not in [holder.name for holder in found.holders]
+
+
+def test_a_recommendation_at_the_very_edge_still_fits() -> None:
+    """A cap can be a granule less than its share is: what looks free by the caps is not all free."""
+    asked, odd = 8 * GIB, {"cupy": {"share": "33.3333%"}, "numba": {"share": "11.1111%"}, "torch": {"limit": "40GiB"}}
+    plan = plan_of(odd)
+    part = plan.devices[0]
+    for short in range(8):
+        size = part.caps["torch"] + part.unallocated - short * 2 * MIB - (asked + 20 * MIB + asked // 16)
+        found = report({"torch": Usage(size, size, 0)}, facts=torch_error(), plan=plan)
+        if match := re.match(r"raise frameworks\.torch\.(share|limit) to (\S+?),? ", found.remedies[0].text):
+            plan_of({**odd, "torch": {match[1]: match[2].rstrip(",")}})
+    assert match is not None
+
+
+def test_a_cap_that_is_recommended_leaves_room_for_rounding() -> None:
+    """PyCUDA takes 271 MiB for 256 (measured)."""
+    facts = Facts("pycuda._driver.MemoryError", ("pycuda._driver.MemoryError",), "cuMemAlloc failed: out of memory",
+                  {"memguard_requested": 16 * GIB})  # fmt: skip
+    found = report({"pycuda": Usage(2 * GIB, 2 * GIB, 0)}, facts=facts, plan=plan_of({"pycuda": {"limit": "4GiB"}}))
+    assert found.verdict.requested == 16 * GIB and found.remedies[0].bytes is not None
+    assert 4 * GIB + found.remedies[0].bytes >= 2 * GIB + 16 * GIB * 271 // 256
+
+
+def test_nobody_is_told_to_trim_the_requester_or_a_pool_that_never_gives_back() -> None:
+    plan = plan_of({"torch": {"share": "40%"}, "jax": {"share": "30%"}})
+    usages = {"torch": Usage(12 * GIB, 4 * GIB, GIB), "jax": Usage(30 * GIB, 2 * GIB, None)}
+    found = report(usages, {4242: 96 * GIB}, plan=plan)
+    assert found.reason == "card" and "trim" not in " ".join(remedy.text for remedy in found.remedies)
+    assert "jax's pool of 30.00 GiB (2.00 GiB in use) never gives back" in str(found)
+
+
+@given(
+    shares=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    asked=st.integers(1, 60 * 1024),
+    held=st.floats(0.3, 1.0),
+)
+def test_a_cap_that_is_recommended_fits_and_is_enough(shares: list[int], asked: int, held: float) -> None:
+    """Applied to the budget as the remedy says it, the plan is accepted and the cap as large as was promised."""
+    assume(sum(shares) <= 100)
+    names = ["torch", "cupy", "pycuda", "numba", "jax"][: len(shares)]
+    frameworks = {name: {"share": f"{share}%"} for name, share in zip(names, shares, strict=True)}
+    plan = plan_of(frameworks, (H200, SECOND))
+    cap = plan.devices[0].caps["torch"]
+    size = int(cap * held)
+    found = report(
+        {"torch": Usage(size, size, 0)}, facts=torch_error(f"Tried to allocate {asked}.00 MiB. GPU 0"), plan=plan
+    )
+    text = found.remedies[0].text
+    if match := re.match(r"raise frameworks\.torch\.(share|limit) to ([^\s,]+)", text):
+        assert found.remedies[0].bytes is not None
+        try:
+            better = plan_of({**frameworks, "torch": {match[1]: match[2]}}, (H200, SECOND))
+        except PlanError as error:
+            raise AssertionError(f"{text}: {error}") from error
+        for part in better.devices:
+            assert part.caps["torch"] >= cap + found.remedies[0].bytes >= size + asked * MIB
+        if resize := re.search(r"resize\('torch', '(\d+)MiB'\)", text):
+            _policy.resized(plan, "torch", int(resize[1]) * MIB)
+    else:
+        assert (
+            found.reason != "cap" or "lower frameworks" in text or "device.limit" in text or "neither the other" in text
+        )

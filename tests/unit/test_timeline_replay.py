@@ -1,0 +1,296 @@
+"""Replays of timelines: who would have hit a cap, when and by how much, and the smallest budget that fits."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from timelines import START, Clock, busy, plan_of, sample_of
+
+from memguard import _config, _policy
+from memguard._timeline import Oom, Writer, load_timeline
+from memguard._timeline.replay import Above, Outcome, replay
+from memguard._types import Event, FrameworkSample, Sample
+from memguard._units import GIB, MIB
+from memguard.cli.check import check
+from memguard.cli.replay import replay as command
+from memguard.errors import ConfigError, PlanError, TimelineError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import replay as benchmark
+
+PLAN = plan_of(torch="8GiB", cupy="4GiB", jax="4GiB", tensorflow="4GiB")
+
+
+def usage(held: int | None, in_use: int | None, reclaimable: int | None = None) -> FrameworkSample:
+    return FrameworkSample(held, in_use, reclaimable, 40 * GIB)
+
+
+def of(outcome: Outcome, framework: str) -> Any:
+    (row,) = (row for row in outcome.frameworks if row.framework == framework)
+    return row
+
+
+def test_refused_tight_and_cache_are_told_apart() -> None:
+    torch = [
+        usage(7 * GIB, 6 * GIB, 0),  # below its cap
+        usage(9 * GIB, 6 * GIB, 3 * GIB),  # above it with idle memory only
+        usage(10 * GIB, 6 * GIB, 4 * GIB),
+        usage(10 * GIB, 7 * GIB, GIB),  # with pieces that live arrays keep from going back
+        usage(12 * GIB, 9 * GIB, 3 * GIB),  # with live arrays
+        usage(13 * GIB, 10 * GIB, 0),
+        usage(8 * GIB, 8 * GIB, 0),  # at its cap
+        usage(12 * GIB, 9 * GIB, None),
+        usage(12 * GIB, 7 * GIB, None),
+    ]
+    outcome = replay([sample_of(PLAN, START + at, torch=row) for at, row in enumerate(torch)], PLAN)
+    row = of(outcome, "torch")
+    assert row.refused == Above(START + 4, 2, 3, 2 * GIB)
+    assert row.fragments == Above(START + 3, 1, 1, GIB)
+    assert row.cache == Above(START + 1, 2, 3, 4 * GIB)
+    assert (row.cap, row.peak_held, row.peak_in_use, row.needs) == (8 * GIB, 13 * GIB, 10 * GIB, 13 * GIB)
+    assert not outcome.fits and (outcome.samples, outcome.begin, outcome.end) == (9, START, START + 8)
+    assert replay([sample_of(PLAN, START, torch=torch[1])], PLAN).fits, "cache that can go is no refusal"
+    assert not replay([sample_of(PLAN, START, torch=torch[3])], PLAN).fits
+
+
+@pytest.mark.parametrize("order", ["rfrf", "rcrc", "fcfc", "crfcrf"])
+def test_each_way_above_a_cap_begins_anew_after_another(order: str) -> None:
+    rows = {"r": usage(12 * GIB, 9 * GIB, 0), "f": usage(12 * GIB, GIB, GIB), "c": usage(12 * GIB, GIB, 9 * GIB)}
+    row = of(replay([sample_of(PLAN, START + at, torch=rows[kind]) for at, kind in enumerate(order)], PLAN), "torch")
+    counts = {"r": row.refused.times, "f": row.fragments.times, "c": row.cache.times}
+    assert counts == {kind: order.count(kind) for kind in "rfc"}
+
+
+def test_pools_that_give_nothing_back_are_judged_by_what_is_in_use() -> None:
+    """JAX and TensorFlow hold what they once had: a smaller pool would have served the same arrays."""
+    jax, tensorflow = usage(9 * GIB, 3 * GIB, 0), usage(12 * GIB, GIB, 0)
+    outcome = replay([sample_of(PLAN, START, jax=jax, tensorflow=tensorflow)], PLAN)
+    assert outcome.fits and of(outcome, "jax").needs == 3 * GIB and of(outcome, "tensorflow").needs == GIB
+    assert of(outcome, "jax").cache == Above(START, 1, 1, 5 * GIB)
+    outcome = replay([sample_of(PLAN, START, jax=usage(9 * GIB, 5 * GIB, 0))], PLAN)
+    assert of(outcome, "jax").refused == Above(START, 1, 1, GIB)
+
+
+def test_a_framework_that_does_not_say_what_it_holds() -> None:
+    samples = [sample_of(PLAN, START + at, tensorflow=usage(None, size, 0)) for at, size in enumerate([GIB, 5 * GIB])]
+    outcome = replay(samples, PLAN)
+    row = of(outcome, "tensorflow")
+    assert row.refused == Above(START + 1, 1, 1, GIB) and row.peak_held is None and row.cache == Above()
+    assert "tensorflow does not always say what it holds: it is judged by its live arrays" in outcome.notes
+    assert "unknown" in outcome.render()
+    silent = replay([sample_of(PLAN, START, torch=usage(None, None))], PLAN)
+    assert silent.fits and of(silent, "torch").needs == 0 and silent.smallest is None
+    held_only = replay([sample_of(PLAN, START, torch=usage(9 * GIB, None))], PLAN)
+    assert of(held_only, "torch").refused.most == GIB
+
+
+def test_what_a_budget_does_not_name_has_no_cap() -> None:
+    outcome = replay([sample_of(PLAN, START, numba=usage(30 * GIB, 30 * GIB, 0))], PLAN)
+    assert outcome.fits and of(outcome, "numba").cap is None
+    assert "the budget does not name numba: nothing would have stopped it" in outcome.notes
+
+
+def test_overhead_is_compared_with_the_reserve() -> None:
+    first = sample_of(PLAN, START, torch=usage(GIB, GIB, 0))
+    (row,) = first.devices
+    samples = [first, *(Sample(START + at, (row._replace(overhead=3 * GIB),)) for at in (1, 2))]
+    (gpu,) = replay(samples, PLAN).devices
+    assert gpu.overhead == Above(START + 1, 1, 2, GIB) and gpu.outside == 3 * GIB
+    assert "overhead is above the reserve once, first 1.000 s after" in replay(samples, PLAN).render()
+
+
+def test_what_nobody_accounts_for_goes_into_the_reserve_unless_a_pool_may_hold_it() -> None:
+    def outside(held: int | None) -> int:
+        sample = sample_of(PLAN, START, torch=usage(GIB, GIB, 0), tensorflow=usage(held, GIB, 0))
+        row = sample.devices[0]._replace(unaccounted=GIB)
+        return replay([sample._replace(devices=(row,))], PLAN).devices[0].outside
+
+    assert outside(2 * GIB) == 2 * GIB and outside(None) == GIB
+
+
+def test_several_gpus_and_one_that_the_plan_does_not_have() -> None:
+    plan = plan_of("h200", "h200", torch="8GiB", jax="20GiB")
+    samples = [
+        sample_of(plan, START, gpu=0, torch=usage(9 * GIB, 9 * GIB, 0)),
+        sample_of(plan, START + 1, gpu=1, torch=usage(2 * GIB, 2 * GIB, 0), jax=usage(30 * GIB, 30 * GIB, 0)),
+    ]
+    stranger = samples[0].devices[0]._replace(uuid="GPU-other")
+    outcome = replay([*samples, Sample(START + 2, (stranger,))], plan)
+    refused = {(row.framework, row.device): row.refused.times for row in outcome.frameworks}
+    assert refused == {("torch", 0): 1, ("torch", 1): 0, ("jax", 1): 1}
+    assert "GPUs that the budget's plan does not have are left out: GPU-other" in outcome.notes
+    assert outcome.smallest is not None and outcome.smallest.limits == {"jax": 30 * GIB, "torch": 9 * GIB}
+
+
+def test_peaks_on_different_gpus_that_no_budget_can_hold() -> None:
+    plan = plan_of("h200", "h200", torch="8GiB", jax="20GiB")
+    samples = [
+        sample_of(plan, START, gpu=0, torch=usage(100 * GIB, 100 * GIB, 0)),
+        sample_of(plan, START, gpu=1, jax=usage(100 * GIB, 100 * GIB, 0)),
+    ]
+    outcome = replay(samples, plan)
+    assert outcome.smallest is not None and "they peaked on different ones" in (outcome.smallest.problem or "")
+    assert "version: 1" not in outcome.render() and "use several processes" in " ".join(outcome.render().split())
+
+
+def test_errors_and_nothing_at_all() -> None:
+    outcome = replay([Oom(START, {}), Event(START, "oom", "x"), Oom(START, {})], PLAN)
+    assert outcome.samples == 0 and outcome.smallest is None and outcome.fits
+    assert any(note.startswith("memory was refused 2 times when this was recorded") for note in outcome.notes)
+    assert "0 samples over 0.000 s" in outcome.render()
+
+
+sizes = st.integers(0, 10 * GIB)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Sample]:
+    samples = []
+    for at in range(draw(st.integers(1, 12))):
+        frameworks = {}
+        for name in draw(st.sets(st.sampled_from(["torch", "jax", "tensorflow", "cupy"]))):
+            in_use = draw(sizes)
+            held = draw(st.none() | st.integers(in_use, 15 * GIB))
+            idle = None if held is None else draw(st.none() | st.integers(0, held - in_use))
+            frameworks[name] = usage(held, in_use, idle)
+        sample = sample_of(PLAN, START + at, **frameworks)
+        row = sample.devices[0]._replace(overhead=draw(sizes), unaccounted=draw(st.none() | sizes))
+        samples.append(sample._replace(devices=(row,)))
+    return samples
+
+
+@given(runs())
+def test_the_smallest_budget_fits_and_a_page_less_does_not(samples: list[Sample]) -> None:
+    smallest = replay(samples, PLAN).smallest
+    if smallest is None:
+        assert all(not usage.held and not usage.in_use for s in samples for usage in s.devices[0].frameworks.values())
+        return
+    gpu = PLAN.devices[0].device
+    plan = _policy.plan(_config.parse(smallest.yaml()), [gpu])
+    outcome = replay(samples, plan)
+    assert outcome.fits and not any(row.overhead.times for row in outcome.devices)
+    assert not any(row.cap is None for row in outcome.frameworks if row.peak_held or row.peak_in_use)
+    for name, limit in smallest.limits.items():
+        if limit > 2 * MIB:
+            entry = f"  {name}: {{limit: {limit // MIB}MiB}}"
+            assert entry in smallest.yaml()
+            less = smallest.yaml().replace(entry, f"  {name}: {{limit: {limit // MIB - 2}MiB}}")
+            assert not replay(samples, _policy.plan(_config.parse(less), [gpu])).fits
+
+
+def recorded(folder: Path, samples: list[Sample]) -> Path:
+    with Writer(folder / "{rank}.jsonl", PLAN, clock=Clock()) as out:
+        for sample in samples:
+            out.sample(sample)
+    return Path(out.path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    steps = [usage(12 * GIB, size * GIB, (12 - size) * GIB) for size in (6, 9, 6, 12, 5)]
+    samples = [sample_of(PLAN, START + at, torch=step) for at, step in enumerate(steps)]
+    budget = tmp_path / "other.yaml"
+    budget.write_text("version: 1\nframeworks:\n  torch: {limit: 8GiB}\n  cupy: {limit: 1GiB}\n")
+    return str(recorded(tmp_path, samples)), str(budget)
+
+
+def test_the_command(files: tuple[str, str], tmp_path: Path) -> None:
+    timeline, budget = files
+    run = CliRunner().invoke(command, [timeline, "--budget", budget])
+    said = " ".join(run.output.split())
+    assert run.exit_code == 1, run.output
+    assert max(map(len, run.output.splitlines())) <= 80
+    assert "replay of 5 samples over 4.000 s (simulated GPUs), under the budget's caps" in said
+    assert (
+        "torch on GPU 0 would have been refused 2 times, first 1.000 s after the start (2025-11-21 15:00:01 UTC), "
+        "by 4.00 GiB at the most" in said
+    )
+    assert "torch on GPU 0 would have had to give back idle cache 3 times, first 0.000 s" in said
+    assert "after its first refusal the program would have gone another way; this is" in said
+    assert "limit: 13312MiB, reserve: 1024MiB" in said and "torch: {limit: 12288MiB}" in said
+    run = CliRunner().invoke(command, [timeline, "--budget", budget, "--json"])
+    plain = json.loads(run.output)
+    assert run.exit_code == 1 and plain["fits"] is False and plain["simulated"] is True
+    assert plain["frameworks"][0]["refused"] == {"first": START + 1, "times": 2, "samples": 2, "most": 4 * GIB}
+    run = CliRunner().invoke(command, [timeline])
+    assert "under the caps it was recorded with" in " ".join(run.output.split())
+
+
+def test_the_smallest_budget_is_one_that_check_accepts(files: tuple[str, str], tmp_path: Path) -> None:
+    run = CliRunner().invoke(command, [files[0], "--smallest"])
+    assert run.exit_code == 0, run.output
+    smallest = tmp_path / "smallest.yaml"
+    smallest.write_text(run.output)
+    checked = CliRunner().invoke(check, [str(smallest)])
+    assert checked.exit_code == 0 and ": ok" in checked.output
+    run = CliRunner().invoke(command, [files[0], "--budget", str(smallest)])
+    assert run.exit_code == 0 and "refused once" not in run.output
+
+
+def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) -> None:
+    timeline, budget = files
+
+    def error(*arguments: str) -> BaseException | None:
+        return CliRunner().invoke(command, list(arguments)).exception
+
+    assert isinstance(error(str(tmp_path / "absent"), "--budget", budget), TimelineError)
+    assert isinstance(error(timeline, "--budget", str(tmp_path / "absent")), ConfigError)
+    Path(budget).write_text("version: 1\nframeworks: {torch: {limit: 900GiB}}\n")
+    assert isinstance(error(timeline, "--budget", budget), PlanError)
+    (empty := tmp_path / "empty").mkdir()
+    assert "no framework held anything" in str(error(str(recorded(empty, [])), "--smallest"))
+    with open(timeline, "a") as file:
+        file.write("{}\n")
+    assert f"{timeline}:8: t: None is not a time" in str(error(timeline))
+    for swapped in ((budget, timeline), (timeline, budget)):
+        run = CliRunner().invoke(command, list(swapped))
+        assert run.exit_code == 2 and "the budget goes to --budget: memguard replay" in run.output
+
+
+def test_peaks_that_were_thinned_out_still_decide(tmp_path: Path) -> None:
+    """The smallest budget of a run whose oldest samples are gone is that of the whole run."""
+    rng = random.Random(4)
+    six = plan_of()
+    samples = [busy(six, START + at, rng) for at in range(4000)]
+    samples[100] = sample_of(six, START + 100, torch=usage(20 * GIB, 12 * GIB, 2 * GIB), jax=usage(9 * GIB, 8 * GIB, 0))
+    with Writer(tmp_path / "{rank}.jsonl", six, limit_bytes=1 << 19) as out:
+        for sample in samples:
+            out.sample(sample)
+    timeline = load_timeline(out.path)
+    assert timeline.dropped.samples > 1500
+    thinned, whole = replay(timeline.records(), six).smallest, replay(samples, six).smallest
+    assert thinned == whole and whole is not None and whole.limits["torch"] == 18 * GIB
+
+
+def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "replay.json"
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--samples", "200", "2000", "-o", str(output)])
+    assert benchmark.main() == 0, capsys.readouterr().out
+    result = json.loads(output.read_text())
+    assert [run["samples"] for run in result["runs"]] == [200, 2000]
+    assert all(passed for passed, _ in result["checks"].values())
+    assert all(count > 0 for count in result["runs"][1]["refused"].values()), "the work is not nothing"
+
+
+def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's timeline under its budget prints what the document says."""
+    text = (Path(__file__).parents[2] / "docs" / "timeline.md").read_text()
+
+    def block(kind: str) -> str:
+        return text.split(f"```{kind}\n")[1].split("```")[0]
+
+    line, _, said = block("console").partition("\n")
+    monkeypatch.chdir(tmp_path)
+    Path("run-4711-0.jsonl").write_text(block("json"))
+    Path("other.yaml").write_text(block("yaml"))
+    assert line.startswith("$ memguard replay ")
+    run = CliRunner().invoke(command, line.split()[3:])
+    assert run.exit_code == 1 and run.output == said
