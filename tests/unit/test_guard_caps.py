@@ -1,0 +1,317 @@
+"""Caps at run time: resized, trimmed, changed by others, and during the capture of a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from guards import BUDGET, TORCH, cap_of, imported, replaced, simulated, start
+
+import memguard
+from memguard import _api
+from memguard._devices import contexts
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._types import Device
+from memguard._units import GIB, MIB
+from memguard.errors import (
+    BudgetExceeded,
+    CapNotApplied,
+    PlanError,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_stays")
+
+# resize and trim
+
+
+def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
+    guard = start()
+    torch = simulated(guard, "torch")
+    (gpu,) = guard.host.devices()
+    array = torch.allocate(3 * GIB)
+    torch.free(torch.allocate(GIB))
+    memguard.resize("torch", "6GiB")
+    assert torch.stats(gpu).held == 4 * GIB, "nothing is trimmed where nothing is above its cap"
+    torch.allocate(GIB)
+    more = torch.allocate(2 * GIB)
+    torch.free(more)
+    assert guard.plan.devices[0].caps["torch"] == 6 * GIB
+    memguard.resize("torch", "3GiB")
+    assert torch.stats(gpu).held == 4 * GIB, "the cache went, the live array stays"
+    assert [note for note in memguard.ledger().notes if "above its cap" in note] == [
+        "torch: holds 1.00 GiB above its cap of 3.00 GiB on NVIDIA H200: it gets no more, and shrinks as arrays are "
+        "freed and memguard.trim() runs"
+    ]
+    with pytest.raises(FrameworkOutOfMemory):
+        torch.allocate(4 * MIB)
+    torch.free(array)
+    assert memguard.trim() == 3 * GIB
+    assert not any("above its cap" in note for note in memguard.ledger().notes), "it no longer is"
+    torch.allocate(2 * GIB)
+    assert memguard.ledger().devices[0].row("torch").cap == 3 * GIB
+
+
+def test_lowering_onto_what_is_in_use_has_nothing_to_report() -> None:
+    guard = start()
+    torch = simulated(guard, "torch")
+    torch.allocate(3 * GIB)
+    torch.free(torch.allocate(GIB))
+    memguard.resize("torch", "3GiB")
+    assert not any("above its cap" in note for note in memguard.ledger().notes)
+
+
+def test_a_framework_capped_while_it_holds_more_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def live(host: SimulatedHost, name: str) -> SimulatedFramework:
+        framework = imported(host, name)
+        framework.allocate(5 * GIB)
+        framework.free(framework.allocate(GIB))
+        return framework
+
+    replaced(monkeypatch, torch=live)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        guard = start(TORCH)
+    assert "torch: holds 1.00 GiB above its cap of 4.00 GiB" in caplog.text and guard.active
+
+
+def test_a_cap_changed_before_the_import_is_the_one_that_is_applied() -> None:
+    guard = start()
+    memguard.resize("torch", "1GiB")
+    torch = simulated(guard, "torch")
+    torch.start_importing()
+    assert cap_of(torch) == GIB
+
+
+def test_tensorflow_cannot_be_resized_once_its_cap_is_set() -> None:
+    guard = start()
+    memguard.resize("tensorflow", "3GiB")
+    tensorflow = simulated(guard, "tensorflow")
+    tensorflow.start_importing()
+    with pytest.raises(CapNotApplied, match="fixed"):
+        memguard.resize("tensorflow", "2GiB")
+    assert cap_of(tensorflow) == guard.plan.devices[0].caps["tensorflow"] == 3 * GIB
+
+
+def test_a_size_that_does_not_fit_changes_nothing() -> None:
+    guard = start()
+    torch = simulated(guard, "torch")
+    torch.start_importing()
+    plan = guard.plan
+    for wrong in ("9GiB", "1MiB"):
+        with pytest.raises(PlanError, match="is possible beside the other caps"):
+            memguard.resize("torch", wrong)
+    assert guard.plan is plan and cap_of(torch) == 4 * GIB
+    memguard.resize("torch", "8GiB")  # what is unallocated may be had
+
+
+def test_trim_gives_back_and_says_how_much() -> None:
+    guard = start()
+    torch, pycuda = simulated(guard, "torch"), simulated(guard, "pycuda")
+    assert memguard.trim() == 0
+    torch.free(torch.allocate(2 * GIB))
+    pycuda.free(pycuda.allocate(GIB))
+    assert memguard.trim("torch") == 2 * GIB
+    held = pycuda.stats(guard.host.devices()[0]).held
+    assert held >= GIB and memguard.trim() == held and memguard.trim() == 0
+
+
+def test_trim_counts_every_gpu() -> None:
+    guard = start(simulate=["h200", "h100"])
+    torch = simulated(guard, "torch")
+    for device in (0, 1):
+        torch.free(torch.allocate(GIB, device=device))
+    assert memguard.trim() == 2 * GIB
+
+
+# what was changed after init
+
+
+class Drifting(SimulatedFramework):
+    """Says what `lost` says."""
+
+    lost: tuple[str, ...] = ()
+
+    def drift(self) -> list[str]:
+        return list(self.lost)
+
+
+def drifting(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Drifting]:
+    made: list[Drifting] = []
+
+    def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+        made.append(Drifting(host, name))
+        return made[-1]
+
+    replaced(monkeypatch, **dict.fromkeys(names, make))
+    return made
+
+
+def test_what_was_changed_after_init_is_in_the_ledger_and_warned_about_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = drifting(monkeypatch, "torch", "pycuda")
+    start()
+    torch, pycuda = made
+    for framework in (torch, pycuda):
+        framework.allocate(MIB)
+    torch.lost = ("torch: its fraction was raised",)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        for _ in range(3):
+            ledger = memguard.ledger()
+            rows = {row.name: row.enforcement for row in ledger.devices[0].rows if row.kind == "framework"}
+            assert rows == {"torch": "watched", "tensorflow": "pending", "pycuda": "enforced"}
+            assert ledger.notes.count("torch: its fraction was raised") == 1
+            assert ledger.devices[0].row("torch").cap == 4 * GIB, "what the budget gives it"
+    assert caplog.text.count("its fraction was raised") == 1
+    pycuda.lost = ("pycuda: mem_alloc was replaced", "pycuda: and more")
+    with caplog.at_level(logging.WARNING, "memguard"):
+        ledger = memguard.ledger()
+    assert {"torch: its fraction was raised", *pycuda.lost} <= set(ledger.notes)
+    assert caplog.text.count("mem_alloc was replaced") == caplog.text.count("and more") == 1
+    torch.lost = ()
+    ledger = memguard.ledger()
+    assert ledger.devices[0].row("torch").enforcement == "enforced", "set back: it holds again"
+    assert "torch: its fraction was raised" not in ledger.notes
+
+
+def test_nothing_can_drift_that_was_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = drifting(monkeypatch, "torch")
+    start(TORCH)
+    (torch,) = made
+    torch.lost = ("torch: changed",)
+    ledger = memguard.ledger()
+    assert ledger.devices[0].row("torch").enforcement == "pending" and "torch: changed" not in ledger.notes
+
+
+# captures of CUDA graphs
+
+
+class Capturing(SimulatedFramework):
+    """`captures`: this thread captures a graph. `trimmed`: for each trim, whether it was beside captures of others."""
+
+    captures = False
+    beside: list[str]
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.trimmed: list[bool] = []
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def trim(self, device: Device) -> None:
+        self.trimmed.append(bool(self.beside))
+        super().trim(device)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Capturing]]:
+    """A budget whose frameworks may capture, and a stand-in for the door that keeps other threads' captures safe."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        entered.append("entered")
+        try:
+            yield
+        finally:
+            entered.clear()
+
+    def arrange(budget: Any = BUDGET) -> dict[str, Capturing]:
+        made: dict[str, Capturing] = {}
+
+        def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+            made[name] = Capturing(host, name)
+            made[name].beside = entered
+            return made[name]
+
+        replaced(monkeypatch, torch=make, tensorflow=make, pycuda=make)
+        monkeypatch.setattr(contexts, "beside_captures", beside)
+        start(budget)
+        return made
+
+    return arrange
+
+
+@pytest.mark.parametrize("who", ["torch", "pycuda"])
+def test_nothing_is_trimmed_while_this_thread_captures_a_graph(
+    capture: Callable[..., dict[str, Capturing]], who: str
+) -> None:
+    """Freeing a sibling's memory would spoil the capture as well."""
+    made = capture()
+    torch = made["torch"]
+    torch.free(torch.allocate(GIB))
+    made["pycuda"].allocate(MIB)
+    made[who].captures = True
+    assert memguard.trim() == 0 and memguard.trim("torch") == 0 and torch.trimmed == []
+    made[who].captures = False
+    assert memguard.trim() == GIB and torch.trimmed == [True], "beside the captures of other threads"
+
+
+def test_a_capture_of_which_nobody_trims_is_not_asked_about(
+    capture: Callable[..., dict[str, Capturing]], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = capture()
+    made["torch"].captures = True
+    with caplog.at_level(logging.INFO, "memguard"):
+        assert memguard.trim() == 0
+    assert "captured" not in caplog.text, "nothing is live"
+    made["torch"].allocate(1)
+    with caplog.at_level(logging.INFO, "memguard"):
+        memguard.trim()
+    assert "a CUDA graph is being captured on this thread: nothing is trimmed" in caplog.text
+
+
+def test_require_refuses_what_only_a_trim_could_give_while_a_graph_is_captured(
+    capture: Callable[..., dict[str, Capturing]],
+) -> None:
+    made = capture({**BUDGET, "device": {"limit": "100%", "reserve": "2GiB"}})
+    torch, pycuda = made["torch"], made["pycuda"]
+    host = _api.current().host
+    assert isinstance(host, SimulatedHost)
+    (gpu,) = host.devices()
+    torch.free(torch.allocate(3 * GIB))
+    pycuda.allocate(1)
+    host.occupy(gpu, 1, host.memory(gpu).free - 512 * MIB)
+    pycuda.captures = True
+    with pytest.raises(BudgetExceeded, match="or a CUDA graph is being captured") as caught:
+        memguard.require("pycuda", GIB)
+    assert (
+        caught.value.available == 512 * MIB
+        and torch.trimmed == []
+        and "memguard.trim() where torch runs" in str(caught.value)
+    )
+    memguard.require("pycuda", 256 * MIB)
+    pycuda.captures = False
+    memguard.require("pycuda", GIB)
+    assert torch.trimmed == [True] and torch.stats(gpu).held == 0
+
+
+def test_a_cap_lowered_while_a_graph_is_captured_reports_and_trims_nothing(
+    capture: Callable[..., dict[str, Capturing]], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = capture()["torch"]
+    torch.free(torch.allocate(3 * GIB))
+    torch.captures = True
+    with caplog.at_level(logging.WARNING, "memguard"):
+        memguard.resize("torch", GIB)
+    assert torch.trimmed == [] and "torch: holds 2.00 GiB above its cap of 1.00 GiB" in caplog.text
+    torch.captures = False
+    memguard.resize("torch", 2 * GIB)
+    assert torch.trimmed == [True] and torch.stats(torch.host.devices()[0]).held == 0
+
+
+def test_an_error_in_a_trim_leaves_the_captures_of_others_as_they_were(
+    capture: Callable[..., dict[str, Capturing]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = capture()["torch"]
+    torch.allocate(1)
+    monkeypatch.setattr(SimulatedFramework, "trim", lambda self, device: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        memguard.trim()
+    assert torch.trimmed == [True] and torch.beside == []
