@@ -6,6 +6,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -41,14 +42,20 @@ def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
 def source_hash(whole: bool = False) -> str:
     """A hash of `memguard/`: results measured with another one are stale.
 
-    Without `cli/` and `checkup/`, unless `whole`: a program under a budget loads nothing of them, so they change no
-    figure of it. tests/unit/test_measured_source.py holds that.
+    Without `cli/` and `_doctor/`, unless `whole`: a program under a budget loads nothing of them, so they change no
+    figure of it. tests/unit/test_measured_source.py holds that. In a tree without `memguard/`, as where the wheel is
+    tested, the installed package is hashed.
     """
+    package = ROOT / "memguard"
+    if not package.is_dir():
+        found = importlib.util.find_spec("memguard")
+        assert found is not None and found.origin is not None, "there is no memguard here"
+        package = Path(found.origin).parent
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "memguard").rglob("*.py")):
-        if not whole and path.relative_to(ROOT / "memguard").parts[0] in APART:
+    for path in sorted(package.rglob("*.py")):
+        if not whole and path.relative_to(package).parts[0] in APART:
             continue
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
