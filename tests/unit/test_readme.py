@@ -138,9 +138,23 @@ def test_every_result_is_listed_with_its_age_and_its_missed_checks() -> None:
             assert passed or f"- {check}: {figure}" in text
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-)
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_modules_that_are_named_are_there(document: str) -> None:
+    import memguard
+
+    package = Path(memguard.__file__).parent
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for path in re.findall(r"\bmemguard/[\w/]+\.(?:py|pth)\b", text):
+        assert (package.parent / path).exists(), path
+    for dotted in re.findall(r"\bmemguard(?:\._\w+)+", text):
+        parts = package.parent.joinpath(*dotted.split("."))
+        assert parts.is_dir() or parts.with_suffix(".py").exists(), dotted
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
@@ -191,3 +205,42 @@ def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() ->
             assert deviation is None or deviation <= 0.02, (row.framework, what)
     assert compared >= 7
     assert outcome.refused == 0
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def section(heading: str) -> str:
+    return CONTRIBUTING.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_every_path_that_contributing_names_is_there() -> None:
+    import memguard
+
+    package = Path(memguard.__file__).parent
+    named = set(re.findall(r"`((?:memguard|benchmarks|docs|scripts|tests|\.ci)/[\w./<>-]*)`", CONTRIBUTING))
+    assert len(named) > 15
+    for path in sorted(named):
+        if "<name>" in path:
+            path = path.rpartition("/")[0]
+        place = package.parent if path.startswith("memguard/") else ROOT
+        if path != ".ci/run":  # the tests also run in a tree without it
+            assert (place / path).exists(), path
+
+
+def test_contributing_says_what_to_open_in_at_most_ten_rows() -> None:
+    lines = [line for line in section("Where to start").splitlines() if line.startswith("| ")][2:]
+    assert 1 <= len(lines) <= 10
+    assert all("`" in line.split(" | ")[1] for line in lines)
+
+
+def test_the_rooms_of_contributing_are_the_layers_that_are_checked() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.findall(
+        r'^    "(memguard\..*)",$', project.partition("\nlayers = [")[2].partition("]")[0], re.MULTILINE
+    )
+    checked = [re.findall(r"memguard\.(\w+)", layer) for layer in layers]
+    lines = [line for line in section("The rooms").splitlines() if line.startswith("| `")]
+    told = [re.findall(r"`(\w+)(?:/|\.py)`", line.split(" | ")[0]) for line in lines]
+    assert len(checked) > 10
+    assert told == checked
