@@ -19,7 +19,7 @@ from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
-STALE = "STALE: memguard has changed since."
+STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
 
 

@@ -126,6 +126,12 @@ def test_every_figure_of_the_readme_is_in_the_result_that_its_row_names() -> Non
             assert float(number.replace(",", "")) == pytest.approx(figure, abs=0.51 * 10**-digits), (what, number)
 
 
+def test_the_readme_counts_the_checks_that_were_missed() -> None:
+    checks = [check for path in RESULTS.glob("*.json") for check in result(path.name).get("checks", {}).values()]
+    missed = sum(not passed for passed, _ in checks)
+    assert f"the {missed} checks that were missed" in between("README.md", "results")
+
+
 def test_every_result_is_listed_with_its_age_and_its_missed_checks() -> None:
     text = between("docs/results.md", "results")
     for path in RESULTS.glob("*.json"):
