@@ -82,28 +82,28 @@ def whole(result: dict[str, Any], state: str = "") -> list[str]:
     calls = {target: pairs[f"{'torch' if target != 'torch' else 'cupy'} > {target}"]["call"] for target in PLAIN}
     size = f"{speed['bytes'] / GIB:.0f} GiB"
     return [
-        'What a hand-over does, as measured. "host waits": a kernel of a millisecond that was running before the',
-        "hand-over had finished after it. Otherwise a stream waits.",
+        "What each hand-over does, as measured. The host waits if a kernel of a millisecond that ran before the",
+        "hand-over was done after it; otherwise a stream waits.",
         "",
         columns,
         rule,
         "| *made with* | " + " | ".join(f"`{call}`" for call in calls.values()) + " |",
         *rows(what),
         "",
-        f"{size}, idle streams: median of {speed['rounds']} with memguard / of the best way by hand, both in µs",
-        f"with the release of the view / through the host (median of {speed['host']['rounds']}).",
+        f"{size}, idle streams: median of {speed['rounds']} with memguard / of the best way by hand, both in µs with",
+        f"the end of the view / through the host (median of {speed['host']['rounds']}).",
         "",
         columns,
         rule,
         *rows(times),
         "",
-        "Dtypes that are shared, by the producers that can make them:",
+        "Dtypes that are shared, by what the producer can make:",
         "",
-        "| dtypes | producers | " + " | ".join(PLAIN.values()) + " |",
+        "| dtypes | made by | " + " | ".join(PLAIN.values()) + " |",
         "| --- | --- |" + " --- |" * len(PLAIN),
         *_dtype_rows(matrix),
         "",
-        "Odd arrays, from every producer that can make them; with `copy=True` each of these arrives with equal values:",
+        "Odd arrays, from all producers that can make them; with `copy=True` each of these arrives with equal values:",
         "",
         "| | " + " | ".join(PLAIN.values()) + " |",
         rule,
@@ -136,7 +136,7 @@ def _pair(name: str) -> str:
 
 
 def _waits(name: str, one: dict[str, Any]) -> str:
-    """Who waits for the producer's work. TensorFlow does not say whether it has any, and waits itself as a producer."""
+    """Who waits for the producer's work. TensorFlow does not say whether it has any; its export waits."""
     return "stream" if one["running_before"] and one["running_after"] >= 0.5 * one["running_before"] else "host"
 
 
@@ -160,7 +160,7 @@ def _route(one: dict[str, Any]) -> str:
 
 
 def _dtype_rows(matrix: dict[str, dict[str, str]]) -> list[str]:
-    """Dtypes share a row if the same producers make them and the same consumers take them."""
+    """Dtypes of the same producers and consumers share a row."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     names = dict.fromkeys(dtype for outcomes in matrix.values() for dtype in outcomes)
     for dtype in names:
@@ -185,7 +185,7 @@ def _dtype_rows(matrix: dict[str, dict[str, str]]) -> list[str]:
 
 
 def _edge_rows(scenarios: dict[str, Any]) -> list[str]:
-    """Each odd array: shared or refused by each consumer. Producers are named if they differ."""
+    """Each odd array: shared or refused by each consumer. Names the producers if they differ."""
     found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for scenario, outcome in scenarios.items():
         source = scenario.removeprefix("edges from ")

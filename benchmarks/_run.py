@@ -43,15 +43,14 @@ def source_hash(whole: bool = False) -> str:
     """A hash of `memguard/`: results measured with another one are stale.
 
     Without `cli/` and `_doctor/`, unless `whole`: a program under a budget loads nothing of them, so they change no
-    figure of it. tests/unit/test_measured_source.py holds that. In a tree without `memguard/`, as where the wheel is
-    tested, the installed package is hashed.
+    figure of it. tests/unit/test_measured_source.py holds that.
     """
-    package = ROOT / "memguard"
-    if not package.is_dir():
-        found = importlib.util.find_spec("memguard")
-        assert found is not None and found.origin is not None, "there is no memguard here"
-        package = Path(found.origin).parent
     digest = hashlib.sha256()
+    package = ROOT / "memguard"
+    if not package.is_dir():  # a tree that is tested against an installed wheel
+        spec = importlib.util.find_spec("memguard")
+        assert spec is not None and spec.origin is not None
+        package = Path(spec.origin).parent
     for path in sorted(package.rglob("*.py")):
         if not whole and path.relative_to(package).parts[0] in APART:
             continue

@@ -207,7 +207,7 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
     nb.run("%unload_ext memguard")
     shown = nb.text(
         "print('memguard' in ip.magics_manager.magics['line'], 'memguard' in ip.magics_manager.magics['cell'])\n"
-        "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], hooks.shows)\n"
+        "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], incidents.shows)\n"
         "print(_api.current().active)"
     )
     assert shown == "False False\nTrue True [] None\nTrue\n"
