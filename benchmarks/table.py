@@ -217,7 +217,7 @@ def watch() -> list[str]:
     shown = scenarios["cupy, card full"]
     leak, saw, tick, ops = (scenarios[name] for name in ("leak", "sawtooth", "tick", "small ops"))
     ratio, control = ops["ratio"], ops["control"]
-    replay, start = timeline["runs"][-1], startup["start"]
+    start = startup["start"]
     armed = start["with"]["median_ms"] - start["without"]["median_ms"]
     return [
         "## Watching and out-of-memory reports",
@@ -248,8 +248,11 @@ def watch() -> list[str]:
         "",
         "| | measured |",
         "| --- | --- |",
-        f"| replay of a timeline of {replay['samples']:,} samples | {replay['seconds']:.0f} s, "
-        f"{replay['peak_rss_kib'] / 1024:.0f} MiB |",
+        *(
+            f"| replay of a timeline of {run['samples']:,} samples of six frameworks | {run['seconds']:.1f} s, "
+            f"{run['peak_rss_kib'] / 1024:.0f} MiB |"
+            for run in timeline["runs"]
+        ),
         f"| start of a Python that has memguard in its environment, without MEMGUARD_CONFIG | {armed:+.2f} ms |",
         "",
         *origin("replay.json", timeline),

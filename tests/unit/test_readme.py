@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -158,6 +159,13 @@ def test_modules_that_are_named_are_there(document: str) -> None:
     for dotted in re.findall(r"\bmemguard(?:\._\w+)+", text):
         parts = package.parent.joinpath(*dotted.split("."))
         assert parts.is_dir() or parts.with_suffix(".py").exists(), dotted
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_that_is_shown_compiles(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        compile(block, document, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
