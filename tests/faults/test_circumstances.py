@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stub_gpus import GIB, ONE, TWO, UUIDS, Run
 
-from memguard._devices import libcuda
+from memguard._devices import cuda_order
 from memguard._devices.nvml import without_library
 
 BUDGET = "BUDGET = {'version': 1, 'frameworks': {'pycuda': {'share': '50%'}}}\n"
@@ -21,41 +22,18 @@ def rows():
 def sums():
     return [sum(row.bytes or 0 for row in part.rows) - part.device.total for part in memguard.ledger().devices]
 """
-HIDE = "sys.modules['cuda'] = None  # no cuda-bindings\n"
-BINDINGS = """
-import enum, os
-from memguard._devices import contexts
-class CUresult(enum.Enum):
-    CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE, CUDA_ERROR_UNKNOWN = 0, 100, 999
-SHOWN = [uuid for uuid in os.environ["CUDA_SHOWS"].split(",") if uuid]
-class Driver:  # as ctypes shows libcuda once it is initialised
-    def cuDeviceGetCount(self, count): count._obj.value = len(SHOWN)
-    def cuDeviceGet(self, device, ordinal): device._obj.value = ordinal
-    def cuDeviceGetUuid_v2(self, raw, device):
-        raw._obj[:] = bytes.fromhex(SHOWN[device.value].removeprefix("GPU-").replace("-", ""))
-    def cuDeviceGetAttribute(self, number, attribute, device): number._obj.value = 100 + device.value
-def cuInit(flags):
-    if os.environ["CUDA_SHOWS"] == "broken": raise SystemExit("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
-    if not SHOWN: return (CUresult.CUDA_ERROR_NO_DEVICE,)
-    contexts._initialised = Driver()
-    return (CUresult.CUDA_SUCCESS,)
-"""
+Shown = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def bindings(tmp_path: Path) -> Path:
-    """A folder with stand-ins for cuda-bindings: CUDA shows the GPUs that CUDA_SHOWS names."""
-    folder = tmp_path / "bindings"
-    (folder / "cuda" / "bindings").mkdir(parents=True)
-    for name in ("cuda", "cuda/bindings"):
-        (folder / name / "__init__.py").write_text("")
-    (folder / "cuda" / "bindings" / "driver.py").write_text(BINDINGS)
-    return folder
+def shown(cuda: Path, build: Callable[..., Path]) -> Shown:
+    """The environment of a process to which CUDA (the stub) shows these GPUs, in this order."""
 
+    def environment(*uuids: str, visible: str | None = "0") -> dict[str, str]:
+        env = {"LD_LIBRARY_PATH": f"{cuda}{os.pathsep}{build()}", "CUDA_STUB_UUIDS": ",".join(uuids)}
+        return env if visible is None else {**env, "CUDA_VISIBLE_DEVICES": visible}
 
-def shown(bindings: Path, *uuids: str, visible: str | None = "0") -> dict[str, str]:
-    env = {"PYTHONPATH": f"{bindings}{os.pathsep}{Path(__file__).parents[2]}", "CUDA_SHOWS": ",".join(uuids)}
-    return env if visible is None else {**env, "CUDA_VISIBLE_DEVICES": visible}
+    return environment
 
 
 # no library
@@ -130,32 +108,32 @@ def test_gpus_none_of_which_may_be_opened(run: Run) -> None:
     assert "(GPU 0)\n    fix: run as a user who may open /dev/nvidia*" in found["text"]
 
 
-def test_a_gpu_that_cuda_shows_and_nvml_refuses_is_not_left_without_a_cap(run: Run, bindings: Path) -> None:
+def test_a_gpu_that_cuda_shows_and_nvml_refuses_is_not_left_without_a_cap(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    env = shown(bindings, *UUIDS, visible="0,1")
+    env = shown(*UUIDS, visible="0,1")
     assert "(GPU 1)\n    fix: run as a user who may open" in run(code, TWO, handle1=4, env=env)["text"]
-    env = shown(bindings, "GPU-33333333-3333-3333-3333-333333333333", UUIDS[0], visible="0,1")
+    env = shown("GPU-33333333-3333-3333-3333-333333333333", UUIDS[0], visible="0,1")
     assert "CUDA shows GPU-33333333-3333-3333-3333-333333333333, and NVML does not" in run(code, TWO, env=env)["text"]
 
 
-def test_the_memory_of_a_whole_gpu_that_mig_divides_is_for_root(run: Run, bindings: Path) -> None:
+def test_the_memory_of_a_whole_gpu_that_mig_divides_is_for_root(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    for env in (None, shown(bindings, "GPU-33333333-3333-3333-3333-333333333333")):  # the UUID of the part
+    for env in (None, shown("GPU-33333333-3333-3333-3333-333333333333")):  # the UUID of the part
         text = run(code, mig0=1, denied0=4, env=env)["text"]
         assert "NVIDIA H200" in text and "MIG enabled" in text and "\n    fix: choose another GPU" in text
     text = run(code, mig0=0, denied0=4)["text"]
     assert "may open /dev/nvidia" in text and UUIDS[0] in text and "MIG" not in text
 
 
-def test_a_gpu_beside_one_that_mig_divides_is_budgeted_where_cuda_shows_only_it(run: Run, bindings: Path) -> None:
+def test_a_gpu_beside_one_that_mig_divides_is_budgeted_where_cuda_shows_only_it(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['devices'] = [part.device.uuid for part in memguard.init(BUDGET).plan.devices]"
-    found = run(code, TWO, mig0=1, denied0=4, env=shown(bindings, UUIDS[1], visible="1"))
+    found = run(code, TWO, mig0=1, denied0=4, env=shown(UUIDS[1], visible="1"))
     assert found["devices"] == [UUIDS[1]]
 
 
-def test_a_part_of_a_gpu_that_cuda_shows_is_refused_with_the_gpus_name(run: Run, bindings: Path) -> None:
+def test_a_part_of_a_gpu_that_cuda_shows_is_refused_with_the_gpus_name(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    found = run(code, TWO, mig1=1, env=shown(bindings, "GPU-33333333-3333-3333-3333-333333333333"))
+    found = run(code, TWO, mig1=1, env=shown("GPU-33333333-3333-3333-3333-333333333333"))
     assert f"Tesla T4 ({UUIDS[1]}) has MIG enabled" in found["text"]
 
 
@@ -173,16 +151,17 @@ def test_an_answer_that_fails_is_no_answer(run: Run, what: str) -> None:
     (value, False) for value in (None, "0", " ", "-1,0", "-2", "GPU-1", "nodevfiles", "all")
 ])  # fmt: skip
 def test_only_what_is_certain_is_said_without_cuda(value: str | None, none: bool) -> None:
-    assert libcuda.hides_all(value) is none
+    assert cuda_order.hides_all(value) is none
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
-@pytest.mark.parametrize("installed", [True, False])
-def test_hidden_gpus_are_said_whether_cuda_bindings_are_there_or_not(
-    run: Run, bindings: Path, value: str, installed: bool
+@pytest.mark.parametrize("there", [True, False])
+def test_hidden_gpus_are_reported_with_and_without_a_libcuda(
+    run: Run, shown: Shown, without_cuda: dict[str, str], value: str, there: bool
 ) -> None:
-    code = BUDGET + ("" if installed else HIDE) + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    found = run(code, TWO, env=shown(bindings, visible=value))
+    code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
+    env = shown(visible=value) if there else {**without_cuda, "CUDA_VISIBLE_DEVICES": value}
+    found = run(code, TWO, env=env)
     assert f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={value!r}); NVML sees 2" in found["text"]
     assert "fix: unset CUDA_VISIBLE_DEVICES" in found["text"]
 
@@ -191,9 +170,9 @@ def test_what_was_hidden_after_cuda_had_been_initialised_is_not_hidden(run: Run)
     found = run(
         BUDGET
         + """
-from memguard._devices import contexts, libcuda
+from memguard._devices import contexts, cuda_order
 contexts.initialised = lambda: True
-libcuda.visible = lambda ask_child=True: (libcuda.CudaDevice(0, json.loads(os.environ["GPU"]), 132),)
+cuda_order.visible = lambda ask_child=True: (contexts.VisibleDevice(0, json.loads(os.environ["GPU"]), 132),)
 contexts.active = lambda ordinal: False
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 result["count"] = len(memguard.init(BUDGET).plan.devices)
@@ -203,13 +182,13 @@ result["count"] = len(memguard.init(BUDGET).plan.devices)
     assert found["count"] == 1
 
 
-def test_a_name_that_no_gpu_has_is_asked_of_cuda(run: Run, bindings: Path) -> None:
+def test_a_name_that_no_gpu_has_is_asked_of_cuda(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    found = run(code, TWO, env=shown(bindings, visible="GPU-nobody"))
+    found = run(code, TWO, env=shown(visible="GPU-nobody"))
     assert "CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES='GPU-nobody')" in found["text"]
 
 
-def test_gpus_that_cuda_numbers_otherwise_are_told_apart_by_uuid(run: Run, bindings: Path) -> None:
+def test_gpus_that_cuda_numbers_otherwise_are_told_apart_by_uuid(run: Run, shown: Shown) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -220,7 +199,7 @@ result["used"] = [guard.host.memory(part.device).used for part in guard.plan.dev
 result["sums"] = sums()
 """,
         TWO,
-        env=shown(bindings, UUIDS[1], UUIDS[0], visible="1,0"),
+        env=shown(UUIDS[1], UUIDS[0], visible="1,0"),
     )
     first, second = found["plan"]
     assert first == [0, 1, "Tesla T4", UUIDS[1], 2 * GIB]
@@ -229,17 +208,17 @@ result["sums"] = sums()
 
 
 @pytest.mark.parametrize("ordinals", [True, False])
-def test_cudas_numbers_are_asked_for_where_the_budget_names_them(run: Run, bindings: Path, ordinals: bool) -> None:
+def test_cudas_numbers_are_asked_for_where_the_budget_names_them(run: Run, shown: Shown, ordinals: bool) -> None:
     named = '"devices": {"1": {"limit": "2GiB"}}' if ordinals else ""
     code = BUDGET + (
         f"guard = memguard.init({{**BUDGET, {named}}})\n"
         "result['ordinals'] = [part.device.ordinal for part in guard.plan.devices]"
     )
-    found = run(code, TWO, env=shown(bindings, UUIDS[1], UUIDS[0], visible=None))
+    found = run(code, TWO, env=shown(UUIDS[1], UUIDS[0], visible=None))
     assert found["ordinals"] == ([0, 1] if ordinals else [None, None])
 
 
-def test_cuda_that_does_not_start_is_said_and_not_blamed_on_what_is_installed(run: Run, bindings: Path) -> None:
+def test_a_cuda_that_does_not_start_is_reported_with_the_way_to_find_out_why(run: Run, shown: Shown) -> None:
     found = run(
         BUDGET
         + """
@@ -248,11 +227,47 @@ logging.basicConfig(level=logging.DEBUG)
 result["count"] = len(memguard.init(BUDGET).plan.devices)
 """,
         TWO,
-        env={**shown(bindings, visible="1"), "CUDA_SHOWS": "broken"},
+        env={**shown(*UUIDS, visible="1"), "CUDA_STUB_INIT": "803"},
     )
     assert found["count"] == 2
-    assert "CUDA could not be asked: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in found["stderr"]
-    assert "budgeting all 2. fix: see why CUDA fails here" in found["stderr"]
+    assert "CUDA could not be asked: CUDA: cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in found["stderr"]
+    assert "budgeting all 2. fix: run `memguard doctor` to see why CUDA does not start" in found["stderr"]
+
+
+def test_a_machine_without_libcuda_is_reported_in_the_same_way(run: Run, without_cuda: dict[str, str]) -> None:
+    found = run(
+        BUDGET
+        + """
+import logging
+logging.basicConfig(level=logging.DEBUG)
+result["count"] = len(memguard.init(BUDGET).plan.devices)
+""",
+        TWO,
+        env={**without_cuda, "CUDA_VISIBLE_DEVICES": "1"},
+    )
+    assert found["count"] == 2 and "CUDA could not be asked: " in found["stderr"]
+    assert "libcuda.so.1" in found["stderr"] and "fix: run `memguard doctor`" in found["stderr"]
+
+
+def test_cudas_order_comes_from_a_child_without_any_extra_package(run: Run, shown: Shown, tmp_path: Path) -> None:
+    """The child imports no framework and no cuda-bindings, and this process neither loads libcuda nor runs cuInit."""
+    extra = tmp_path / "extra"
+    extra.mkdir()
+    for name in ("cuda", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba"):
+        (extra / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
+    found = run(
+        f"""
+        sys.path.insert(0, {str(extra)!r})
+        from memguard._devices import contexts, cuda_order
+        result["gpus"] = [[gpu.ordinal, gpu.uuid, gpu.multiprocessors] for gpu in cuda_order.visible()]
+        result["here"] = [contexts.initialised(), cuda_order.visible(ask_child=False)]
+        result["loaded"] = "libcuda" in open("/proc/self/maps").read()
+        """,
+        TWO,
+        env=shown(UUIDS[1], UUIDS[0], visible="1,0"),
+    )
+    assert found["gpus"] == [[0, UUIDS[1], 132], [1, UUIDS[0], 132]]
+    assert found["here"] == [False, None] and not found["loaded"]
 
 
 # figures that are not there

@@ -366,10 +366,9 @@ def test_a_card_that_others_fill_is_warned_about(run: Run) -> None:
     assert any("other processes hold 126.95 GiB" in note for note in found["notes"])
 
 
-def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run) -> None:
+def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run, without_cuda: dict[str, str]) -> None:
     found = run(
         """
-        sys.modules["cuda"] = None
         try:
             budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}}
             memguard.init({**budget, "devices": {"1": {"limit": "2GiB"}}})
@@ -377,14 +376,16 @@ def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run) -> None:
             result["text"] = str(error)
         """,
         TWO,
+        env=without_cuda,
     )
-    assert "CUDA ordinal" in found["text"] and "cuda-bindings" in found["text"]
+    assert "CUDA ordinal" in found["text"] and "memguard doctor" in found["text"]
 
 
 def test_the_only_gpu_is_the_first_one_without_asking(run: Run) -> None:
     found = run(
         """
-        sys.modules["cuda"] = None
+        import subprocess
+        subprocess.run = None  # no child is started
         budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}}
         guard = memguard.init({**budget, "devices": {"0": {"limit": "2GiB"}}})
         result["limit"] = guard.plan.devices[0].limit
@@ -393,20 +394,21 @@ def test_the_only_gpu_is_the_first_one_without_asking(run: Run) -> None:
     assert found["limit"] == 2 * GIB
 
 
-def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_and_it_is_said(run: Run) -> None:
+def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_with_a_warning(
+    run: Run, without_cuda: dict[str, str]
+) -> None:
     found = run(
         """
         import logging
         logging.basicConfig(level=logging.WARNING)
-        sys.modules["cuda"] = None
         guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"share": "50%"}}})
         result["count"] = len(guard.plan.devices)
         """,
         TWO,
-        env={"CUDA_VISIBLE_DEVICES": "1"},
+        env={**without_cuda, "CUDA_VISIBLE_DEVICES": "1"},
     )
     assert found["count"] == 2
-    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "cuda-bindings" in found["stderr"]
+    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "memguard doctor" in found["stderr"]
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,6 @@ survey.survey(result.update, frozenset({7}))
 """
 
 
-@pytest.fixture(scope="session")
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuda")
-    source = str(Path(__file__).with_name("cuda_stub.c"))
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), source], check=True)
-    return folder
-
-
 @pytest.fixture
 def surveyed(run: Run, build: Callable[..., Path], cuda: Path) -> Callable[..., Driver]:
     def call(*without: str, env: dict[str, str] | None = None, **changes: Any) -> Driver:
