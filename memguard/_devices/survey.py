@@ -106,16 +106,16 @@ def nvml(without: frozenset[int]) -> dict[str, Any]:
     except failures as error:
         return {**found, "error": type(error).__name__, "text": str(error)}
     version = tuple(int(part) for part in str(found.get("driver", "")).split(".")[:2] if part.isdigit())
-    believed = not _SWAPPED[0] <= version <= _SWAPPED[1]
+    trusted = not _SWAPPED[0] <= version <= _SWAPPED[1]
     for index in range(count):
-        found["devices"].append({"index": index, **_gpu(n, failures, index, without, believed)})
+        found["devices"].append({"index": index, **_gpu(n, failures, index, without, trusted)})
     with contextlib.suppress(*failures):
         n.nvmlShutdown()
     return found
 
 
 def _gpu(
-    n: Any, failures: tuple[type[Exception], ...], index: int, without: frozenset[int], believed: bool
+    n: Any, failures: tuple[type[Exception], ...], index: int, without: frozenset[int], trusted: bool
 ) -> dict[str, Any]:
     try:
         handle = n.nvmlDeviceGetHandleByIndex(index)
@@ -137,7 +137,7 @@ def _gpu(
         processes: dict[str, int | None] = {}
         for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid not in without:
-                size = process.usedGpuMemory if believed else None
+                size = process.usedGpuMemory if trusted else None
                 before = processes.get(str(process.pid), 0)
                 processes[str(process.pid)] = None if size is None or before is None else before + size
         found["processes"] = processes

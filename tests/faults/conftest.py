@@ -1,6 +1,6 @@
 """The real nvidia-ml-py over a stub library, in processes of their own.
 
-gcc is needed: where it is missing these tests fail, so that nobody believes they ran.
+gcc is needed: without it these tests fail, so that they are never thought to have run.
 """
 
 from __future__ import annotations

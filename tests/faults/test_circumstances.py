@@ -1,4 +1,4 @@
-"""What machines do to a budget: nothing there, half of it there, slow, failing now and then, in another order."""
+"""A budget on troublesome machines: no driver, half a driver, a slow or failing NVML, GPUs in another order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(cuda: Path, build: Callable[..., Path]) -> Shown:
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "fix"),
     [
         ({"control": True, "module": True}, "--gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute"),
         ({"control": True, "amd": "an AMD GPU"}, "--gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute"),
@@ -50,12 +50,12 @@ def shown(cuda: Path, build: Callable[..., Path]) -> Shown:
         ({}, "install the NVIDIA driver; in a container start it with --gpus all"),
     ],
 )
-def test_what_to_do_about_a_missing_library_is_up_to_what_is_there(there: dict[str, Any], said: str) -> None:
-    assert said in without_library(**{"control": False, "module": False, "wsl": False, "amd": None, **there})
+def test_the_fix_for_a_missing_library_depends_on_the_machine(there: dict[str, Any], fix: str) -> None:
+    assert fix in without_library(**{"control": False, "module": False, "wsl": False, "amd": None, **there})
 
 
 @pytest.mark.parametrize(
-    ("setup", "said"),
+    ("setup", "fix"),
     [
         ("there = {'/dev/nvidiactl'}", "NVIDIA_DRIVER_CAPABILITIES=utility,compute"),
         ("there = {'/proc/driver/nvidia/version'}", "the machine has an NVIDIA driver"),
@@ -65,7 +65,7 @@ def test_what_to_do_about_a_missing_library_is_up_to_what_is_there(there: dict[s
         ("sys.modules['torch.version'] = types.SimpleNamespace(hip=None)", "install the NVIDIA driver; in a container"),
     ],
 )
-def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Path, setup: str, said: str) -> None:
+def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Path, setup: str, fix: str) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnvidia-ml.so.1").write_text("no library")
     found = run(
@@ -81,7 +81,7 @@ def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Pat
         library=tmp_path / "lib",
     )
     assert found["text"].startswith("NVML: ") and f"\n    fix: {found['text'].split('fix: ')[1]}" in found["text"]
-    assert said in found["text"] and not found["imported"]
+    assert fix in found["text"] and not found["imported"]
 
 
 # not every GPU may be opened
@@ -103,7 +103,7 @@ result["sums"] = sums()
     assert found["devices"] == [[UUIDS[1], 1, None]] and found["sums"] == [0]
 
 
-def test_gpus_none_of_which_may_be_opened(run: Run) -> None:
+def test_no_gpu_may_be_opened(run: Run) -> None:
     found = run(BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))", TWO, handle=4)
     assert "(GPU 0)\n    fix: run as a user who may open /dev/nvidia*" in found["text"]
 
@@ -116,7 +116,7 @@ def test_a_gpu_that_cuda_shows_and_nvml_refuses_is_not_left_without_a_cap(run: R
     assert "CUDA shows GPU-33333333-3333-3333-3333-333333333333, and NVML does not" in run(code, TWO, env=env)["text"]
 
 
-def test_the_memory_of_a_whole_gpu_that_mig_divides_is_for_root(run: Run, shown: Shown) -> None:
+def test_only_root_may_read_the_memory_of_a_gpu_that_mig_divides(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
     for env in (None, shown("GPU-33333333-3333-3333-3333-333333333333")):  # the UUID of the part
         text = run(code, mig0=1, denied0=4, env=env)["text"]
@@ -125,7 +125,7 @@ def test_the_memory_of_a_whole_gpu_that_mig_divides_is_for_root(run: Run, shown:
     assert "may open /dev/nvidia" in text and UUIDS[0] in text and "MIG" not in text
 
 
-def test_a_gpu_beside_one_that_mig_divides_is_budgeted_where_cuda_shows_only_it(run: Run, shown: Shown) -> None:
+def test_a_gpu_beside_one_that_mig_divides_is_budgeted_if_cuda_shows_only_it(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['devices'] = [part.device.uuid for part in memguard.init(BUDGET).plan.devices]"
     found = run(code, TWO, mig0=1, denied0=4, env=shown(UUIDS[1], visible="1"))
     assert found["devices"] == [UUIDS[1]]
@@ -150,7 +150,7 @@ def test_an_answer_that_fails_is_no_answer(run: Run, what: str) -> None:
 @pytest.mark.parametrize(("value", "none"), [("", True), ("-1", True), ("NoDevFiles", True)] + [
     (value, False) for value in (None, "0", " ", "-1,0", "-2", "GPU-1", "nodevfiles", "all")
 ])  # fmt: skip
-def test_only_what_is_certain_is_said_without_cuda(value: str | None, none: bool) -> None:
+def test_which_values_hide_every_gpu_is_known_without_cuda(value: str | None, none: bool) -> None:
     assert cuda_order.hides_all(value) is none
 
 
@@ -166,7 +166,7 @@ def test_hidden_gpus_are_reported_with_and_without_a_libcuda(
     assert "fix: unset CUDA_VISIBLE_DEVICES" in found["text"]
 
 
-def test_what_was_hidden_after_cuda_had_been_initialised_is_not_hidden(run: Run) -> None:
+def test_a_variable_that_changes_after_cuda_was_initialised_hides_nothing(run: Run) -> None:
     found = run(
         BUDGET
         + """
@@ -182,13 +182,13 @@ result["count"] = len(memguard.init(BUDGET).plan.devices)
     assert found["count"] == 1
 
 
-def test_a_name_that_no_gpu_has_is_asked_of_cuda(run: Run, shown: Shown) -> None:
+def test_only_cuda_knows_that_a_name_fits_no_gpu(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
     found = run(code, TWO, env=shown(visible="GPU-nobody"))
     assert "CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES='GPU-nobody')" in found["text"]
 
 
-def test_gpus_that_cuda_numbers_otherwise_are_told_apart_by_uuid(run: Run, shown: Shown) -> None:
+def test_gpus_that_cuda_numbers_in_another_order_are_matched_by_uuid(run: Run, shown: Shown) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -208,7 +208,7 @@ result["sums"] = sums()
 
 
 @pytest.mark.parametrize("ordinals", [True, False])
-def test_cudas_numbers_are_asked_for_where_the_budget_names_them(run: Run, shown: Shown, ordinals: bool) -> None:
+def test_cudas_numbers_are_asked_for_if_the_budget_uses_them(run: Run, shown: Shown, ordinals: bool) -> None:
     named = '"devices": {"1": {"limit": "2GiB"}}' if ordinals else ""
     code = BUDGET + (
         f"guard = memguard.init({{**BUDGET, {named}}})\n"
@@ -274,7 +274,7 @@ def test_cudas_order_comes_from_a_child_without_any_extra_package(run: Run, show
 
 
 @pytest.mark.parametrize("own", ["named without bytes", "of another namespace", "named"])
-def test_bytes_of_this_process_that_nvml_does_not_give(run: Run, own: str) -> None:
+def test_nvml_gives_no_bytes_for_this_process(run: Run, own: str) -> None:
     """WSL, vGPU: no bytes; a container: the PIDs of the host."""
     found = run(
         BUDGET
@@ -314,7 +314,7 @@ result["texts"] = [refused(call) for call in calls]
     assert all(UUIDS[1] in text and "fell off the bus" in text for text in found["texts"]), found["texts"]
 
 
-def test_nvml_that_others_shut_down_is_started_again(run: Run) -> None:
+def test_an_nvml_that_other_code_shut_down_is_started_again(run: Run) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -331,7 +331,7 @@ result["stays"] = memguard.shutdown()
     assert [entry[0] for entry in found["log"]] == ["init", "shutdown", "init", "shutdown"]
 
 
-def test_figures_of_one_kind_stay_of_one_kind(run: Run) -> None:
+def test_memory_figures_do_not_change_from_v2_to_v1(run: Run) -> None:
     """Memory as NVML v1 gives it counts the driver's part as used: it does not fit a plan that was made with v2."""
     found = run(
         BUDGET
@@ -379,7 +379,7 @@ def beside(work):
 """
 
 
-def test_a_slow_nvml_is_waited_for_said_once_and_blocks_nobody_else(run: Run) -> None:
+def test_a_slow_nvml_is_waited_for_warned_about_once_and_blocks_no_other_thread(run: Run) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -399,8 +399,8 @@ result["sums"] = sums()
         took, longest = found[what]
         assert took >= 2 and longest < 1, what
     assert found["sums"] == [0]
-    (said,) = (line for line in found["stderr"].splitlines() if "NVML is slow" in line)
-    assert said.startswith("WARNING:memguard:NVML is slow: 2.") and "fix: " in said
+    (warning,) = (line for line in found["stderr"].splitlines() if "NVML is slow" in line)
+    assert warning.startswith("WARNING:memguard:NVML is slow: 2.") and "fix: " in warning
 
 
 def test_a_quick_nvml_is_not_called_slow(run: Run) -> None:
@@ -408,7 +408,7 @@ def test_a_quick_nvml_is_not_called_slow(run: Run) -> None:
     assert "slow" not in found["stderr"]
 
 
-def test_a_log_that_asks_memguard_does_not_lock_itself_out(run: Run) -> None:
+def test_a_log_handler_that_calls_memguard_does_not_deadlock(run: Run) -> None:
     found = run(
         BUDGET
         + """
@@ -468,7 +468,7 @@ result["stays"] = memguard.shutdown()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_other_call_over_them_too(run: Run, seed: int) -> None:
+def test_every_other_call_over_an_nvml_that_fails_at_random_too(run: Run, seed: int) -> None:
     found = run(
         BUDGET
         + READINGS

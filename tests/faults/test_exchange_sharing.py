@@ -186,7 +186,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def failing(cuda: Driver, work: Callable[[], Any]) -> list[str]:
-    """`work` is done again and again, while one more of its calls fails each time; which ones they were."""
+    """Runs `work` again and again; each time the next of its calls fails. The names of these calls."""
     done = []
     while True:
         cuda.calls, cuda.fails = [""], len(done) + 1
@@ -211,9 +211,7 @@ def test_a_copy_that_fails_anywhere_leaves_nothing(cuda: Driver) -> None:
     assert cuda.nothing_held()
 
 
-def test_a_file_descriptor_that_cannot_be_kept_from_programs_is_closed(
-    cuda: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_descriptor_that_stays_inheritable_is_closed(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError("not now")
 
@@ -234,7 +232,7 @@ def test_a_copy_is_of_whole_pieces_and_the_rest_of_the_last_is_cleared(cuda: Dri
     assert cuda.nothing_held()
 
 
-def test_a_full_gpu_says_so(cuda: Driver) -> None:
+def test_a_full_gpu_is_an_error_with_its_free_bytes(cuda: Driver) -> None:
     cuda.code, cuda.fails = 2, 3
     with pytest.raises(shared_memory.NoRoom, match=r"no room for 4\.0 MiB: 3\.0 MiB free") as caught:
         shared_memory.duplicate(0, 4096, 3 * MIB)
@@ -284,13 +282,13 @@ def test_the_handle_of_a_block_is_asked_for_at_its_start(cuda: Driver) -> None:
     assert not cuda.current
 
 
-def test_a_driver_that_cannot_share_memory_says_so(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_cannot_share_memory_is_refused(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Driver, "cuMemCreate")
     with pytest.raises(DeviceError, match="too old"):
         shared_memory.duplicate(0, 4096, 3 * MIB)
 
 
-def test_without_a_driver_attaching_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attaching_without_a_driver_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: object, **__: object) -> Any:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
@@ -314,7 +312,7 @@ def test_a_fork_of_a_process_with_cuda_cannot_attach(monkeypatch: pytest.MonkeyP
 
 
 class Holder:
-    """An array of 3 MiB that says where it lies."""
+    """An array of 3 MiB with the CUDA array interface."""
 
     def __init__(self) -> None:
         data = (8 * MIB, False)
