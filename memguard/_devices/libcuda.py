@@ -44,7 +44,7 @@ class CUipcMemHandle(Structure):
 
 
 class CUmemPoolProps(Structure):
-    """`maxSize` and `usage` lie in what was reserved (and had to be 0) before CUDA 12.2."""
+    """`maxSize` came with CUDA 12.2, `usage` with 12.6: before, these bytes were reserved and had to be 0."""
 
     _fields_ = (
         ("allocType", c_int),

@@ -1,9 +1,9 @@
 """GPU memory that another process can map, through the libcuda that is loaded: `cuMemCreate` with file descriptors,
 and the IPC handles of `cuMemAlloc`'s blocks.
 
-Measured on an H200: the driver allocates in pieces of 2 MiB, and mapping one takes 250 us; whoever maps a handle of
-either kind keeps the memory, even after its maker is gone. An IPC handle opens the driver's whole block, with
-whatever else lies in it.
+Measured on an H200: the driver allocates in pieces of 2 MiB, and mapping one takes 250 us; a process that maps a
+handle of either kind keeps the memory, even after its maker is gone. An IPC handle opens the driver's whole block,
+with whatever else lies in it.
 """
 
 from __future__ import annotations
