@@ -156,7 +156,7 @@ def test_the_documented_dtypes_are_those_that_memguard_takes() -> None:
     assert set(_arrays.DTYPES) == set(DTYPES)
     assert set(_arrays.TAKES) == set(SIX)
     for name, dtypes in _arrays.TAKES.items():
-        assert registry.by_name(name).taker.dtypes == dtypes, name
+        assert registry.by_name(name).traits.dtypes == dtypes, name
 
 
 ODD = {
@@ -188,7 +188,7 @@ def test_the_benchmark_expects_what_the_rules_say(name: str, target: str, readon
     wanted, copied = _edges.expected(name, facts, target)
     counted = tuple(stride // 4 for stride in strides) if strides is not None else (64, 1)
     view = View(address, shape, counted, "float32", 0, readonly)
-    obstacle = compatibility.obstacle(view, registry.by_name(target).taker, 0)
+    obstacle = compatibility.obstacle(view, registry.by_name(target).traits, 0)
     assert wanted == ("shared" if obstacle is None else "refused")
     assert copied == "equal" and (obstacle is None or obstacle.copied)
 
@@ -239,14 +239,14 @@ def test_the_tables_say_who_waits_and_what_is_shared() -> None:
     assert widths == {8}
 
 
-def test_a_dtype_that_only_some_lenders_can_hand_over_is_told_apart() -> None:
+def test_a_dtype_that_only_some_producers_can_hand_over_is_told_apart() -> None:
     result = copy.deepcopy(_result())
     result["scenarios"]["dtypes"]["dtypes"]["torch > jax"]["int8"] = "CannotShare: why"
     row = next(line for line in _exchange_tables.whole(result) if line.startswith("| int8 |"))
     assert row.split(" | ")[1:] == ["all six", "yes", "yes", "in part", "yes", "yes", "yes |"]
 
 
-def test_the_tables_tell_lenders_apart_where_they_differ() -> None:
+def test_the_tables_tell_producers_apart_where_they_differ() -> None:
     result = copy.deepcopy(_result())
     for case in result["scenarios"]["edges from torch"]["cases"]:
         case["outcome"] = "shared" if case["target"] == "jax" else case["outcome"]

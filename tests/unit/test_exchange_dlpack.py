@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard.exchange import dlpack, lifetimes
-from memguard.exchange.adapters.array_interface import Shown
-from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.adapters.array_interface import WithInterface
+from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, View, row_major
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +42,9 @@ def nothing_stays_lent() -> Iterator[None]:
     assert not lifetimes._open and not lifetimes._parked
 
 
-def lend(view: View = HOST, borrower: str = "numpy") -> tuple[Loan, weakref.ref[Owner]]:
+def lend(view: View = HOST, consumer: str = "numpy") -> tuple[Lifetime, weakref.ref[Owner]]:
     owner = Owner()
-    return lifetimes.begin(Offer("torch", view, owner), borrower, None), weakref.ref(owner)
+    return lifetimes.begin(Offer("torch", view, owner), consumer, None), weakref.ref(owner)
 
 
 # read
@@ -140,8 +140,8 @@ def test_what_is_no_capsule_is_refused(thing: object) -> None:
 )
 def test_making_a_capsule(layout: tuple[list[int], list[int]], dtype: str, device: int | None, address: int) -> None:
     view = View(address, tuple(layout[0]), tuple(layout[1]), dtype, device)
-    loan, _ = lend(view)
-    capsule = dlpack.capsule(view, loan, device=device)
+    lifetime, _ = lend(view)
+    capsule = dlpack.capsule(view, lifetime, device=device)
     assert name(capsule) == b"dltensor"
     assert dlpack.read(capsule)._replace(strides=()) == view._replace(strides=())
     taken = Taken(capsule)
@@ -150,8 +150,8 @@ def test_making_a_capsule(layout: tuple[list[int], list[int]], dtype: str, devic
     assert (taken.kind, taken.device) == ((1, 0) if device is None else (2, device))
     if view.size:
         assert (taken.strides or row_major(view.shape)) == (row_major(view.shape) if view.compact else view.strides)
-    opened = id(loan)
-    del loan, capsule
+    opened = id(lifetime)
+    del lifetime, capsule
     assert opened in lifetimes._open
     taken.done()
     assert opened not in lifetimes._open
@@ -159,9 +159,9 @@ def test_making_a_capsule(layout: tuple[list[int], list[int]], dtype: str, devic
 
 def test_the_deleter_ends_the_loan_on_any_thread() -> None:
     for end in (lambda taken: taken.done(), lambda taken: started(taken.done).join()):
-        loan, owner = lend()
-        taken = Taken(dlpack.capsule(HOST, loan, device=None))
-        del loan
+        lifetime, owner = lend()
+        taken = Taken(dlpack.capsule(HOST, lifetime, device=None))
+        del lifetime
         gc.collect()
         assert owner() is not None, "lent as long as it is taken"
         end(taken)
@@ -177,39 +177,39 @@ def started(call: Callable[[], None]) -> threading.Thread:
 def test_each_capsule_ends_its_own_loan() -> None:
     held, owners = [], []
     for _ in range(20):
-        loan, owner = lend()
-        held.append(Taken(dlpack.capsule(HOST, loan, device=None)))
+        lifetime, owner = lend()
+        held.append(Taken(dlpack.capsule(HOST, lifetime, device=None)))
         owners.append(owner)
-    del loan
+    del lifetime
     for number, one in enumerate(held, 1):
         one.done()
         assert [owner() is None for owner in owners] == [True] * number + [False] * (20 - number)
 
 
 def test_a_capsule_that_nobody_took_ends_its_loan() -> None:
-    loan, owner = lend()
-    capsule = dlpack.capsule(HOST, loan, device=None)
-    del loan
+    lifetime, owner = lend()
+    capsule = dlpack.capsule(HOST, lifetime, device=None)
+    del lifetime
     assert owner() is not None
     del capsule
     assert owner() is None
 
 
 def test_a_loan_that_was_cancelled_asks_nobody() -> None:
-    loan, owner = lend(HOST._replace(device=0))
-    capsule = dlpack.capsule(HOST, loan, device=0)
-    loan.cancel()
-    loan.cancel()
+    lifetime, owner = lend(HOST._replace(device=0))
+    capsule = dlpack.capsule(HOST, lifetime, device=0)
+    lifetime.cancel()
+    lifetime.cancel()
     assert not lifetimes._open and owner() is not None
-    del loan, capsule
+    del lifetime, capsule
     assert owner() is None
 
 
 def test_what_it_points_to_lives_as_long_as_the_loan() -> None:
     view = View(128, (7, 5, 3), (1, 7, 35), "int16", None)
-    loan, _ = lend(view)
-    taken = Taken(dlpack.capsule(view, loan, device=None))
-    del loan
+    lifetime, _ = lend(view)
+    taken = Taken(dlpack.capsule(view, lifetime, device=None))
+    del lifetime
     trash = [bytes(range(256)) * 4 for _ in range(2000)]
     del trash
     gc.collect()
@@ -226,11 +226,11 @@ def test_numpy_and_memguard_read_one_another() -> None:
         view = dlpack.read(y.__dlpack__())
         assert view == dlpack.read(y.__dlpack__(max_version=(1, 1)))
         assert view._replace(strides=()) == View(y.ctypes.data, y.shape, (), "float32", None)
-        loan = lifetimes.begin(Offer("torch", view, y), "numpy", None)
-        again = numpy.from_dlpack(dlpack.Exporter(view, loan, None, lambda _: None))
+        lifetime = lifetimes.begin(Offer("torch", view, y), "numpy", None)
+        again = numpy.from_dlpack(dlpack.Exporter(view, lifetime, None, lambda _: None))
         assert (again == y).all() and again.shape == y.shape
         assert again.strides == y.strides or view.compact, "then they mean nothing"
-        del loan, again
+        del lifetime, again
     readonly = numpy.arange(3)
     readonly.flags.writeable = False
     assert dlpack.read(readonly.__dlpack__(max_version=(1, 1))).readonly
@@ -245,31 +245,31 @@ def test_numpy_and_memguard_read_one_another() -> None:
     [({}, [1]), ({"stream": None}, [1]), ({"stream": 7}, [7]), ({"stream": -1}, []), ({"stream": 2}, [2])],
 )
 def test_an_exporter_makes_the_stream_wait_that_it_is_told(asked: dict[str, Any], waits: list[int]) -> None:
-    loan, _ = lend()
+    lifetime, _ = lend()
     told: list[int] = []
-    exporter = dlpack.Exporter(HOST, loan, None, told.append)
+    exporter = dlpack.Exporter(HOST, lifetime, None, told.append)
     capsule = exporter.__dlpack__(**asked, max_version=(1, 1), copy=None, dl_device=None)
     assert told == waits and name(capsule) == b"dltensor"
     Taken(capsule).done()
-    del loan
+    del lifetime
 
 
 def test_an_exporter_says_where_it_lies() -> None:
-    loan, _ = lend()
-    assert dlpack.Exporter(HOST, loan, None, print).__dlpack_device__() == (1, 0)
-    assert dlpack.Exporter(HOST, loan, 3, print).__dlpack_device__() == (2, 3)
-    loan.cancel()
+    lifetime, _ = lend()
+    assert dlpack.Exporter(HOST, lifetime, None, print).__dlpack_device__() == (1, 0)
+    assert dlpack.Exporter(HOST, lifetime, 3, print).__dlpack_device__() == (2, 3)
+    lifetime.cancel()
 
 
 def test_if_waiting_fails_there_is_no_capsule() -> None:
-    loan, owner = lend()
+    lifetime, owner = lend()
 
     def refuses(_: object) -> None:
         raise RuntimeError("the GPU is lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        dlpack.Exporter(HOST, loan, None, refuses).__dlpack__()
-    del loan
+        dlpack.Exporter(HOST, lifetime, None, refuses).__dlpack__()
+    del lifetime
     assert owner() is None
 
 
@@ -278,26 +278,26 @@ def test_if_waiting_fails_there_is_no_capsule() -> None:
 
 def test_a_shown_array_ends_its_loan() -> None:
     view = View(4096, (2, 3), (1, 2), "float32", 0, True)
-    loan, owner = lend(view)
-    shown: Any = Shown(view, loan)
+    lifetime, owner = lend(view)
+    shown: Any = WithInterface(view, lifetime)
     assert not hasattr(shown, "__array_interface__"), "NumPy would read the GPU's memory"
     assert shown.__cuda_array_interface__ == {
         "shape": (2, 3), "typestr": "<f4", "data": (4096, True), "strides": (4, 8), "version": 3, "stream": None,
     }  # fmt: skip
-    del loan
+    del lifetime
     assert owner() is not None
     del shown
     assert owner() is None
 
 
 def test_memory_of_the_host_is_shown_to_numpy_only() -> None:
-    loan, owner = lend()
-    shown: Any = Shown(HOST, loan)
+    lifetime, owner = lend()
+    shown: Any = WithInterface(HOST, lifetime)
     assert not hasattr(shown, "__cuda_array_interface__")
     assert shown.__array_interface__ == {
         "shape": (2, 3), "typestr": "<f4", "data": (4096, False), "strides": None, "version": 3,
     }  # fmt: skip
-    del loan, shown
+    del lifetime, shown
     assert owner() is None
 
 
@@ -308,7 +308,7 @@ import sys
 from capsules import Taken
 from memguard.exchange import dlpack
 from memguard.exchange import lifetimes
-from memguard.exchange.adapters.array_interface import Shown
+from memguard.exchange.adapters.array_interface import WithInterface
 from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
 
@@ -324,8 +324,8 @@ def lend():
     return lifetimes.begin(Offer("torch", view, object()), "numpy", None)
 
 def taken():
-    loan = lend()
-    return View_(Taken(dlpack.capsule(view, loan, device=None)))
+    lifetime = lend()
+    return View_(Taken(dlpack.capsule(view, lifetime, device=None)))
 """
 
 
@@ -337,8 +337,8 @@ def taken():
         "sys.kept = taken()",
         "sys.modules['zz'] = taken()",
         "kept = taken(); kept.self = kept",
-        "kept = Shown(view, lend())",
-        "sys.kept = Shown(view, lend())",
+        "kept = WithInterface(view, lend())",
+        "sys.kept = WithInterface(view, lend())",
         "kept = dlpack.capsule(view, lend(), device=None)",
         "import threading, time; keep = taken(); t = threading.Thread(target=time.sleep, args=(30,), daemon=True)\n"
         "t.start()",
@@ -358,10 +358,10 @@ def test_views_that_live_at_the_interpreters_end(code: str) -> None:
 
 
 def test_a_loan_does_nothing_once_the_interpreter_ends() -> None:
-    loan: Any = lend()[0]
-    loan.__del__(ending=lambda: True)
-    assert id(loan) in lifetimes._open
-    loan.__del__()
+    lifetime: Any = lend()[0]
+    lifetime.__del__(ending=lambda: True)
+    assert id(lifetime) in lifetimes._open
+    lifetime.__del__()
     assert not lifetimes._open
 
 
@@ -371,9 +371,9 @@ def test_many_threads_take_and_let_go() -> None:
     def work() -> None:
         try:
             for _ in range(300):
-                loan, owner = lend()
-                taken = Taken(dlpack.capsule(HOST, loan, device=None))
-                del loan
+                lifetime, owner = lend()
+                taken = Taken(dlpack.capsule(HOST, lifetime, device=None))
+                del lifetime
                 assert owner() is not None
                 taken.done()
                 assert owner() is None

@@ -259,9 +259,9 @@ def test_a_handle_is_a_text_for_a_pipe_or_a_variable(x: Array) -> None:
         7,
         None,
     ):
-        with pytest.raises(ValueError, match="no handle of an exported array\n    fix: "):
+        with pytest.raises(ValueError, match="not a handle of an exported array\n    fix: "):
             Handle.parse(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no handle"):
+    with pytest.raises(ValueError, match="not a handle"):
         attach("/tmp/s", "cupy")
 
 
@@ -277,9 +277,9 @@ def test_arrays_without_elements_need_no_memory(start: Start) -> None:
 def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = numpy.arange(12, dtype="f4").reshape(3, 4)
 
-    def compacted(x: Any, giver: Any, offer: Any) -> tuple[Any, Any, Any]:
+    def compacted(x: Any, producer: Any, offer: Any) -> tuple[Any, Any, Any]:
         made = Array(numpy.ascontiguousarray(x.values))
-        return giver, made, giver.offer(made)
+        return producer, made, producer.offer(made)
 
     monkeypatch.setattr(transfer, "compacted", compacted)
     with export(Array(whole.T)) as handle:
@@ -314,7 +314,7 @@ def test_a_copy_of_ones_own_maps_nothing_for_longer_than_it_takes(x: Array, star
 def test_what_cannot_be_exported(x: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotShare, match="host memory\n    fix: multiprocessing"):
         export(numpy.zeros(3, "f4"))
-    with pytest.raises(CannotShare, match="no array of"):
+    with pytest.raises(CannotShare, match="not an array of"):
         export([1, 2])
     monkeypatch.setattr(sharing_doors, "free", 1 << 20)
     with pytest.raises(
@@ -380,10 +380,10 @@ def ended(connection: socket.socket) -> bool:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff" * 9,
-        wire.packed({"memguard": 1, "token": "f" * 32}),
-        wire.packed({"memguard": 1, "token": "é"}),
-        wire.packed({"memguard": 9}),
-        wire.packed({}) + b"more",
+        wire.encode({"memguard": 1, "token": "f" * 32}),
+        wire.encode({"memguard": 1, "token": "é"}),
+        wire.encode({"memguard": 9}),
+        wire.encode({}) + b"more",
         pickle.dumps(Handle("/", "0" * 32, UUID, (), "float32")),
     ],
     ids=["http", "noise", "another token", "no token", "another version", "too much", "pickle"],
@@ -406,7 +406,7 @@ def test_another_user_is_hung_up_on(
         monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(uid=os.geteuid() + 1))
         connection = connect(handle)
         with contextlib.suppress(BrokenPipeError):
-            connection.sendall(wire.packed(wire.asking(handle.token)))
+            connection.sendall(wire.encode(wire.request(handle.token)))
         assert ended(connection) and handle.attached == 0
 
 
@@ -425,7 +425,7 @@ def test_an_exporter_of_another_user_is_not_even_asked(x: Array, start: Start) -
 def test_the_silent_and_the_slow_keep_nobody_waiting(
     x: Array, connect: Callable[[Handle], socket.socket], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE", 1.0)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 1.0)
     with export(x) as handle:
         silent, slow = connect(handle), connect(handle)
         slow.send(b"\0")
@@ -436,14 +436,14 @@ def test_the_silent_and_the_slow_keep_nobody_waiting(
 def test_strangers_are_not_collected_without_end(
     x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE", 60.0)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 60.0)
     with export(x) as handle:
-        strangers = [connect(handle) for _ in range(server.STRANGERS)]
+        strangers = [connect(handle) for _ in range(server.MOST_WAITING)]
         late = connect(handle)
-        late.sendall(wire.packed(wire.asking(handle.token)))
+        late.sendall(wire.encode(wire.request(handle.token)))
         message, fd = wire.receive(late, 10)
         assert ended(strangers[0]), "who has been silent for longest makes room"
-        assert len(sharing.hub()._strangers) < server.STRANGERS
+        assert len(server.current()._waiting) < server.MOST_WAITING
         assert fd is not None and message["shape"] == [3, 4]
         os.close(fd)
         assert handle.attached == 1
@@ -456,10 +456,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"shape": [1 << 40, 4]}, "do not lie in memory"),
     ({"offset": PIECE - 16}, "do not lie in memory"),
     ({"strides": [-4, 1]}, "do not lie in memory"),
-    ({"kind": "block", "handle": "00" * 64}, "its memory did not come"),
+    ({"kind": "block", "handle": "00" * 64}, "the memory did not come"),
     ({"kind": "nothing"}, "its size contradicts"),
-    ({"dtype": "object"}, "its dtype is not known"),
-    ({"memguard": 3}, "no description"),
+    ({"dtype": "object"}, "its dtype is unknown"),
+    ({"memguard": 3}, "not a description"),
 ]
 
 
@@ -484,7 +484,7 @@ def test_an_exporters_answer_is_checked(
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(CannotShare, match=f"makes no sense: .*{reason}"):
+        with pytest.raises(CannotShare, match=f"is not valid: .*{reason}"):
             attach(Handle(str(path), "0" * 32, UUID, (3, 4), "float32"), "cupy")
         thread.join()
     path.unlink()
@@ -496,7 +496,7 @@ def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
 ) -> None:
     true = wire.peer
     monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(pid=1))
-    monkeypatch.setattr(sharing, "PATIENCE", 0.1)
+    monkeypatch.setattr(sharing, "ANSWER_TIMEOUT", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(doors / "stopped"))
         listener.listen()
@@ -610,7 +610,7 @@ def test_threads_export_and_close_at_once(start: Start) -> None:
 
 def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> None:
     handle = export(x)
-    with sharing.hub()._lock:
+    with server.current()._lock:
         handle.close()
     assert not lifetimes.kept
 

@@ -37,7 +37,7 @@ def test_only_a_broadcast_dimension_repeats(shape: tuple[int, int]) -> None:
 def test_numba_is_not_shown_what_it_misreads() -> None:
     row = view(numpy.broadcast_to(numpy.arange(4, dtype="float32"), (3, 4)))._replace(device=0)
     found = {
-        name: compatibility.obstacle(row, registry.by_name(name).taker, 0)
+        name: compatibility.obstacle(row, registry.by_name(name).traits, 0)
         for name in ("torch", "cupy", "pycuda", "numba")
     }
     assert {name for name, obstacle in found.items() if obstacle is not None} == {"numba"}
