@@ -443,7 +443,7 @@ class LateReader:
 
 
 def dropped(producer: str, consumer: str, hand: Callable[[Any], Any], count: int) -> dict[str, Any]:
-    """The producer lets go at once, and takes memory of the same size again and overwrites it."""
+    """The producer deletes its array at once, then allocates memory of the same size and overwrites it."""
     make = _filler(producer)
     reads = LateReader(consumer)
     wrong = reused = 0

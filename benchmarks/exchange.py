@@ -53,7 +53,7 @@ def refusal(error: BaseException) -> str:
 
 
 def still_open() -> int:
-    """Loans that have not ended, a moment after the last view has gone."""
+    """Hand-overs that have not ended a moment after the last view was freed."""
     from memguard.exchange import lifetimes
 
     gc.collect()

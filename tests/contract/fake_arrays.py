@@ -14,7 +14,7 @@ import threading
 import types
 from typing import Any
 
-from capsules import Taken, produced
+from capsules import Consumed, produced
 from gpu_clocks import Driver
 
 NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
@@ -106,19 +106,19 @@ class Array:
 class Imported:
     """What the consumer of a capsule keeps. `before` runs before it releases the memory."""
 
-    def __init__(self, taken: Taken, before: Any) -> None:
-        self.taken, self.before = taken, before
+    def __init__(self, consumed: Consumed, before: Any) -> None:
+        self.consumed, self.before = consumed, before
 
     def __del__(self) -> None:
         self.before()
-        self.taken.done()
+        self.consumed.done()
 
 
 def imported(cls: Any, capsule: Any, before: Any = lambda: None) -> Any:
-    taken = Taken(capsule)
-    dtype = next(name for name, numbers in DTYPES.items() if numbers[:2] == (taken.code, taken.bits))
-    strides = taken.strides if taken.strides is not None else row_major(taken.shape)
-    return cls(Imported(taken, before), taken.address, taken.shape, strides, dtype, taken.device)
+    consumed = Consumed(capsule)
+    dtype = next(name for name, numbers in DTYPES.items() if numbers[:2] == (consumed.code, consumed.bits))
+    strides = consumed.strides if consumed.strides is not None else row_major(consumed.shape)
+    return cls(Imported(consumed, before), consumed.address, consumed.shape, strides, dtype, consumed.device)
 
 
 class Tensor(Array):

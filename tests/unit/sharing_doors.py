@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from capsules import Taken
+from capsules import Consumed
 
 from memguard._devices import contexts, copies, shared_memory, streams
 
@@ -48,17 +48,17 @@ class Shown:
     """What the fake CuPy makes of a capsule: `values` lie in the memory that it was shown."""
 
     def __init__(self, capsule: Any) -> None:
-        self.taken = Taken(capsule)
-        values = (ctypes.c_char * self.nbytes).from_address(self.taken.address) if self.nbytes else b""
-        kind = {(2, 32): "f4", (0, 64): "i8"}[self.taken.code, self.taken.bits]
-        self.values = numpy.frombuffer(values, kind).reshape(self.taken.shape)
+        self.consumed = Consumed(capsule)
+        values = (ctypes.c_char * self.nbytes).from_address(self.consumed.address) if self.nbytes else b""
+        kind = {(2, 32): "f4", (0, 64): "i8"}[self.consumed.code, self.consumed.bits]
+        self.values = numpy.frombuffer(values, kind).reshape(self.consumed.shape)
 
     @property
     def nbytes(self) -> int:
-        return int(numpy.prod(self.taken.shape)) * self.taken.bits // 8
+        return int(numpy.prod(self.consumed.shape)) * self.consumed.bits // 8
 
     def __del__(self) -> None:
-        self.taken.done()
+        self.consumed.done()
 
 
 def cupy() -> types.ModuleType:

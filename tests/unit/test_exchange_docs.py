@@ -115,11 +115,11 @@ def test_every_example_that_is_listed_exists() -> None:
     assert listed == {path.name for path in EXAMPLES} and len(listed) >= 5
 
 
-def test_every_public_name_is_told() -> None:
+def test_every_public_name_is_documented() -> None:
     assert [name for name in exchange.__all__ if not re.search(rf"\b{name}\b", pages())] == []
 
 
-def test_the_readme_leads_here() -> None:
+def test_the_readme_links_to_the_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "(docs/exchange.md)" in readme
     start = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")

@@ -109,7 +109,7 @@ def test_order_and_gaps(view: View) -> None:
 
 
 @given(layouts, st.sampled_from(["int8", "float64", "complex64"]))
-def test_numpy_says_the_same(layout: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> None:
+def test_numpy_agrees(layout: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> None:
     shape, strides = layout
     room: Any = numpy.zeros(2 * 30 * 16 * 4 + 1, dtype)
     middle = room[len(room) // 2 :]
@@ -125,7 +125,7 @@ def test_numpy_says_the_same(layout: tuple[tuple[int, ...], tuple[int, ...]], dt
 
 
 @given(views)
-def test_turned_round_it_is_the_same_elements(view: View) -> None:
+def test_without_negative_strides_the_elements_are_the_same(view: View) -> None:
     turned, axes = view.forwards()
     assert min(turned.strides, default=0) >= 0 and turned.shape == view.shape
     assert set(axes) == {axis for axis, stride in enumerate(view.strides) if stride < 0}
@@ -144,7 +144,7 @@ def test_row_major_is_compact(shape: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=8))
-def test_what_is_covered_is_covered_once(parts: list[tuple[int, int]]) -> None:
+def test_overlapping_ranges_are_covered_once(parts: list[tuple[int, int]]) -> None:
     assert covered(parts) == len({byte for first, behind in parts for byte in range(first, behind)})
     assert covered(iter(reversed(parts))) == covered(parts)
 
@@ -171,17 +171,17 @@ def test_sizes_are_those_of_c() -> None:
 
 
 @pytest.mark.parametrize("typestr", ["<b1", ">b1", "|b1", "=u1", ">i1"])
-def test_bytes_have_no_order(typestr: str) -> None:
+def test_one_byte_has_no_byte_order(typestr: str) -> None:
     assert dtype_of_typestr(typestr) == {"b": "bool", "u": "uint8", "i": "int8"}[typestr[1]]
 
 
 @pytest.mark.parametrize("typestr", [">f4", ">i8", "|S4", "<U3", "|V8", "|O8", "<M8[ns]", "<f16", "<c32", "", "f"])
-def test_what_is_no_dtype_here_is_none(typestr: str) -> None:
+def test_unknown_typestrs_give_none(typestr: str) -> None:
     assert dtype_of_typestr(typestr) is None
 
 
 @pytest.mark.parametrize("numbers", [(0, 4), (3, 64), (2, 128), (4, 32), (6, 1), (17, 4), (99, 8)])
-def test_numbers_of_no_dtype_here_are_none(numbers: tuple[int, int]) -> None:
+def test_unknown_dlpack_numbers_give_none(numbers: tuple[int, int]) -> None:
     assert dtype_of_code(*numbers) is None
 
 
@@ -220,7 +220,7 @@ def test_every_framework_has_its_limits_here() -> None:
 @example(View(64, (2,), (0,), "float32", 0), "numba", True)
 @example(View(64, (1, 2), (0, 1), "float32", 0), "numba", True)
 @example(View(64, (2, 3), (0, 1), "float32", 0), "cupy", True)
-def test_what_is_let_through_is_within_the_limits_and_the_rest_is_refused(view: View, name: str, there: bool) -> None:
+def test_only_arrays_within_a_frameworks_limits_are_accepted(view: View, name: str, there: bool) -> None:
     device = view.device if there else 1
     found = obstacle(view, TRAITS[name], device)
     assert (found is None) == allowed(view, LIMITS[name], device)

@@ -86,7 +86,7 @@ def test_a_description_comes_back_as_it_was_sent() -> None:
     ],
     ids=str,
 )
-def test_what_lies_outside_its_memory_or_is_no_description_is_refused(change: dict[str, Any]) -> None:
+def test_a_description_that_is_wrong_or_exceeds_its_memory_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BadMessage):
         wire.description({**GOOD, **change})
 
@@ -109,7 +109,7 @@ def test_each_field_is_needed() -> None:
     ],
     ids=str,
 )
-def test_what_lies_within_is_taken(change: dict[str, Any]) -> None:
+def test_a_description_within_its_memory_is_accepted(change: dict[str, Any]) -> None:
     assert wire.description({**GOOD, **change}).uuid == "GPU-0a1b2c3d"
 
 
@@ -121,7 +121,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(list(GOOD)), JSON))
-def test_no_description_gets_past_with_an_array_outside_its_memory(change: dict[str, Any]) -> None:
+def test_no_accepted_description_exceeds_its_memory(change: dict[str, Any]) -> None:
     try:
         found = wire.description({**GOOD, **change})
     except BadMessage:
@@ -131,7 +131,7 @@ def test_no_description_gets_past_with_an_array_outside_its_memory(change: dict[
 
 
 @given(st.binary(max_size=64))
-def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
+def test_bytes_are_a_message_or_incomplete_or_refused(data: bytes) -> None:
     try:
         found = wire.decode(data)
     except BadMessage:
@@ -152,18 +152,18 @@ def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
     ],
     ids=["too long", "more than it says", "no object", "no text", "deep", "long number", "another protocol"],
 )
-def test_garbage_is_garbage(data: bytes) -> None:
+def test_bad_messages_are_refused(data: bytes) -> None:
     with pytest.raises(BadMessage):
         wire.decode(data)
 
 
-def test_what_would_be_too_long_is_not_sent() -> None:
+def test_a_message_that_is_too_long_is_not_sent() -> None:
     with pytest.raises(BadMessage):
         wire.encode({"text": "x" * wire.LIMIT})
 
 
 @pytest.mark.parametrize("token", [None, 7, "", "0" * 31, "0" * 33, "G" * 32, "0" * 31 + "\n", ["0" * 32]])
-def test_what_asks_for_nothing(token: object) -> None:
+def test_a_request_without_a_valid_token_is_refused(token: object) -> None:
     with pytest.raises(BadMessage):
         wire.requested_token({"memguard": 1, "token": token})
     assert wire.requested_token(wire.request("0" * 32)) == "0" * 32
@@ -171,7 +171,7 @@ def test_what_asks_for_nothing(token: object) -> None:
         wire.requested_token({"memguard": 2, "token": "0" * 32})
 
 
-def test_a_file_descriptor_comes_with_its_message_and_is_not_passed_on_to_programs(
+def test_a_file_descriptor_comes_with_its_message_and_is_not_inherited(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
@@ -210,7 +210,7 @@ def test_several_file_descriptors_are_refused_and_closed(pair: tuple[socket.sock
         assert open_files() == before
 
 
-def test_with_garbage_behind_it_a_file_descriptor_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_file_descriptor_of_a_bad_message_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     with open(os.devnull) as file:
         before = open_files()
@@ -220,7 +220,7 @@ def test_with_garbage_behind_it_a_file_descriptor_is_closed(pair: tuple[socket.s
         assert open_files() == before
 
 
-def test_one_that_trickles_is_not_waited_for_for_ever(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_slow_sender_times_out(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     here.send(b"\0\0")
     with pytest.raises(TimeoutError):
@@ -230,7 +230,7 @@ def test_one_that_trickles_is_not_waited_for_for_ever(pair: tuple[socket.socket,
         wire.receive(there, 5)
 
 
-def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_peer_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
     here, _ = pair
     here.setblocking(False)
     with pytest.raises(ConnectionError):
@@ -238,7 +238,9 @@ def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, soc
             wire.send(here, GOOD)
 
 
-def test_who_is_at_the_other_end(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_says_who_is_at_the_other_end(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     who = wire.peer(pair[0])
     assert who == (os.getpid(), os.geteuid()) and wire.same_user(who)
     assert not wire.same_user(who._replace(uid=who.uid + 1))
