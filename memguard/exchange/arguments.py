@@ -13,11 +13,16 @@ _MOST = 1 << 16
 """More GPUs than any process sees."""
 
 
+def is_ordinal(device: Any) -> bool:
+    """Whether `device` can be CUDA's ordinal of a GPU."""
+    return isinstance(device, int) and not isinstance(device, bool) and 0 <= device < _MOST
+
+
 def check(copy: Any, device: Any, consumer: Arrays) -> None:
     """Raises ValueError for a wrong `copy` or `device`, ImportError if the framework is not installed."""
     if copy is not None and copy is not True and copy is not False:
         raise ValueError(f"copy={copy!r} is none of None, True and False\n    fix: copy=True, or leave it out")
-    if device is not None and (isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < _MOST):
+    if device is not None and not is_ordinal(device):
         raise ValueError(
             f"device={device!r} is not the number of a GPU\n"
             "    fix: CUDA's ordinal, as device=0; without it the array stays on its GPU"

@@ -16,6 +16,7 @@ import threading
 from typing import Any
 
 from memguard.errors import DeviceError
+from memguard.exchange.arguments import is_ordinal
 
 _log = logging.getLogger("memguard")
 
@@ -72,7 +73,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
     """
 
     def __init__(self, device: int = 0) -> None:
-        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+        if not is_ordinal(device):
             raise DeviceError(
                 f"{device!r} is not the number of a GPU\n    fix: pycuda_context(0), CUDA's numbering in this process"
             )

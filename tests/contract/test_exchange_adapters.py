@@ -686,7 +686,13 @@ def test_a_stream_must_be_a_stream(world: Any, stream: Any) -> None:
 
 def test_a_framework_must_be_known_and_installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = world.array("torch")
-    for name, hint in {"tf": "'tensorflow'", "np": "'numpy'", "pytorch": "'torch'", "cuda": "one of"}.items():
+    for name, hint in {
+        "tf": "'tensorflow'",
+        "np": "'numpy'",
+        "pytorch": "'torch'",
+        "flax": "'jax'",
+        "cuda": "one of",
+    }.items():
         with pytest.raises(ValueError, match=hint):
             to(x, name)
     with pytest.raises(ValueError, match="by its name, not as Tensor"):

@@ -342,6 +342,7 @@ def test_a_block_is_left_where_it_was_entered(setting: Setting) -> None:
         (-1, "-1 is not the number of a GPU\n    fix: pycuda_context(0)"),
         (True, "True is not the number of a GPU"),
         ("cuda:0", "'cuda:0' is not the number of a GPU"),
+        (1 << 40, "1099511627776 is not the number of a GPU"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_said(setting: Setting, device: Any, said: str) -> None:
