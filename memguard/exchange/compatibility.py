@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from memguard._specs import SPECS
 from memguard.exchange.view import View
 
 MOST_DIMENSIONS = 64
@@ -28,7 +29,7 @@ class Layout(Enum):
 class Traits:
     """What a framework's arrays can be.
 
-    name, title   the framework in code and in sentences
+    title         its name in sentences: of the six, the one in `_specs`
     alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
                   they must also be multiples of the element size: a kernel that reads any other address ends the
                   context for the whole process
@@ -40,7 +41,6 @@ class Traits:
     """
 
     name: str
-    title: str
     dtypes: frozenset[str]
     layout: Layout = Layout.FORWARD
     alignment: int = 1
@@ -51,6 +51,11 @@ class Traits:
     repeats: bool = True
     strided: bool = True
     releases_when_done: bool = False
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.title:
+            object.__setattr__(self, "title", SPECS[self.name].title)
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ def test_the_reason_and_the_remedy(view: View, traits: str, device: int | None, 
 
 
 def test_bool_is_viewed_and_integers_are_cast() -> None:
-    nobody = Traits("nobody", "Nobody", frozenset())
+    nobody = Traits("nobody", frozenset(), title="Nobody")
     remedies = {}
     for dtype in ("bool", "int64", "float64"):
         found = obstacle(View(0, (), (), dtype, 0), nobody, 0)
@@ -270,7 +270,7 @@ def test_bool_is_viewed_and_integers_are_cast() -> None:
 
 @given(views, st.sampled_from(list(Layout)), st.sampled_from([1, 2, 16, 256]))
 def test_a_wider_layout_and_a_smaller_alignment_take_no_less(view: View, layout: Layout, alignment: int) -> None:
-    narrow = Traits("t", "T", frozenset(DTYPES), layout, alignment, alignment, on_host=True)
-    wide = Traits("t", "T", frozenset(DTYPES), Layout.FORWARD, 1, 1, writes=False, on_host=True)
+    narrow = Traits("t", frozenset(DTYPES), layout, alignment, alignment, on_host=True, title="T")
+    wide = Traits("t", frozenset(DTYPES), Layout.FORWARD, 1, 1, writes=False, on_host=True, title="T")
     if compatibility.obstacle(view, narrow, view.device) is None:
         assert compatibility.obstacle(view, wide, view.device) is None

@@ -30,7 +30,7 @@ class Attached:
 class OtherProcess(ProducerOnly):
     """The exporter has waited for its work. It names no stream, so memory is unmapped only when no kernel uses it."""
 
-    traits: ClassVar[Traits] = Traits(NAME, "memory of another process", frozenset())
+    traits: ClassVar[Traits] = Traits(NAME, frozenset(), title="memory of another process")
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, Attached)

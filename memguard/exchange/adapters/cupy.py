@@ -6,21 +6,18 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._devices import streams
-from memguard._specs import SPECS
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NO_FLOAT8, View
 
-_SPEC = SPECS["cupy"]
-
 
 class CuPy(Arrays):
     """`cupy.ndarray`."""
 
-    traits: ClassVar[Traits] = Traits(_SPEC.name, _SPEC.title, NO_FLOAT8, Layout.FORWARD)
-    module: ClassVar[str] = _SPEC.module
+    traits: ClassVar[Traits] = Traits("cupy", NO_FLOAT8, Layout.FORWARD)
+    module: ClassVar[str] = "cupy"
     call: ClassVar[str] = "cupy.from_dlpack"
     waits: ClassVar[str] = "stream"
 

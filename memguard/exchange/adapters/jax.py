@@ -10,7 +10,6 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._devices import streams
-from memguard._specs import SPECS
 from memguard.errors import CannotShare
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
@@ -18,7 +17,6 @@ from memguard.exchange.compatibility import Layout, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, View, dtype_name, row_major
 
-_SPEC = SPECS["jax"]
 _GPUS = ("gpu", "cuda")
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
@@ -27,8 +25,7 @@ class JAX(Arrays):
     """`jax.Array` with one shard."""
 
     traits: ClassVar[Traits] = Traits(
-        _SPEC.name,
-        _SPEC.title,
+        "jax",
         frozenset(DTYPES),
         Layout.DENSE,
         alignment=16,
@@ -37,7 +34,7 @@ class JAX(Arrays):
         on_host=True,
         releases_when_done=True,
     )
-    module: ClassVar[str] = _SPEC.module
+    module: ClassVar[str] = "jax"
     call: ClassVar[str] = "jax.dlpack.from_dlpack"
     waits: ClassVar[str] = "stream"
     takes_stream: ClassVar[bool] = False

@@ -10,23 +10,18 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
-from memguard._specs import SPECS
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NUMPY_DTYPES, View
 
-_SPEC = SPECS["numba"]
-
 
 class Numba(Arrays):
     """Arrays of `numba.cuda`."""
 
-    traits: ClassVar[Traits] = Traits(
-        _SPEC.name, _SPEC.title, NUMPY_DTYPES, Layout.FORWARD, repeats=False, strided=False
-    )
-    module: ClassVar[str] = _SPEC.module
+    traits: ClassVar[Traits] = Traits("numba", NUMPY_DTYPES, Layout.FORWARD, repeats=False, strided=False)
+    module: ClassVar[str] = "numba"
     call: ClassVar[str] = "numba.cuda.as_cuda_array"
     waits: ClassVar[str] = "host"
     compacts: ClassVar[Layout | None] = Layout.COMPACT

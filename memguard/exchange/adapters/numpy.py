@@ -18,7 +18,7 @@ class NumPy(Arrays):
     """`numpy.ndarray`."""
 
     traits: ClassVar[Traits] = Traits(
-        "numpy", "NumPy", NUMPY_DTYPES, Layout.FORWARD, writes=False, on_gpu=False, on_host=True
+        "numpy", NUMPY_DTYPES, Layout.FORWARD, writes=False, on_gpu=False, on_host=True, title="NumPy"
     )
     module: ClassVar[str] = "numpy"
     call: ClassVar[str] = "numpy.asarray"

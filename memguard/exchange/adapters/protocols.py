@@ -33,7 +33,7 @@ class ProducerOnly(Arrays):
 class ArrayInterface(ProducerOnly):
     """Anything with `__cuda_array_interface__`. If it names no stream, all work of the context is waited for."""
 
-    traits: ClassVar[Traits] = Traits("__cuda_array_interface__", "the CUDA array interface", frozenset())
+    traits: ClassVar[Traits] = Traits("__cuda_array_interface__", frozenset(), title="the CUDA array interface")
 
     def owns(self, x: Any) -> bool:
         return hasattr(type(x), "__cuda_array_interface__") or hasattr(x, "__cuda_array_interface__")
@@ -46,7 +46,7 @@ class ArrayInterface(ProducerOnly):
 class DLPack(ProducerOnly):
     """Anything with `__dlpack__`. All work of the context is waited for: cuda.core's buffers name no stream."""
 
-    traits: ClassVar[Traits] = Traits("__dlpack__", "DLPack", frozenset())
+    traits: ClassVar[Traits] = Traits("__dlpack__", frozenset(), title="DLPack")
 
     def owns(self, x: Any) -> bool:
         return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")

@@ -10,21 +10,18 @@ import threading
 from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies
-from memguard._specs import SPECS
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NUMPY_DTYPES, View
 
-_SPEC = SPECS["pycuda"]
-
 
 class PyCUDA(Arrays):
     """`pycuda.gpuarray.GPUArray`."""
 
-    traits: ClassVar[Traits] = Traits(_SPEC.name, _SPEC.title, NUMPY_DTYPES, Layout.FORWARD, strided=False)
-    module: ClassVar[str] = _SPEC.module
+    traits: ClassVar[Traits] = Traits("pycuda", NUMPY_DTYPES, Layout.FORWARD, strided=False)
+    module: ClassVar[str] = "pycuda"
     call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
     waits: ClassVar[str] = "host"
     compacts: ClassVar[Layout | None] = Layout.COMPACT

@@ -10,14 +10,12 @@ import functools
 import sys
 from typing import Any, ClassVar
 
-from memguard._specs import SPECS
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, NO_FLOAT8, View
 
-_SPEC = SPECS["tensorflow"]
 _EAGER = "EagerTensor"
 
 
@@ -25,8 +23,7 @@ class TensorFlow(Arrays):
     """Eager tensors, which are also the arguments of graphs."""
 
     traits: ClassVar[Traits] = Traits(
-        _SPEC.name,
-        _SPEC.title,
+        "tensorflow",
         NO_FLOAT8,
         Layout.COMPACT,
         alignment=64,
@@ -34,7 +31,7 @@ class TensorFlow(Arrays):
         writes=False,
         on_host=True,
     )
-    module: ClassVar[str] = _SPEC.module
+    module: ClassVar[str] = "tensorflow"
     call: ClassVar[str] = "tf.experimental.dlpack.from_dlpack"
     waits: ClassVar[str] = "host"
     takes_stream: ClassVar[bool] = False

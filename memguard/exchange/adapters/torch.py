@@ -6,21 +6,18 @@ import functools
 import sys
 from typing import Any, ClassVar
 
-from memguard._specs import SPECS
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Obstacle, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, View
 
-_SPEC = SPECS["torch"]
-
 
 class Torch(Arrays):
     """Strided tensors, on a GPU or the host."""
 
-    traits: ClassVar[Traits] = Traits(_SPEC.name, _SPEC.title, frozenset(DTYPES), Layout.FORWARD, on_host=True)
-    module: ClassVar[str] = _SPEC.module
+    traits: ClassVar[Traits] = Traits("torch", frozenset(DTYPES), Layout.FORWARD, on_host=True)
+    module: ClassVar[str] = "torch"
     call: ClassVar[str] = "torch.from_dlpack"
     waits: ClassVar[str] = "stream"
 

@@ -162,12 +162,8 @@ def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, st
             raise _bad_answer(framework, "the memory did not come with it")
         ordinal = shared_memory.ordinal(found.uuid)
         if ordinal is None:
-            raise CannotShare(
-                NAME,
-                framework,
-                f"it lies on {found.uuid}, which CUDA does not show this process",
-                "start this process with that GPU in CUDA_VISIBLE_DEVICES",
-            )
+            reason = f"it lies on {found.uuid}, which CUDA does not show this process"
+            raise CannotShare(NAME, framework, reason, "start this process with that GPU in CUDA_VISIBLE_DEVICES")
         mapping = _mapped(found, fd, ordinal)
         attachment = _Attachment(mapping, ordinal, found.size)
         try:
@@ -292,23 +288,16 @@ def _as_refusals(framework: str) -> Iterator[None]:
     except wire.BadMessage as error:
         raise _bad_answer(framework, str(error)) from error
     except PermissionError as error:
-        raise CannotShare(
-            NAME, framework, f"its socket belongs to another user ({error})", "attach as the user who exported it"
-        ) from error
+        reason, remedy = f"its socket belongs to another user ({error})", "attach as the user who exported it"
+        raise CannotShare(NAME, framework, reason, remedy) from error
     except TimeoutError as error:
-        raise CannotShare(
-            NAME,
-            framework,
-            f"the process that exported it did not answer within {ANSWER_TIMEOUT:g} s",
-            "check whether it is stopped, or in a call that holds the GIL",
-        ) from error
+        reason = f"the process that exported it did not answer within {ANSWER_TIMEOUT:g} s"
+        remedy = "check whether it is stopped, or in a call that holds the GIL"
+        raise CannotShare(NAME, framework, reason, remedy) from error
     except (OSError, EOFError) as error:
-        raise CannotShare(
-            NAME,
-            framework,
-            "the export is gone: its process ended or closed it",
-            "export it again, and keep the handle open until it is attached",
-        ) from error
+        reason = "the export is gone: its process ended or closed it"
+        remedy = "export it again, and keep the handle open until it is attached"
+        raise CannotShare(NAME, framework, reason, remedy) from error
 
 
 def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
