@@ -1,4 +1,4 @@
-"""The exchange between torch, TensorFlow, JAX and NumPy as they are, on arrays in host memory."""
+"""The exchange between the real torch, TensorFlow, JAX and NumPy, on arrays in host memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ for producer, consumer in PAIRS:
     assert found["shared"] == {f"{a} {b}": [[[a, b]], 0] for a, b in PAIRS}
 
 
-def test_an_array_of_the_framework_itself_is_itself(beside_all: Run) -> None:
+def test_an_array_of_the_framework_itself_is_returned(beside_all: Run) -> None:
     found = beside_all("""
 for name in NAMES:
     x = make(name, np.arange(6.0, dtype="float32"))
@@ -111,7 +111,7 @@ for dtype in DTYPES:
     assert wrong == {}
 
 
-def test_jax_without_its_64_bit_types_narrows_nothing_in_silence(beside_all: Run) -> None:
+def test_jax_without_its_64_bit_types_never_narrows_an_array(beside_all: Run) -> None:
     found = beside_all("""
 for dtype in ("int64", "uint64", "float64", "complex128"):
     x = aligned(np.arange(8).astype(dtype))
@@ -126,7 +126,7 @@ result["int32"] = outcome(aligned(np.arange(8).astype("int32")), "jax", np.arang
 
 
 SHAPES = {
-    # what is done to an array of (4, 6) float32: who can be shown the result
+    # what is done to an array of (4, 6) float32: which frameworks can share the result
     "x[:0]": "torch tensorflow jax numpy",
     "x[:, :0]": "torch tensorflow jax numpy",
     "x.reshape(-1)[:1].reshape(())": "torch tensorflow jax numpy",
@@ -180,7 +180,7 @@ for producer in ("torch", "numpy"):
             assert "strides" in plain or "multiples of 64 bytes" in plain, (key, plain)
 
 
-def test_what_was_imported_transposed_is_handed_on_as_it_lies(beside_all: Run) -> None:
+def test_an_array_that_was_imported_transposed_is_shared_transposed(beside_all: Run) -> None:
     found = beside_all("""
 x = make("torch", np.arange(24, dtype="float32").reshape(4, 6))
 expected = np.array(values(x.T))
@@ -211,7 +211,7 @@ result["misaligned"] = late
 
 
 REFUSALS = {
-    # what is handed over: to whom, words of the reason, the remedy as code that works
+    # what is handed over: the consumer, words of the reason, the remedy as code that works
     "torch.zeros(16, requires_grad=True)": ("tensorflow", "requires a gradient", "x.detach()"),
     "torch.zeros(16, requires_grad=True) * 2": ("jax", "requires a gradient", "x.detach()"),
     "torch.nn.Parameter(torch.zeros(16))": ("numpy", "requires a gradient", "x.detach()"),
@@ -273,7 +273,7 @@ for consumer in ("tensorflow", "jax", "numpy"):
         assert way == "copied" and "requires a gradient" in reason
 
 
-def test_jaxs_arrays_that_have_no_memory(beside_all: Run) -> None:
+def test_arrays_of_jax_without_memory_are_refused(beside_all: Run) -> None:
     found = beside_all("""
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 traced = []
@@ -313,7 +313,7 @@ for consumer in ("torch", "tensorflow", "numpy"):
 
 
 def test_jaxs_work_is_waited_for(beside_all: Run) -> None:
-    """On the CPU too JAX gives an array back before it is computed."""
+    """On the CPU, too, JAX returns an array before it is computed."""
     found = beside_all("""
 @jax.jit
 def slow(a):
@@ -527,7 +527,7 @@ result["device"] = refused(lambda: to(x, "jax", device=0))
     assert "it lies on the host, not on cuda:0" in found["device"][2]
 
 
-def test_capsules_of_torch_are_read_as_torch_has_them(beside_all: Run) -> None:
+def test_capsules_of_torch_are_read_as_torch_describes_them(beside_all: Run) -> None:
     found = beside_all("""
 from memguard.exchange import dlpack
 from memguard.exchange.adapters import registry
@@ -581,8 +581,8 @@ result["broken"] = refused(lambda: to(Broken(plain), "torch"))
 TESTS = Path(__file__).parents[1]
 
 
-def test_the_models_of_the_arrays_have_nothing_that_the_frameworks_have_not(beside_all: Run) -> None:
-    """`tests/contract/fake_arrays.py`, by its names."""
+def test_the_fake_arrays_have_only_names_of_the_real_ones(beside_all: Run) -> None:
+    """`tests/contract/fake_arrays.py` against the real frameworks."""
     found = beside_all(f"""
 import sys
 sys.path += [{str(TESTS / "unit")!r}, {str(TESTS / "contract")!r}]
@@ -628,7 +628,7 @@ print("views", sum(map(len, kept.values())), len(lifetimes._open) >= 36)
 """
 
 
-def test_views_of_all_that_live_at_the_interpreters_end() -> None:
+def test_views_of_all_frameworks_may_outlive_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXIT], capture_output=True, text=True, timeout=120, env=environment()
     )
@@ -637,7 +637,7 @@ def test_views_of_all_that_live_at_the_interpreters_end() -> None:
     assert (done.returncode, done.stdout, said) == (0, "views 24 True\n", [])
 
 
-def test_a_tensor_that_gets_other_memory_does_not_take_it_from_under_a_view(beside_all: Run) -> None:
+def test_a_view_survives_when_its_tensor_gets_other_memory(beside_all: Run) -> None:
     found = beside_all("""
 ways = {}
 for consumer in ("numpy", "tensorflow", "jax"):
@@ -658,7 +658,7 @@ result["kept"] = len(lifetimes._open)
     assert all(found["ways"].values()), found["ways"]
 
 
-def test_what_no_capsule_can_say_is_refused(beside_all: Run) -> None:
+def test_arrays_of_too_many_dimensions_are_refused(beside_all: Run) -> None:
     found = beside_all("""
 for producer, x in (("torch", torch.ones([1] * 70)), ("tensorflow", tf.ones([1] * 200))):
     for consumer in ("numpy", "jax"):
@@ -672,7 +672,7 @@ for producer, x in (("torch", torch.ones([1] * 70)), ("tensorflow", tf.ones([1] 
                for reason, remedy in found.values())  # fmt: skip
 
 
-def test_a_refusal_inside_a_tf_function_is_itself(beside_all: Run) -> None:
+def test_a_refusal_inside_a_tf_function_stays_cannot_share(beside_all: Run) -> None:
     found = beside_all("""
 @tf.function
 def inside(x):
