@@ -74,7 +74,7 @@ class JAX(Arrays):
 
     def ready(self, offer: Offer, stream: int | None) -> None:
         if stream is not None and offer.view.device is not None and streams.capturing(offer.view.device, stream):
-            raise streams.Captured("a CUDA graph is being captured, and may not wait for JAX")
+            raise streams.Captured("a CUDA graph is being captured: it cannot wait for JAX")
         offer.owner.append(_capsule(offer.owner[0], stream))
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
