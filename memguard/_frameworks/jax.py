@@ -18,9 +18,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -36,10 +37,7 @@ _standing: dict[str, int] = {}
 class JAX(Framework):
     """JAX's BFC allocator (XLA), capped by the `memory_fraction` of its client."""
 
-    name: ClassVar[str] = "jax"
-    module: ClassVar[str] = "jax"
-    hook: ClassVar[str] = "jax"
-    tested: ClassVar[tuple[str, ...]] = ("0.11.2", "0.10.2")
+    spec = SPECS["jax"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -134,10 +132,6 @@ class JAX(Framework):
 
     def footprint(self, size: int) -> int:
         return round_up(size, 256)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        errors: Any = getattr(sys.modules.get("jax"), "errors", None)  # none while another thread imports it
-        return () if errors is None else (errors.JaxRuntimeError,)
 
     def drift(self) -> list[str]:
         if not self._caps:

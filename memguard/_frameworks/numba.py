@@ -22,6 +22,7 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -76,10 +77,7 @@ class _Count:
 class Numba(Framework):
     """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
 
-    name: ClassVar[str] = "numba"
-    module: ClassVar[str] = "numba"
-    hook: ClassVar[str] = "numba.cuda"
-    tested: ClassVar[tuple[str, ...]] = ("0.30.4",)
+    spec = SPECS["numba"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -182,10 +180,6 @@ class Numba(Framework):
 
     def footprint(self, size: int) -> int:
         return round_up(size)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        driver: Any = sys.modules.get(_DRIVER)
-        return () if driver is None else (driver.CudaAPIError,)
 
     def drift(self) -> list[str]:
         if self._rmm is not None:

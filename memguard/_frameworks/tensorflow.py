@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
@@ -34,10 +35,7 @@ _UNLIMITED = {
 class TensorFlow(Framework):
     """TensorFlow's BFC allocator, capped by `LogicalDeviceConfiguration(memory_limit)`."""
 
-    name: ClassVar[str] = "tensorflow"
-    module: ClassVar[str] = "tensorflow"
-    hook: ClassVar[str] = "tensorflow"
-    tested: ClassVar[tuple[str, ...]] = ("2.21.0",)
+    spec = SPECS["tensorflow"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -134,10 +132,6 @@ class TensorFlow(Framework):
 
     def footprint(self, size: int) -> int:
         return round_up(size, 256)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        tf: Any = sys.modules.get("tensorflow")
-        return () if tf is None else (tf.errors.ResourceExhaustedError,)
 
     def drift(self) -> list[str]:
         """Limits that were taken away or raised: before TensorFlow went live, as later they cannot change."""

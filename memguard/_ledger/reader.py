@@ -15,7 +15,8 @@ from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
 from memguard._ledger import types
-from memguard._policy import SECOND_CONTEXT, modules
+from memguard._policy import modules
+from memguard._specs import SECOND_CONTEXT
 from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError

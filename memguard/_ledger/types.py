@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from memguard._policy import CONTEXT, SECOND_CONTEXT, SLACK, modules, workspace
+from memguard._policy import SLACK, modules, workspace
+from memguard._specs import CONTEXT, SECOND_CONTEXT
 from memguard._types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._units import MIB, format_size
 

@@ -17,6 +17,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import format_size
 
@@ -39,8 +40,6 @@ MEMORY = 300.0
 AGAIN = 60.0
 """Seconds within which the same warning is not given again, and after which a rise that went no further is over."""
 _REPETITIONS = 100
-_KEEPERS = ("tensorflow", "jax")
-"""Their pools grow and give nothing back: what is idle in them is theirs to use, and no pressure."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,11 @@ def needed(name: str, usage: FrameworkSample) -> int | None:
 
     Held less reclaimable; in use where that is not known, and where idle memory stays the framework's own.
     """
-    if usage.held is not None and usage.reclaimable is not None and (name not in _KEEPERS or usage.in_use is None):
+    if (
+        usage.held is not None
+        and usage.reclaimable is not None
+        and (name not in NEVER_GIVE_BACK or usage.in_use is None)
+    ):
         return max(usage.held - usage.reclaimable, 0)
     return usage.in_use if usage.in_use is not None else usage.held
 

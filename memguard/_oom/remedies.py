@@ -10,19 +10,16 @@ from math import ceil
 
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
+from memguard._specs import NEVER_GIVE_BACK, SPECS
 from memguard._types import DevicePlan, Plan
 from memguard._units import GRANULE, MIB, format_size, round_up
 
-NEVER_BACK = ("tensorflow", "jax")
-"""Their pools give nothing back to the driver while the process lives (measured)."""
 SEGMENT = 20 * MIB
 """What an allocator takes at most beyond a small request: a segment of torch (measured)."""
 WORKSPACE = 256 * MIB
 """Taken for a request whose size is not known: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _WORTH = 16 * MIB
 """Less than this is not worth a remedy."""
-_OWN_TRIM = {"torch": "torch.cuda.empty_cache()", "cupy": "cupy.get_default_memory_pool().free_all_blocks()"}
-"""For a framework that the budget does not name: `memguard.trim` knows those of the budget."""
 _ELSEWHERE = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -79,8 +76,8 @@ class Case:
         asked = self.verdict.requested
         if asked is None:
             return WORKSPACE
-        bins = asked // 16 if self.verdict.requester == "pycuda" else 0  # which round up by so much
-        return asked + max(SEGMENT, bins)
+        spec = SPECS.get(self.verdict.requester or "")
+        return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
 
     @cached_property
     def taken(self) -> int:
@@ -106,7 +103,7 @@ class Case:
             return 0
         if self.silent:
             return self.room or 0
-        known = self.row.reclaimable is not None or self.row.name in NEVER_BACK
+        known = self.row.reclaimable is not None or self.row.name in NEVER_GIVE_BACK
         return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
 
     @cached_property
@@ -164,10 +161,12 @@ def _trims(case: Case) -> Iterator[Remedy]:
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if row is not case.row and row.name not in NEVER_BACK and size is not None and size >= _WORTH:
+        if row is not case.row and row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
     for name, (row, size) in sorted(sizes.items(), key=lambda item: -item[1][1]):
-        call = f"memguard.trim({name!r})" if row.cap is not None else _OWN_TRIM.get(name, f"its own call, in {name},")
+        # `memguard.trim` knows only the frameworks of the budget.
+        own = SPECS[name].own_trim or f"its own call, in {name},"
+        call = f"memguard.trim({name!r})" if row.cap is not None else own
         if row.reclaimable is None:
             yield Remedy(f"{name} caches {format_size(size)}: {call} frees what of it is in whole pieces", size)
         else:
@@ -188,7 +187,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
 
 def _pools(case: Case) -> Iterator[Remedy]:
     for row in case.frameworks:
-        if row.name in NEVER_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
+        if row.name in NEVER_GIVE_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
             used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
             yield Remedy(
                 f"{row.name}'s pool of {format_size(row.bytes)}{used} never gives back: lower frameworks.{row.name} "
@@ -221,7 +220,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if wanted <= min(spare.values()):
         later = (
             " and restart: its pool is fixed"
-            if name in NEVER_BACK
+            if name in NEVER_GIVE_BACK
             else f", or memguard.resize({name!r}, '{wanted // MIB}MiB')"
         )
         setting = _share(plan, part, name, wanted, spare) or f"limit to {wanted // MIB}MiB"
@@ -257,10 +256,10 @@ def _whole(case: Case) -> Iterator[Remedy]:
     """Against fragmentation."""
     assert case.row is not None
     name, size = case.row.name, case.split
-    if name == "torch":
-        text = "PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch starts, avoids that"
-        yield Remedy(f"torch caches {format_size(size)} in partly used segments: {text}", size)
-    elif name in NEVER_BACK:
+    advice = SPECS[name].unfragment
+    if advice is not None:
+        yield Remedy(f"{name} caches {format_size(size)} in partly used segments: {advice}", size)
+    elif name in NEVER_GIVE_BACK:
         yield Remedy(f"{name}'s pool has {format_size(size)} unused, in pieces: make the largest arrays first", size)
     else:
         yield Remedy(f"{name} caches {format_size(size)} in pieces between arrays: free those, then trim", size)

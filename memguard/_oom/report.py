@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom.classify import Facts, Verdict, classify, family
-from memguard._oom.remedies import NEVER_BACK, Case, Remedy, remedies
+from memguard._oom.remedies import Case, Remedy, remedies
+from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Plan, Sample
 from memguard._units import MIB, format_size
 
@@ -268,7 +269,7 @@ def _described(holder: Holder, requester: str | None) -> str:
     about = []
     if holder.name == requester:
         about.append("itself")
-    if holder.kind == "framework" and holder.name in NEVER_BACK:
+    if holder.kind == "framework" and holder.name in NEVER_GIVE_BACK:
         about.append("never gives back")
     elif holder.reclaimable:
         about.append(f"{format_size(holder.reclaimable)} reclaimable")

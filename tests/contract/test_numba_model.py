@@ -113,11 +113,11 @@ Model = Callable[..., Setting]
 def test_looking_makes_no_context(model: Model) -> None:
     setting = model()
     framework = setting.framework
-    assert framework.state() is State.IMPORTABLE and framework.oom_types() == ()
+    assert framework.state() is State.IMPORTABLE
     importlib.import_module("numba")
     assert framework.state() is State.IMPORTABLE, "only numba.cuda counts"
     setting.bring()
-    assert framework.state() is State.IMPORTED and framework.oom_types() == (setting.driver.CudaAPIError,)
+    assert framework.state() is State.IMPORTED
     setting.apply()
     framework.trim(setting.gpu)
     assert framework.usage(setting.gpu) is None and framework.drift() == []

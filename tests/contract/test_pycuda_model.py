@@ -123,13 +123,11 @@ def fill(way: Callable[[int], Any], size: int, error: type[BaseException]) -> li
 def test_states(model: Model) -> None:
     setting = model()
     framework = setting.framework
-    assert (
-        framework.state() is State.IMPORTABLE and framework.oom_types() == () and framework.usage(setting.gpu) is None
-    )
+    assert framework.state() is State.IMPORTABLE and framework.usage(setting.gpu) is None
     framework.trim(setting.gpu)
     assert not [name for name in sys.modules if name.startswith("pycuda")], "looking imports nothing"
     drv = importlib.import_module("pycuda.driver")
-    assert framework.state() is State.IMPORTED and framework.oom_types() == (drv.MemoryError,)
+    assert framework.state() is State.IMPORTED
     framework.trim(setting.gpu)
     assert framework.usage(setting.gpu) is None and not drv._initialised, "looking initialises nothing"
     drv.init()

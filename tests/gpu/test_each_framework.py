@@ -198,20 +198,22 @@ TORCH_TAKE = "torch.empty(n, dtype=torch.uint8, device='cuda')"
 
 
 @pytest.mark.parametrize(
-    ("name", "environment", "take"),
+    ("name", "environment", "take", "error"),
     [
-        ("torch", {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.003"}, TORCH_TAKE),
-        ("jax", {"XLA_CLIENT_MEM_FRACTION": "0.003"}, JAX_TAKE),
-        ("jax", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.003"}, JAX_TAKE),
+        ("torch", {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.003"}, TORCH_TAKE, "torch.OutOfMemoryError"),
+        ("jax", {"XLA_CLIENT_MEM_FRACTION": "0.003"}, JAX_TAKE, "jax.errors.JaxRuntimeError"),
+        ("jax", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.003"}, JAX_TAKE, "jax.errors.JaxRuntimeError"),
     ],
 )
-def test_a_stricter_setting_of_the_users_own_stays(run: Run, name: str, environment: dict[str, str], take: str) -> None:
+def test_a_stricter_setting_of_the_users_own_stays(
+    run: Run, name: str, environment: dict[str, str], take: str, error: str
+) -> None:
     found = run(
         HELPERS
         + f"""
 guard = memguard.init(one({name!r}, "1GiB"))
 import {name}
-live = fill(lambda n: {take}, guard.frameworks[{name!r}].oom_types(), 32 * MIB)
+live = fill(lambda n: {take}, {error}, 32 * MIB)
 result.update(taken=32 * MIB * len(live), notes=memguard.ledger().notes)
 """,
         env=environment,

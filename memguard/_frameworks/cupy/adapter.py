@@ -17,13 +17,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -35,10 +36,7 @@ _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream canno
 class CuPy(Framework):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
-    name: ClassVar[str] = "cupy"
-    module: ClassVar[str] = "cupy"
-    hook: ClassVar[str] = "cupy"
-    tested: ClassVar[tuple[str, ...]] = ("14.2.0",)
+    spec = SPECS["cupy"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -139,13 +137,6 @@ class CuPy(Framework):
 
     def footprint(self, size: int) -> int:
         return whole_share(size)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        cupy = _imported()
-        if cupy is None:
-            return ()
-        own = cupy.cuda.memory.OutOfMemoryError
-        return (own,) if self._rmm is None else (own, MemoryError)  # which is what RMM raises (measured)
 
     def drift(self) -> list[str]:
         cupy = _imported()

@@ -19,12 +19,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda.contexts import current_context, served_by_primary
 from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, destroyed
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied
@@ -36,10 +37,7 @@ _kept: list[Pool] = []
 class PyCUDA(Framework):
     """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
-    name: ClassVar[str] = "pycuda"
-    module: ClassVar[str] = "pycuda"
-    hook: ClassVar[str] = "pycuda.driver"
-    tested: ClassVar[tuple[str, ...]] = ("2026.1",)
+    spec = SPECS["pycuda"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -121,10 +119,6 @@ class PyCUDA(Framework):
         with self._lock:
             pool = next(iter(self._own.values()), None)
             return round_up(pool.bin_size(size) if pool is not None and size > 0 else size + size // 16)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        drv: Any = sys.modules.get("pycuda.driver")
-        return () if drv is None else (drv.MemoryError,)
 
     def drift(self) -> list[str]:
         drv = sys.modules.get("pycuda.driver")

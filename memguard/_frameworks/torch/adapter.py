@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._devices import libcuda
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.torch import history, settings
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
@@ -32,10 +33,7 @@ SEGMENT = 20 * MIB
 class Torch(Framework):
     """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
 
-    name: ClassVar[str] = "torch"
-    module: ClassVar[str] = "torch"
-    hook: ClassVar[str] = "torch"
-    tested: ClassVar[tuple[str, ...]] = ("2.11.0", "2.13.0")
+    spec = SPECS["torch"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -161,10 +159,6 @@ class Torch(Framework):
         if expandable is None:  # asking takes a snapshot of all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        torch = sys.modules.get("torch")
-        return () if torch is None else (torch.OutOfMemoryError,)
 
     def drift(self) -> list[str]:
         torch = sys.modules.get("torch")
