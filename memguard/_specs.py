@@ -174,7 +174,12 @@ _ROWS = (
             ),
             ErrorPattern("host", True, "torch's allocator for the CPU", "DefaultCPUAllocator"),
             ErrorPattern("gpu", True, "torch's own type", type=r"^torch\.(cuda\.)?OutOfMemoryError$"),
-            ErrorPattern("gpu", True, "torch's text, whatever the type", "(CUDA|HIP|XPU|MPS backend) out of memory"),
+            ErrorPattern(
+                "gpu",
+                True,
+                "torch's text, whatever the type",
+                "(CUDA|HIP|XPU|MPS backend) out of memory",
+            ),
             ErrorPattern(
                 "gpu",
                 False,

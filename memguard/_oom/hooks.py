@@ -21,7 +21,7 @@ from memguard._types import Plan, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
     from memguard._ledger.types import Ledger
-    from memguard._oom.report import Facts, Report, Verdict
+    from memguard._oom.report import ErrorFacts, Report, Verdict
 
 _log = logging.getLogger("memguard")
 
@@ -126,9 +126,9 @@ def last_oom() -> Report | None:
     return _reports[max(_reports)] if _reports and _pid == os.getpid() else None
 
 
-def facts_of(error: BaseException) -> Facts:
+def facts_of(error: BaseException) -> ErrorFacts:
     """The exception as plain data: nothing of it is kept alive."""
-    from memguard._oom.classify import Facts
+    from memguard._oom.classify import ErrorFacts
 
     kind = type(error)
     try:
@@ -138,7 +138,9 @@ def facts_of(error: BaseException) -> Facts:
     except Exception:  # its own code
         text = ""
     attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
-    return Facts(_named(kind), tuple(_named(base) for base in kind.__mro__ if base is not object), text, attributes)
+    return ErrorFacts(
+        _named(kind), tuple(_named(base) for base in kind.__mro__ if base is not object), text, attributes
+    )
 
 
 def _examine(error: BaseException) -> tuple[Report | None, bool]:
@@ -166,7 +168,7 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
     return None, False
 
 
-def _explained(error: BaseException, facts: Facts, verdict: Verdict, source: Source) -> Report:
+def _explained(error: BaseException, facts: ErrorFacts, verdict: Verdict, source: Source) -> Report:
     from memguard._oom.report import diagnose
 
     number = next(_numbers)

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom.classify import Facts, Verdict, classify, family
+from memguard._oom.classify import ErrorFacts, Verdict, classify, family
 from memguard._oom.remedies import Case, Remedy, remedies
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Plan, Sample
@@ -24,7 +24,7 @@ from memguard._units import MIB, format_size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Facts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
+__all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
 """What a report takes on the screen at most."""
@@ -161,7 +161,7 @@ class Report:
 
 
 def diagnose(
-    facts: Facts,
+    facts: ErrorFacts,
     verdict: Verdict,
     ledger: Ledger | None,
     plan: Plan | None,
@@ -296,7 +296,7 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
     return f"{most} grew by {format_size(grown[most])} in the last {end - begin:.0f} s"
 
 
-def _short(facts: Facts) -> str:
+def _short(facts: ErrorFacts) -> str:
     """Type and the line that speaks of memory, in at most 200 characters."""
     text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's names of nodes
     lines = [line.strip() for line in text.splitlines() if line.strip()]
