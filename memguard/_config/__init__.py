@@ -32,10 +32,11 @@ from memguard._config.document import Document
 from memguard._config.problems import Origin, in_order, problems
 from memguard._config.schema import SCHEMA
 from memguard._findings import Name
+from memguard._specs import SPECS
 from memguard._units import MIB, short
 from memguard.errors import ConfigError, Problem
 
-FRAMEWORKS = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
+FRAMEWORKS = tuple(SPECS)
 """The frameworks that a budget may name."""
 
 V = TypeVar("V")

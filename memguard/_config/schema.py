@@ -9,6 +9,7 @@ from typing import Any
 
 from memguard._config.values import FORECAST, INTERVAL, MAX_NCCL, MAX_PATH, TIMELINE_SIZE
 from memguard._findings import NAMES
+from memguard._specs import SPECS
 from memguard._units import GRANULE, MAX_SIZE
 
 _UNIT = "([Bb]|[KkMmGgTt][Ii][Bb])"
@@ -77,6 +78,11 @@ _CONTEXT = {
     "share. own: they make a second one, which takes about 518 MiB more; reserve: auto keeps room for one.",
     "enum": ["primary", "own"],
     "default": "primary",
+}
+_OWN: dict[str, dict[str, object]] = {
+    "torch": {"nccl": _NCCL},
+    "tensorflow": {"growth": _GROWTH},
+    "pycuda": {"context": _CONTEXT},
 }
 
 
@@ -174,14 +180,7 @@ SCHEMA: dict[str, Any] = {
             "type": "object",
             "additionalProperties": False,
             "minProperties": 1,
-            "properties": {
-                "torch": _framework("torch", nccl=_NCCL),
-                "tensorflow": _framework("tensorflow", growth=_GROWTH),
-                "cupy": _framework("cupy"),
-                "jax": _framework("jax"),
-                "pycuda": _framework("pycuda", context=_CONTEXT),
-                "numba": _framework("numba"),
-            },
+            "properties": {name: _framework(name, **_OWN.get(name, {})) for name in SPECS},
         },
         "on_busy": {
             "description": "What init does where other processes hold so much of a GPU that the limit cannot be had: "
