@@ -103,7 +103,7 @@ class FrameworkSpec:
     cap_is            how its cap holds, for `memguard plan`
     hook              the module after whose import the cap can be applied, if it is not `module`
     allocator         the model that stands in for it on simulated GPUs, a key of `MODELS` in
-                      `memguard._frameworks.simulated.adapter`; any other name means the generic pool
+                      `memguard._frameworks.simulated.adapter`; any other name means a caching pool
     simulates         the allocators that this model stands for, as traces name them, the usual one first; empty if the
                       framework has only one
     aliases           other names that people write for it in a budget

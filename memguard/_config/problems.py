@@ -10,6 +10,7 @@ from typing import Any
 from memguard._config.checks import Finding, Loc
 from memguard._config.document import Document
 from memguard._config.values import device_key, found
+from memguard._specs import SPECS
 from memguard._units import short
 from memguard.errors import Problem
 
@@ -20,12 +21,7 @@ _PLANNED = {
     "pycuda": ("min", "max"),
 }
 _ALSO = {
-    "tf": "tensorflow",
-    "keras": "tensorflow",
-    "pytorch": "torch",
-    "cupy-cuda12x": "cupy",
-    "cupy-cuda13x": "cupy",
-    "flax": "jax",
+    **{alias: row.name for row in SPECS.values() for alias in row.aliases},
     "gpu": "device",
     "gpus": "devices",
     "communicators": "nccl",

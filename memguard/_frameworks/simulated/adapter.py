@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -93,25 +93,22 @@ class AllocatorModel:
     totals: bool = False
 
 
-_POOL = AllocatorModel(lambda start: PyCUDAPool(start.take, start.give, start.cap), _pool_footprint, reports=True)
+_GENERIC = AllocatorModel(
+    lambda start: TorchCachingAllocator(start.take, start.give, start.cap), _torch_footprint, reports=True
+)
 MODELS: Mapping[str, AllocatorModel] = {
-    "torch": AllocatorModel(
-        lambda start: TorchCachingAllocator(start.take, start.give, start.cap),
-        _torch_footprint,
-        94 * MIB,
-        reports=True,
-    ),
+    "torch": replace(_GENERIC, first_work=94 * MIB),
     "bfc": AllocatorModel(_bfc, _bfc_footprint, 4 * MIB, fixed=True, silent=True),
     "cupy": AllocatorModel(
         lambda start: CuPyPool(start.take, start.give, start.cap), whole_share, 94 * MIB, totals=True
     ),
     "xla": AllocatorModel(_xla, _bfc_footprint, 34 * MIB, fixed=True),
-    "pool": _POOL,
+    "pool": AllocatorModel(lambda start: PyCUDAPool(start.take, start.give, start.cap), _pool_footprint, reports=True),
     "emm": AllocatorModel(
         lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
     ),
 }
-"""By the `allocator` of a framework's row. A row that names no model gets the generic one, a caching pool."""
+"""By the `allocator` of a row. A row that names no model gets the generic one: a caching pool like torch's."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
@@ -177,7 +174,7 @@ class SimulatedFramework(Framework):
         row = SPECS.get(name)
         if allocator not in MODELS if allocator is not None else row is None:
             raise ValueError(f"no simulated allocator for {name!r}: give one of {', '.join(MODELS)}")
-        self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _POOL)
+        self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
         self.spec = FrameworkSpec(name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="")
