@@ -563,7 +563,7 @@ def test_a_limit_set_before_the_first_allocation_does_not_lift_the_cap(model: Mo
     setting.pool.set_limit(size=GIB)
     setting.fill()
     assert setting.taken() == 64 * MIB
-    assert setting.framework.notes == ["cupy: its own limit of 1.00 GiB is looser than the cap, which holds"]
+    assert setting.framework.notes == ["cupy: its own limit of 1.00 GiB is looser than the cap, so the cap holds"]
 
 
 def test_a_limit_that_reads_back_as_another_does_not_stay(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -780,7 +780,10 @@ def test_live_before_the_budget_is_said(model: Model) -> None:
     early = setting.drv.mem_alloc(100 * MIB)
     applied = setting.framework.apply({setting.gpu.uuid: 64 * MIB}, {})
     assert len(applied.notes) == 2
-    assert "until then is not counted" in applied.notes[0] and "second CUDA context (+518 MiB" in applied.notes[1]
+    assert (
+        "what it allocated before is not counted" in applied.notes[0]
+        and "second CUDA context (+518 MiB" in applied.notes[1]
+    )
     fill(setting.drv.mem_alloc, 8 * MIB, setting.drv.MemoryError)
     assert setting.usage().held is not None and setting.taken <= 64 * MIB + 100 * MIB
     del early

@@ -276,7 +276,7 @@ def test_an_undo_says_where_the_limit_stays(model: Model) -> None:
     assert applied.undo is not None
     with pytest.raises(CapNotApplied) as caught:
         applied.undo()
-    assert caught.value.reason == "RMM's resource was wrapped again since, so its limit stays on cuda:1"
+    assert caught.value.reason == "RMM's resource was wrapped again after memguard.init, so its limit stays on cuda:1"
     assert caught.value.framework == "cupy" and "undo what wraps it" in caught.value.remedy
     assert setting.resources() == [before[0], wrapped]
     array = setting.alloc(100 * MIB)

@@ -164,13 +164,13 @@ CONFLICTS = {
     "jax, both variables": (
         "jax", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.001", "XLA_CLIENT_MEM_FRACTION": "0.001"}, "are both set"
     ),
-    "jax, platform": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "knows no limit"),
-    "jax, async": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, "knows no limit"),
+    "jax, platform": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "has no limit"),
+    "jax, async": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, "has no limit"),
     "jax, looser": ("jax", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "is looser than the cap"),
     "torch, no caching": ("torch", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "caching allocator"),
     "torch, looser": ("torch", {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"}, "more than the cap"),
     "tensorflow, async": ("tensorflow", {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}, "ignores memory_limit"),
-    "tensorflow, raw": ("tensorflow", {"TF_GPU_ALLOCATOR": "cuda_malloc"}, "knows no limit"),
+    "tensorflow, raw": ("tensorflow", {"TF_GPU_ALLOCATOR": "cuda_malloc"}, "has no limit"),
 }  # fmt: skip
 
 

@@ -288,7 +288,7 @@ except ValueError as error:
     )
     framework, setting, text = found["conflict"]
     assert framework == "jax" and setting == "XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION"
-    assert "goes on with the CPU" in text and "unset XLA_PYTHON_CLIENT_MEM_FRACTION" in text
+    assert "silently uses the CPU" in text and "unset XLA_PYTHON_CLIENT_MEM_FRACTION" in text
     assert found["options"] is None and "specified together" in found["jax"], "JAX itself refuses them"
 
 
@@ -316,7 +316,7 @@ result["conflict"], result["same"] = conflict(GIB), options() == before
     assert (found["conflict"] is not None) is refused is found["same"]
     if refused:
         name = "XLA_PYTHON_CLIENT_ALLOCATOR" if where == "environment" else "jax_pjrt_client_create_options allocator"
-        assert found["conflict"][1] == f"{name}={allocator}" and "knows no limit" in found["conflict"][2]
+        assert found["conflict"][1] == f"{name}={allocator}" and "has no limit" in found["conflict"][2]
 
 
 OWN = {

@@ -274,7 +274,7 @@ def test_numba_live_before_the_first_cap_keeps_its_memory_manager() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "numba")
     framework.allocate(1)
-    with pytest.raises(CapNotApplied, match="too late: it is live, and its context keeps the memory manager"):
+    with pytest.raises(CapNotApplied, match="too late: it is live, and its context keeps its memory manager"):
         framework.apply({uuid(host): GIB}, {})
     assert framework.stats(host.devices()[0]).cap is None
 

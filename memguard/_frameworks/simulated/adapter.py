@@ -1,4 +1,4 @@
-"""A framework that exists only as numbers: the contract of `base.py`, on a simulated host and allocator."""
+"""Frameworks that exist only as numbers: the contract of `base.py` over a model of an allocator."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ MODELS: Mapping[str, AllocatorModel] = {
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
     """A simulated framework's own out-of-memory error: bytes requested, held, its cap (None: no cap).
 
-    `driver` is set where the card was full and not the cap reached.
+    `driver` is set if the GPU was full, and not the cap reached.
     """
 
     def __init__(self, name: str, refused: AllocationRefused, free: int) -> None:
@@ -130,13 +130,13 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
 
 @functools.cache
 def oom_type(name: str) -> type[FrameworkOutOfMemory]:
-    """The out-of-memory class of the framework of that name: each has its own, as the real ones do."""
+    """The out-of-memory class of that framework. Each framework has its own, as the real ones do."""
     return type(f"Simulated{name.title()}OutOfMemory", (FrameworkOutOfMemory,), {"__module__": __name__})
 
 
 @dataclass(frozen=True)
 class Stats:
-    """An allocator's figures in bytes, those included that the real framework would not tell."""
+    """An allocator's figures in bytes, including those that the real framework does not report."""
 
     held: int
     in_use: int
@@ -146,7 +146,7 @@ class Stats:
 
 
 class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module by name, with nothing in it."""
+    """Finds one module by name, and makes it empty."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -186,7 +186,7 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
-        self._recorded: set[int] = set()  # arrays whose allocation is in the recording: only their end belongs there
+        self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
         self._lock = threading.RLock()
 
     def state(self) -> State:
@@ -201,7 +201,7 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """As if the program imported the framework: import hooks that wait for `hook` run, and may raise."""
+        """As if the program imported the framework: import hooks on `hook` run, and may raise."""
         if self.imported:
             return
         self.imported = True
@@ -217,7 +217,7 @@ class SimulatedFramework(Framework):
             sys.modules.pop(self.hook, None)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """`options`: `growth` (TensorFlow; True by default, as in the budget) takes memory step by step."""
+        """With the option `growth` (TensorFlow; True by default, as in the budget) memory is taken step by step."""
         with self._lock:
             self._check(caps)
             if why := self._too_late():
@@ -248,7 +248,7 @@ class SimulatedFramework(Framework):
             self._set()
 
     def usage(self, device: Device) -> Usage | None:
-        """What the real framework would say: `peak` is of what was in use."""
+        """What the real framework would report. `peak` is that of `in_use`."""
         with self._lock:
             pool = self._pools.get(device.uuid)
             if pool is None:
@@ -270,7 +270,7 @@ class SimulatedFramework(Framework):
             )
 
     def stats(self, device: Device) -> Stats:
-        """All that the simulation knows, before the framework is live too (zeros)."""
+        """All figures of the simulation. Zeros before the framework is live."""
         with self._lock:
             pool, cap = self._pools.get(device.uuid), self._caps.get(device.uuid)
             if pool is None:
@@ -301,7 +301,7 @@ class SimulatedFramework(Framework):
         return stop
 
     def allocate(self, nbytes: int, device: int = 0, *, exact: bool = False) -> int:
-        """A live array's id; `device` is the position on the host. Raises the framework's own OOM."""
+        """Allocate; returns the array's id. `device` is the position on the host. Raises the framework's own OOM."""
         gpu = self._device(device)
         self.start_importing()
         with self._lock:
@@ -315,7 +315,7 @@ class SimulatedFramework(Framework):
             return array
 
     def free(self, array: int) -> None:
-        """ValueError where the array is not live."""
+        """Free an array by its id. ValueError if it is not live."""
         with self._lock:
             if array not in self._blocks:
                 raise ValueError(f"{self.name}: array {array} is not live (freed twice?)")
@@ -324,7 +324,7 @@ class SimulatedFramework(Framework):
             self._note("free", array, gpu)
 
     def _pool(self, gpu: Device, nbytes: int) -> Allocator:
-        """The device's allocator; the first call brings the framework to life there."""
+        """The device's allocator. The first call makes the framework live there."""
         if gpu.uuid not in self._pools:
             cap = self._caps.get(gpu.uuid)
             try:
@@ -338,11 +338,11 @@ class SimulatedFramework(Framework):
         return self._pools[gpu.uuid]
 
     def _too_late(self) -> str | None:
-        """Why a live framework takes no cap any more; None where it does."""
+        """Why a live framework can no longer be capped; None if it can."""
         if self.model.fixed and self._pools:
             return "its limit is fixed when it initialises"
         if any(isinstance(pool, NumbaMemory) and not pool.managed for pool in self._pools.values()):
-            return "its context keeps the memory manager that it has"
+            return "its context keeps its memory manager"
         return None
 
     def _set(self) -> None:
