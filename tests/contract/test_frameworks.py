@@ -79,6 +79,14 @@ def test_the_registry_knows_what_a_budget_may_name() -> None:
         registry.create("theano", NotSimulated(["h200"]))
 
 
+def test_the_import_contract_lists_every_adapter() -> None:
+    """`lint-imports` then proves that no framework sees another: its list in pyproject.toml is written out."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = text.split('name = "No framework sees another"')[1].split("]")[0]
+    for row in SPECS.values():
+        assert f'"{row.adapter.partition(":")[0].removesuffix(".adapter")}"' in listed
+
+
 @pytest.mark.parametrize("name", registry.NAMES)
 class TestEvery:
     """Without a GPU, and whether the framework is installed or not."""
