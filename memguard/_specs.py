@@ -49,9 +49,10 @@ class Option:
     """A setting that one framework has in the budget, beside its share or limit.
 
     `kind` says what it holds: "flag" is true or false, "count" a whole number from 0 to `most`, "word" one of `words`.
-    `synonyms` are other words that people write, each with the word that it means. `elsewhere` says what to answer when
-    the setting stands below another framework, whose name replaces `{name}`; `fix` says what to do then. `applied` is
-    False for a setting that only changes the reserve: the adapter does not get it.
+    `advice` says what to write instead of a wrong value. `synonyms` are other words that people write for a value, each
+    with the word that it means, and `aliases` other names that they write for the setting. `elsewhere` says what to
+    answer when the setting stands below another framework, whose name replaces `{name}`; `fix` says what to do then.
+    `applied` is False for a setting that only changes the reserve: the adapter does not get it.
     """
 
     name: str
@@ -60,9 +61,11 @@ class Option:
     description: str
     elsewhere: str
     fix: str = "remove it"
+    advice: str = ""
     most: int = 0
     words: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     applied: bool = True
 
 
@@ -162,6 +165,9 @@ _ROWS = (
                 "process group that communicates. They lie outside torch's cap; reserve: auto keeps room for them.",
                 elsewhere="it counts the communicators of torch.distributed",
                 fix="move it below torch, or remove it",
+                advice="write how many process groups communicate on one GPU: '1' for plain data parallel training, "
+                "'0' for none",
+                aliases=("communicators",),
                 applied=False,
             ),
         ),
@@ -308,6 +314,8 @@ _ROWS = (
                 "frameworks share. own: they make a second one, which takes about 518 MiB more; reserve: auto keeps "
                 "room for one.",
                 elsewhere="{name} works in the primary context as it is",
+                advice="write 'primary' for the one that all share, or 'own' for a second one",
+                aliases=("ctx",),
             ),
         ),
         families=("pycuda",),

@@ -1,5 +1,5 @@
-"""What must hold between the values of a budget. Lenient: looks only at what can be read, so that every problem of
-a file is found at once, beside those of single values."""
+"""What must hold between the values of a budget. Lenient: it checks what can be read and skips the rest, so that these
+problems are reported together with those of single values."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from pydantic_core import PydanticCustomError
-
 from memguard._config import values
 from memguard._config.values import percent_text, size_text
+from memguard._specs import SPECS
 
 Loc = tuple[str | int, ...]
 T = TypeVar("T")
 
-_SETTINGS = {
-    # key: whose it is, what that means for another framework, what to do there
-    "growth": ("tensorflow", "{name} always grows as it needs memory", "remove it"),
-    "nccl": ("torch", "it counts the communicators of torch.distributed", "move it below torch, or remove it"),
-    "context": ("pycuda", "{name} works in the primary context as it is", "remove it"),
-}
-
 
 @dataclass(frozen=True)
-class Finding:
+class Violation:
     """A problem that has not been given its line yet.
 
-    `at_key` marks the key rather than the value; `alone` silences what else is wrong with or below it.
+    `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place.
     """
 
     loc: Loc
@@ -52,60 +44,64 @@ class _Amounts:
         return sum(self.limits.values())
 
 
-def check(data: Mapping[str, Any], known: tuple[str, ...]) -> list[Finding]:
-    """Every finding in raw or already parsed data. `known` names the frameworks that count."""
-    frameworks = {name: entry for name, entry in _mapping(data.get("frameworks")).items() if name in known}
-    findings = [f for name, entry in frameworks.items() if isinstance(entry, Mapping) for f in _framework(name, entry)]
+def check(data: Mapping[str, Any]) -> list[Violation]:
+    """Every violation in raw or already parsed data. Frameworks that memguard does not know are left out."""
+    written = _mapping(data.get("frameworks"))
+    frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
+    violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry)]
     amounts = _Amounts(
-        {name: s for name, entry in frameworks.items() if (s := _read(values.share, _mapping(entry).get("share")))},
-        {name: b for name, entry in frameworks.items() if (b := _read(values.limit, _mapping(entry).get("limit")))},
+        {name: s for name, entry in frameworks.items() if (s := _read(values.share, entry.get("share")))},
+        {name: b for name, entry in frameworks.items() if (b := _read(values.limit, entry.get("limit")))},
     )
-    findings += _shares(amounts)
+    violations += _shares(amounts)
     if amounts.share < 1:
-        findings += _sizes(_mapping(data.get("device")), _mapping(data.get("devices")), amounts)
-    findings += _same_device(_mapping(data.get("devices")))
-    findings += _levels(_mapping(data.get("monitor")))
-    findings += _on_pressure(data)
-    findings += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
-    return findings
+        violations += _sizes(_mapping(data.get("device")), _mapping(data.get("devices")), amounts)
+    violations += _same_device(_mapping(data.get("devices")))
+    violations += _levels(_mapping(data.get("monitor")))
+    violations += _on_pressure(data)
+    violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
+    return violations
 
 
-def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Finding]:
+def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Violation]:
     loc: Loc = ("frameworks", name)
+    options = {option.name: (owner, option) for owner, spec in SPECS.items() for option in spec.options}
     if "share" in entry and "limit" in entry:
         later = [key for key in entry if key in ("share", "limit")][-1]
-        yield Finding((*loc, later), "has both share and limit: exactly one is allowed", "remove one of them", True)
-    elif not {"share", "limit"} & set(entry) and set(entry) <= set(_SETTINGS):
+        yield Violation((*loc, later), "has both share and limit: exactly one is allowed", "remove one of them", True)
+    elif not {"share", "limit"} & set(entry) and set(entry) <= set(options):
         message = "has neither share nor limit: exactly one is needed"
-        yield Finding(loc, message, f"write '{name}: {{share: 50%}}' or '{name}: {{limit: 4GiB}}'", True)
-    for key, (owner, why, fix) in _SETTINGS.items():
-        if key in entry and name != owner:
-            yield Finding((*loc, key), f"{key} is a setting of {owner}; {why.format(name=name)}", fix, True, True)
+        yield Violation(loc, message, f"write '{name}: {{share: 50%}}' or '{name}: {{limit: 4GiB}}'", True)
+    own = {option.name for option in SPECS[name].options}
+    for key, (owner, option) in options.items():
+        if key in entry and key not in own:
+            message = f"{key} is a setting of {owner}; {option.elsewhere.format(name=name)}"
+            yield Violation((*loc, key), message, option.fix, True, True)
 
 
-def _shares(amounts: _Amounts) -> Iterator[Finding]:
+def _shares(amounts: _Amounts) -> Iterator[Violation]:
     last = list(amounts.shares)[-1:]
     if amounts.share > 1:
         each = " + ".join(f"{name} {percent_text(share)}" for name, share in amounts.shares.items())
         message = f"the shares add up to {percent_text(amounts.share)} ({each}); at most 100% can be given out"
         fix = f"lower them by {percent_text(amounts.share - 1)} together"
-        yield Finding(("frameworks", last[0], "share"), message, fix)
+        yield Violation(("frameworks", last[0], "share"), message, fix)
     elif amounts.share == 1 and amounts.limits:
         name = list(amounts.limits)[-1]
         message = (
             f"the shares take 100%, so nothing is left for the {size_text(amounts.bytes)} of {_names(amounts.limits)}"
         )
-        yield Finding(("frameworks", name, "limit"), message, f"lower the share of {_names(amounts.shares)}")
+        yield Violation(("frameworks", name, "limit"), message, f"lower the share of {_names(amounts.shares)}")
 
 
-def _sizes(device: Mapping[str, Any], devices: Mapping[str, Any], amounts: _Amounts) -> Iterator[Finding]:
+def _sizes(device: Mapping[str, Any], devices: Mapping[str, Any], amounts: _Amounts) -> Iterator[Violation]:
     yield from _fits(("device",), device, {}, amounts)
     for key, override in devices.items():
         yield from _fits(("devices", key), _mapping(override), device, amounts)
 
 
-def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amounts: _Amounts) -> Iterator[Finding]:
-    """Bytes against bytes: what fits only on some GPUs is the plan's to find."""
+def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amounts: _Amounts) -> Iterator[Violation]:
+    """Bytes against bytes. The plan finds what fits only on some GPUs."""
     at = next((key for key in ("limit", "reserve") if key in own), None)
     limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
     if at is None or not isinstance(limit, int):
@@ -114,7 +110,7 @@ def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amount
     reserve = declared if isinstance(declared, int) else 0
     if reserve >= limit:
         message = f"the reserve of {size_text(reserve)} leaves nothing of the limit of {size_text(limit)}"
-        yield Finding((*loc, "reserve" if "reserve" in own else at), message, "lower the reserve or raise the limit")
+        yield Violation((*loc, "reserve" if "reserve" in own else at), message, "lower the reserve or raise the limit")
         return
     needed = amounts.bytes + amounts.share * (limit - reserve)
     over = -(-(needed - (limit - reserve)) // 1)
@@ -124,23 +120,23 @@ def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amount
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
         message = f"{' + '.join(parts)} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
         least = _about(-(-amounts.bytes // (1 - amounts.share)) + reserve)
-        yield Finding((*loc, at), message, f"raise the limit to {least}, or lower the frameworks by {_about(over)}")
+        yield Violation((*loc, at), message, f"raise the limit to {least}, or lower the frameworks by {_about(over)}")
 
 
-def _same_device(devices: Mapping[str, Any]) -> Iterator[Finding]:
+def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
     seen: dict[str, object] = {}
     for key in devices:
         same = _read(values.device_key, key)
         if same is not None and same in seen:
             message = f"the same GPU as {values.found(seen[same])} above"
-            yield Finding(("devices", key), message, "keep one of them", True)
+            yield Violation(("devices", key), message, "keep one of them", True)
         elif same is not None:
             seen[same] = key
 
 
-def _levels(monitor: Mapping[str, Any]) -> Iterator[Finding]:
-    warn = _read(values.warn, monitor.get("warn", "85%"))
-    critical = _read(values.critical, monitor.get("critical", "95%"))
+def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
+    warn = _read(values.percent, monitor.get("warn", values.WARN))
+    critical = _read(values.percent, monitor.get("critical", values.CRITICAL))
     if warn is None or critical is None or warn < critical:
         return
     at = [key for key in monitor if key in ("warn", "critical")][-1]
@@ -149,24 +145,24 @@ def _levels(monitor: Mapping[str, Any]) -> Iterator[Finding]:
         for name, part in (("warn", warn), ("critical", critical))
     )
     fix = f"write a warn below {percent_text(critical)}" if at == "warn" else "raise critical, or lower warn"
-    yield Finding(("monitor", at), f"{first} must come before {second}", fix)
+    yield Violation(("monitor", at), f"{first} must come before {second}", fix)
 
 
-def _on_pressure(data: Mapping[str, Any]) -> Iterator[Finding]:
+def _on_pressure(data: Mapping[str, Any]) -> Iterator[Violation]:
     listed = data.get("on_pressure")
     if not isinstance(listed, (list, tuple)) or not listed:
         return
     if "monitor" not in data:
         message = "nothing watches the pressure: on_pressure needs a monitor"
-        yield Finding(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True)
+        yield Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True)
     yield from _repeated(("on_pressure",), listed)
 
 
-def _repeated(loc: Loc, listed: object) -> Iterator[Finding]:
+def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
     names = listed if isinstance(listed, (list, tuple)) else ()
     for index, name in enumerate(names):
         if isinstance(name, str) and name in names[:index]:
-            yield Finding((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
+            yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
 
 
 def _about(size: int) -> str:
@@ -182,8 +178,8 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _read(read: Callable[[object], T], value: object) -> T | None:
+def _read(read: Callable[[Any], T], value: object) -> T | None:
     try:
         return None if value is None else read(value)
-    except PydanticCustomError:
+    except ValueError:  # pydantic's own errors are ValueErrors
         return None

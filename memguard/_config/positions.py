@@ -1,72 +1,31 @@
 """YAML text as plain values, with the line and column of every key and value.
 
-Only PyYAML's parser is used, never a constructor: nothing in a file can make an object. The events are read in a
-loop with a bound on depth and on nodes (aliases count as what they stand for), so no input can exhaust the stack or
-the memory. Plain scalars mean what they look like: `true` and `false`, decimal whole numbers, nothing; everything
-else is text, so YAML 1.1's `on`, `1:30`, `1_000` and `017` reach the validators as they were written.
+PyYAML composes nodes and never constructs: nothing in a file can make an object. While it composes, depth and nodes
+are counted (aliases as what they repeat), so no input can exhaust the stack or the memory. Plain scalars mean what they
+look like: `true` and `false`, decimal whole numbers, nothing; everything else is text, so YAML 1.1's `on`, `1:30`,
+`1_000` and `017` reach the validators as they were written.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import Any
 
 import yaml
-from yaml.events import (
-    AliasEvent,
-    CollectionEndEvent,
-    CollectionStartEvent,
-    DocumentStartEvent,
-    Event,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-)
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from memguard._config.document import MAX_DEPTH, MAX_NODES, Document, Mark, Path, encodable
-from memguard._config.syntax import explain
 from memguard._units import short
 from memguard.errors import Problem
 
 MAX_BYTES = 1 << 20
-Value: TypeAlias = bool | int | str | None
-
 TOO_LARGE = Problem("larger than 1 MiB: not a budget", "check that this is the file you mean", 1, 1)
-
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
-_WORDS: dict[str, Value] = {
+_WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-
-
-@dataclass
-class _Node:
-    kind: str
-    mark: Mark
-    value: Value = None
-    text: str = ""
-    plain: bool = False
-    bad: bool = False
-    open: bool = False
-    items: list[tuple[_Node | None, _Node]] = field(default_factory=list)
-    key: _Node | None = None
-    size: int = 1
-    height: int = 0
-
-    def add(self, child: _Node) -> None:
-        self.size += child.size
-        self.height = max(self.height, child.height + 1)
-        if self.kind == "list":
-            self.items.append((None, child))
-        elif self.key is None:
-            self.key = child
-        else:
-            self.items.append((self.key, child))
-            self.key = None
 
 
 class Unreadable(Exception):
@@ -88,167 +47,184 @@ def decode(raw: bytes) -> str:
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode("utf-8", "replace")
         found = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else f"found the byte 0x{raw[error.start]:02x}"
-        raise Unreadable(_problem(f"not UTF-8 text ({found})", "save the file as UTF-8", _position(before))) from None
+        raise Unreadable(Problem(f"not UTF-8 text ({found})", "save the file as UTF-8", *_end(before))) from None
 
 
 def read(text: str) -> Document:
     """The document in `text`, with every problem of its form. Raises nothing."""
     document = Document(values={(): (1, 1)})
-    if len(text) > MAX_BYTES:
-        document.problems.append(TOO_LARGE)
-        document.bad.add(())
-        return document
     try:
-        root = _compose(text, document.problems)
+        if len(text) > MAX_BYTES:
+            raise Unreadable(TOO_LARGE)
+        root, composer = _compose(text)
     except Unreadable as stop:
         document.problems.append(stop.problem)
         document.bad.add(())
         return document
+    document.problems = composer.problems
     if root is not None:
-        document.data = _plain(root, (), document)
+        document.data = _plain(root, (), document, composer.bad)
     document.problems = list(dict.fromkeys(document.problems))  # an alias repeats those of its anchor
     return document
 
 
-def _events(text: str) -> Iterator[Event]:
+class _Composer(yaml.SafeLoader):
+    """Composes nodes within the bounds, and notes what a budget may not have: `bad` holds the ids of such nodes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.problems: list[Problem] = []
+        self.bad: set[int] = set()
+        self._sizes: dict[int, tuple[int, int]] = {}  # nodes and levels of each node composed so far, by its id
+        self._nodes = self._depth = self._deepest = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = _mark(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            nodes, levels = self._repeated(event.anchor, mark)
+        else:
+            nodes, levels = 1, int(not isinstance(event, yaml.ScalarEvent))
+            self.anchors.pop(event.anchor, None)  # a name may be given again
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            fix = "a budget needs a few dozen at most; check for aliases that repeat aliases"
+            message = f"more than {MAX_NODES:,} values, aliases counted as what they repeat"
+            raise Unreadable(Problem(message, fix, *mark))
+        if self._depth + levels > MAX_DEPTH:
+            raise Unreadable(Problem(f"nested deeper than {MAX_DEPTH} levels", "a budget needs 3", *mark))
+        before, deepest, self._deepest = self._nodes - nodes, self._deepest, self._depth + levels
+        self._depth += 1
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        self._sizes[id(node)] = self._nodes - before, self._deepest - self._depth
+        self._deepest = max(self._deepest, deepest)
+        if not isinstance(event, yaml.AliasEvent):
+            self._note(node, event.tag, mark)
+        return node
+
+    def _repeated(self, anchor: Any, mark: Mark) -> tuple[int, int]:
+        node = self.anchors.get(anchor)
+        if node is None:
+            message = f"'*{anchor[:40]}' repeats something named '&{anchor[:40]}', which is nowhere above"
+            raise Unreadable(Problem(message, "put a name pattern that begins with * in quotes", *mark))
+        if id(node) not in self._sizes:
+            raise Unreadable(Problem(f"'*{anchor[:40]}' contains itself", "write the values out", *mark))
+        return self._sizes[id(node)]
+
+    def _note(self, node: Node, tag: str | None, mark: Mark) -> None:
+        if tag is not None:
+            shown = tag.replace("tag:yaml.org,2002:", "!!")[:40]
+            self.problems.append(Problem(f"the YAML tag {shown!r} is not allowed", "remove the tag", *mark))
+        half = isinstance(node, ScalarNode) and not encodable(node.value)
+        if half:
+            self.problems.append(Problem("an escape stands for half a character (a surrogate)", "correct it", *mark))
+        if half or (tag is not None and isinstance(node, ScalarNode)):
+            self.bad.add(id(node))
+
+
+def _compose(text: str) -> tuple[Node | None, _Composer]:
+    """The first document and what composed it. Raises Unreadable."""
     try:
-        loader = yaml.SafeLoader(text)
+        composer = _Composer(text)
     except yaml.reader.ReaderError as error:
-        line, column = _position(text[: error.position])
         message = f"the character U+{ord(text[error.position]):04X} is not allowed in YAML"
-        raise Unreadable(Problem(message, "delete it", line, column)) from None
+        raise Unreadable(Problem(message, "delete it", *_end(text[: error.position]))) from None
     try:
-        while loader.check_event():
-            yield cast("Event", loader.get_event())  # type: ignore[no-untyped-call]
-    except yaml.YAMLError as error:
-        raise Unreadable(explain(error)) from None
+        root = composer.get_node() if composer.check_node() else None
+        if composer.check_node():
+            mark = _mark(composer.peek_event().start_mark)  # type: ignore[no-untyped-call]
+            fix = "keep one document: remove this '---' and what does not belong to the budget"
+            composer.problems.append(Problem("a second YAML document starts here", fix, *mark))
+        return root, composer
+    except yaml.MarkedYAMLError as error:
+        raise Unreadable(_syntax(error, text)) from None
+    except Unreadable:
+        raise
     except Exception as error:
         # PyYAML lets others out, for example ValueError from chr() for "\UFFFFFFFF".
-        mark = loader.get_mark()
-        name = type(error).__name__
-        message = f"this is not valid YAML ({name} while reading it)"
-        raise Unreadable(Problem(message, "check the escapes on this line", mark.line + 1, mark.column + 1)) from None
+        mark = _mark(composer.get_mark())
+        message = f"this is not valid YAML ({type(error).__name__} while reading it)"
+        raise Unreadable(Problem(message, "check the escapes on this line", *mark)) from None
     finally:
-        loader.dispose()
+        composer.dispose()
 
 
-def _compose(text: str, problems: list[Problem]) -> _Node | None:
-    root: _Node | None = None
-    stack: list[_Node] = []
-    anchors: dict[str, _Node] = {}
-    documents = nodes = 0
-    for event in _events(text):
-        if isinstance(event, DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                fix = "keep one document: remove this '---' and what does not belong to the budget"
-                problems.append(_problem("a second YAML document starts here", fix, _mark(event)))
-                break
-            continue
-        if isinstance(event, CollectionEndEvent):
-            node = stack.pop()
-            node.open = False
-        elif isinstance(event, AliasEvent):
-            node = _resolve(event, anchors)
-            nodes += node.size
-        elif isinstance(event, NodeEvent):
-            node = _node(event, problems)
-            nodes += 1
-            if event.anchor is not None:
-                anchors[event.anchor] = node
-        else:
-            continue
-        if nodes > MAX_NODES:
-            fix = "a budget needs a few dozen at most; check for aliases that repeat aliases"
-            raise Unreadable(
-                _problem(f"more than {MAX_NODES:,} values, aliases counted as what they repeat", fix, _mark(event))
-            )
-        if len(stack) + node.height > MAX_DEPTH or (node.open and len(stack) >= MAX_DEPTH):
-            raise Unreadable(_problem(f"nested deeper than {MAX_DEPTH} levels", "a budget needs 3", _mark(event)))
-        if node.open:
-            stack.append(node)
-        elif stack:
-            stack[-1].add(node)
-        root = root or node
-    return root
+def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
+    """PyYAML's own sentence, and a fix by the characters at which it began and stopped."""
+    stop = error.problem_mark or error.context_mark
+    began = error.context_mark or stop
+    assert stop is not None and began is not None
+    first, last = text[began.index : began.index + 1], text[stop.index : stop.index + 1]
+    line = re.split(r"[\r\n\x85\u2028\u2029]", text[began.index :], maxsplit=1)[0]
+    at, fix = stop, "align this line with the keys beside it, or remove what does not belong to it"
+    if first in ("'", '"') and not last:
+        at, fix = began, "add the closing quote"
+    elif first == '"':
+        fix = "use single quotes, or write each backslash twice"
+    elif first in ("[", "{"):
+        fix = f"separate the entries with ',' and close the '{first}' of line {began.line + 1}"
+    elif last == "\t":
+        fix = "replace the tab by spaces"
+    elif last == "%" and stop.column:
+        fix = "write the number first, as in 50%"
+    elif began.index < stop.index and not re.search(r":(\s|$)", line):
+        at, fix = began, "write 'key: value' with a space after the colon"
+    elif not last:
+        fix = "close the bracket that is still open"
+    elif last == ":":
+        fix = "write 'key: value', aligned with the keys beside it, or put text with ': ' in quotes"
+    elif first in ("*", "&") or last in ("@", "`"):
+        fix = "put text that begins with this character in quotes"
+    said = ": ".join(part for part in (error.context, error.problem) if part)
+    return Problem(f"this is not valid YAML: {said[:120]}", fix, *_mark(at))
 
 
-def _node(event: Event, problems: list[Problem]) -> _Node:
-    mark = _mark(event)
-    tag = getattr(event, "tag", None)
-    if tag is not None:
-        shown = tag.replace("tag:yaml.org,2002:", "!!")
-        problems.append(_problem(f"the YAML tag {shown[:40]!r} is not allowed", "remove the tag", mark))
-    if isinstance(event, ScalarEvent):
-        text, plain = event.value, event.style is None
-        if not encodable(text):
-            problems.append(_problem("an escape stands for half a character (a surrogate)", "correct it", mark))
-            return _Node("scalar", mark, bad=True)
-        return _Node("scalar", mark, _value(text) if plain else text, text, plain, bad=tag is not None)
-    assert isinstance(event, CollectionStartEvent)
-    return _Node("mapping" if isinstance(event, MappingStartEvent) else "list", mark, open=True)
-
-
-def _value(text: str) -> Value:
-    if text in _WORDS:
-        return _WORDS[text]
-    return int(text) if _INT.fullmatch(text) else text
-
-
-def _resolve(event: AliasEvent, anchors: dict[str, _Node]) -> _Node:
-    name = str(event.anchor)
-    node = anchors.get(name)
-    if node is None:
-        message = f"'*{name[:40]}' repeats something named '&{name[:40]}', which is nowhere above"
-        raise Unreadable(_problem(message, "put a name pattern that begins with * in quotes", _mark(event)))
-    if node.open:
-        raise Unreadable(_problem(f"'*{name[:40]}' contains itself", "write the values out", _mark(event)))
-    return node
-
-
-def _plain(node: _Node, path: Path, document: Document) -> object:
-    document.values[path] = node.mark
-    if node.bad:
+def _plain(node: Node, path: Path, document: Document, bad: set[int]) -> object:
+    document.values[path] = _mark(node.start_mark)
+    if id(node) in bad:
         document.bad.add(path)
-    if node.kind == "scalar":
-        return node.value
-    if node.kind == "list":
-        return [_plain(child, (*path, index), document) for index, (_, child) in enumerate(node.items)]
+    if isinstance(node, ScalarNode):
+        return _scalar(node)
+    if isinstance(node, SequenceNode):
+        return [_plain(child, (*path, index), document, bad) for index, child in enumerate(node.value)]
     found: dict[str, object] = {}
-    for key, child in node.items:
-        assert key is not None
-        at = (*path, key.text)
-        problem = _wrong_key(key)
-        if problem is None and key.text in found:
-            first = document.keys[at] or key.mark
-            where = f": in line {first[0]} and here" if first[0] != key.mark[0] else " in this line"
-            problem = _problem(f"{short(key.text)} is given twice{where}", "keep one of them", key.mark)
+    for key, child in node.value:
+        at, mark = (*path, key.value if isinstance(key, ScalarNode) else ""), _mark(key.start_mark)
+        problem = _wrong_key(key, id(key) in bad)
+        if problem is None and key.value in found:
+            first = document.keys[at] or mark
+            where = f": in line {first[0]} and here" if first[0] != mark[0] else " in this line"
+            problem = f"{short(key.value)} is given twice{where}", "keep one of them"
         if problem is not None:
-            document.problems.append(problem)
-        elif not key.bad:
-            document.keys[at] = key.mark
-            found[key.text] = _plain(child, at, document)
+            document.problems.append(Problem(*problem, *mark))
+        elif id(key) not in bad:
+            document.keys[at] = mark
+            found[key.value] = _plain(child, at, document, bad)
     return found
 
 
-def _wrong_key(key: _Node) -> Problem | None:
-    if key.kind != "scalar":
-        return _problem(f"a key must be one word, found a {key.kind}", "write 'key: value'", key.mark)
-    if key.plain and key.text == "<<":
-        return _problem("merge keys (<<) are not read in a budget", "write the keys out", key.mark)
-    if not key.text and not key.bad:
-        return _problem("a key is missing before ':'", "write 'key: value'", key.mark)
+def _scalar(node: ScalarNode) -> bool | int | str | None:
+    text: str = node.value
+    if node.style is not None or (text not in _WORDS and not _INT.fullmatch(text)):
+        return text
+    return _WORDS[text] if text in _WORDS else int(text)
+
+
+def _wrong_key(key: Node, bad: bool) -> tuple[str, str] | None:
+    if not isinstance(key, ScalarNode):
+        found = "mapping" if isinstance(key, MappingNode) else "list"
+        return f"a key must be one word, found a {found}", "write 'key: value'"
+    if key.style is None and key.value == "<<":
+        return "merge keys (<<) are not read in a budget", "write the keys out"
+    if not key.value and not bad:
+        return "a key is missing before ':'", "write 'key: value'"
     return None
 
 
-def _mark(event: Event) -> Mark:
-    mark = event.start_mark
-    return (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+def _mark(mark: yaml.Mark) -> Mark:
+    return mark.line + 1, mark.column + 1
 
 
-def _position(before: str) -> Mark:
+def _end(before: str) -> Mark:
     return before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
-
-
-def _problem(message: str, fix: str, mark: Mark) -> Problem:
-    return Problem(message, fix, *mark)

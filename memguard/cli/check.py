@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @click.command("check")
 @click.argument("budget", type=click.Path())
 def check(budget: str) -> None:
-    """Validate a budget file. Errors name the line and the fix. Looks at no GPU."""
+    """Validate a budget file. Errors name the line and the fix. Needs no GPU."""
     from memguard import _config
 
     loaded = _config.load(budget)
@@ -31,10 +31,10 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
         name = f"GPU {key}" if key.isdecimal() else key if key.startswith("GPU-") else repr(key)
         yield "", f"{name}: {_device(override)}"
     for name, framework in budget.frameworks.items():
-        yield name, _framework(framework)
+        yield name, _framework(name, framework)
     yield "unallocated", _rest(budget)
     if budget.on_busy == "raise":
-        yield "on_busy", "raise: init fails where others hold so much of a GPU that the limit cannot be had"
+        yield "on_busy", "raise: init fails if others hold so much of a GPU that the limit cannot be had"
     if budget.monitor is not None:
         yield "monitor", _monitor(budget.monitor)
         if budget.monitor.timeline is not None:
@@ -42,7 +42,7 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
             yield "timeline", f"{budget.monitor.timeline}, at most {size}"
             yield from _timeline_folder(budget.monitor.timeline)
     if budget.on_pressure:
-        yield "on_pressure", f"{' and '.join(budget.on_pressure)} where the pressure becomes critical"
+        yield "on_pressure", f"{' and '.join(budget.on_pressure)} when the pressure becomes critical"
     if budget.doctor is not None:
         yield "doctor", f"leaves out {', '.join(budget.doctor.ignore)}"
 
@@ -63,9 +63,9 @@ def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
 def _monitor(monitor: MonitorConfig) -> str:
     from memguard._config.values import duration_text, percent_text
 
-    said = f"every {duration_text(monitor.interval)}, warn from {percent_text(monitor.warn)}"
-    said += f", critical from {percent_text(monitor.critical)}"
-    return said + (f", forecast {duration_text(monitor.forecast)} ahead" if monitor.forecast else ", no forecast")
+    levels = f"warn from {percent_text(monitor.warn)}, critical from {percent_text(monitor.critical)}"
+    forecast = f"forecast {duration_text(monitor.forecast)} ahead" if monitor.forecast else "no forecast"
+    return f"every {duration_text(monitor.interval)}, {levels}, {forecast}"
 
 
 def _device(device: DeviceBudget | DeviceOverride) -> str:
@@ -73,28 +73,23 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
     from memguard._config.values import text
 
-    said = []
+    parts = []
     if device.limit is not None:
         of = " of what CUDA can give" if isinstance(device.limit, Fraction) else ""
-        said.append(f"limit {text(device.limit)}{of}")
+        parts.append(f"limit {text(device.limit)}{of}")
     if device.reserve is not None:
-        said.append(f"reserve {text(device.reserve)}")
-    return ", ".join(said) or "as device"
+        parts.append(f"reserve {text(device.reserve)}")
+    return ", ".join(parts) or "as device"
 
 
-def _framework(framework: FrameworkBudget) -> str:
+def _framework(name: str, framework: FrameworkBudget) -> str:
     from memguard._config.values import text
+    from memguard._specs import SPECS
 
-    size = (
-        f"{text(framework.share)} of (limit − reserve)" if framework.share is not None else f"{text(framework.limit)}"
-    )
-    if framework.nccl:
-        size += f", room for {framework.nccl} NCCL communicator{'s' if framework.nccl > 1 else ''} in reserve: auto"
-    if framework.context == "own":
-        size += ", in CUDA contexts of its own: room for one in reserve: auto"
-    if framework.growth is None:
-        return size
-    return f"{size}, {'grows as needed' if framework.growth else 'taken whole at the first operation'}"
+    share = None if framework.share is None else f"{text(framework.share)} of (limit − reserve)"
+    options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
+    written = (f"{key}: {str(value).lower()}" for key, value in options.items())
+    return ", ".join([share or f"{text(framework.limit)}", *written])
 
 
 def _rest(budget: Budget) -> str:

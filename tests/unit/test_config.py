@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from budget_texts import GOOD, UUID, WATCHED, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
+from memguard import _config
 from memguard._config import (
     FRAMEWORKS,
     Budget,
@@ -26,7 +31,9 @@ from memguard._config import (
     load,
     parse,
 )
+from memguard._config.budget import framework_model
 from memguard._findings import NAMES
+from memguard._specs import SPECS
 from memguard._units import GIB, MIB
 from memguard.cli.check import check
 from memguard.cli.plan import plan
@@ -45,7 +52,7 @@ def test_the_least_budget_and_its_defaults() -> None:
     assert (budget.device.limit, budget.device.reserve) == (Fraction(9, 10), "auto")
     assert dict(budget.devices) == {}
     assert budget.on_busy == "warn"
-    assert dict(budget.frameworks) == {"torch": FrameworkBudget(share=Fraction(1, 2), nccl=0)}
+    assert dict(budget.frameworks) == {"torch": framework_model("torch")(share=Fraction(1, 2), nccl=0)}
 
 
 def test_the_sample_says_what_its_comments_say() -> None:
@@ -270,6 +277,78 @@ def test_a_mapping_and_a_file_mean_the_same() -> None:
     assert from_mapping(data) == parse(text + "frameworks: {torch: {share: 50%}, pycuda: {limit: 512MiB}}")
 
 
+ROW = """
+_ROWS += (
+    FrameworkSpec(
+        name="toy", title="Toy", module="toy", adapter="toy:Toy", modules=0, workspace=0, cap_is="", allocator="pool",
+        aliases=("toybox",),
+        options=(
+            Option(name="lazy", kind="flag", default=False, description="Lazy or not.", elsewhere="{name} is not lazy"),
+            Option(name="streams", kind="count", default=2, most=8, description="How many streams.",
+                   elsewhere="it counts Toy's streams", aliases=("lanes",)),
+            Option(name="mode", kind="word", default="near", words=("near", "far"), synonyms={"close": "near"},
+                   description="Near or far.", elsewhere="{name} has no mode"),
+        ),
+    ),
+)
+"""
+SEVENTH = """
+import json, pickle
+from memguard import _config
+from memguard.errors import ConfigError
+
+budget = _config.parse("version: 1\\nframeworks: {toy: {share: 5%, streams: 3}}")
+toy = budget.frameworks["toy"]
+assert (toy.lazy, toy.streams, toy.mode) == (False, 3, "near")
+assert pickle.loads(pickle.dumps(budget)) == _config.from_mapping(budget.model_dump(exclude_none=True)) == budget
+assert _config.parse("version: 1\\nframeworks: {torch: {share: 5%}}").frameworks["torch"].streams is None
+try:
+    _config.parse(open(0).read(), "b.yaml")
+except ConfigError as error:
+    problems = [(problem.path, problem.message, problem.fix) for problem in error.problems]
+print(json.dumps([problems, _config.json_schema()]))
+"""
+
+
+def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None:
+    shutil.copytree(Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("*.pyc"))
+    specs = tmp_path / "memguard" / "_specs.py"
+    specs.write_text(specs.read_text().replace("\nSPECS: ", f"{ROW}\nSPECS: "))
+    wrong = "toybox: {share: 1%}\ntoy: {share: 1%, lazy: yes, streams: 9, mode: close, sterams: 1, lanes: 1}\n"
+    run = subprocess.run(
+        [sys.executable, "-c", SEVENTH],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        input=fw(wrong + "torch: {share: 1%, streams: 1}") + "mode: far",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    problems, schema = json.loads(run.stdout)
+    choice = "allowed: share, limit, lazy, streams, mode"
+    assert [tuple(problem) for problem in problems] == [
+        (
+            "frameworks.toybox",
+            f"unknown framework 'toybox'; allowed: {', '.join(FRAMEWORKS)}, toy",
+            "did you mean 'toy'?",
+        ),
+        ("frameworks.toy.lazy", "lazy is true or false, found 'yes'", "write 'true'"),
+        ("frameworks.toy.streams", "streams is a whole number from 0 to 8, found 9", "write '2'"),
+        ("frameworks.toy.mode", "mode is near or far, found 'close'", "write 'near'"),
+        ("frameworks.toy.sterams", f"unknown key 'sterams'; {choice}", "did you mean 'streams'?"),
+        ("frameworks.toy.lanes", f"unknown key 'lanes'; {choice}", "did you mean 'streams'?"),
+        ("frameworks.torch.streams", "streams is a setting of toy; it counts Toy's streams", "remove it"),
+        ("mode", "unknown key 'mode' here; allowed: " + ", ".join(Budget.model_fields), "move it below 'toy:'"),
+    ]
+    valid = Draft202012Validator(schema).is_valid
+    for written, right in [
+        ({"lazy": True, "streams": 8, "mode": "far"}, True),
+        ({"lazy": "yes"}, False), ({"streams": 9}, False), ({"mode": "close"}, False), ({"limit": "1GiB"}, False),
+    ]:  # fmt: skip
+        assert valid({"version": 1, "frameworks": {"toy": {"share": "5%", **written}}}) is right
+
+
 # The sample files, the schema and the commands
 
 
@@ -281,6 +360,12 @@ def test_every_sample_is_a_budget_and_passes_the_schema(path: Path) -> None:
     assert result.exit_code == 0
     assert result.output.startswith(f"{path}: ok\n")
     assert len(result.output.splitlines()) < 20
+
+
+def resolved(entry: dict[str, Any]) -> dict[str, Any]:
+    """What a property of the schema refers to, with what it says itself."""
+    definition: dict[str, Any] = json_schema()["$defs"][entry["$ref"].rpartition("/")[2]]
+    return definition | entry
 
 
 def plain(text: str) -> Any:
@@ -376,33 +461,29 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     properties = json_schema()["properties"]
     assert set(properties) == set(Budget.model_fields)
     assert tuple(properties["frameworks"]["properties"]) == FRAMEWORKS
-    own = {"torch": {"nccl"}, "tensorflow": {"growth"}, "pycuda": {"context"}}
-    for name in FRAMEWORKS:
-        keys = {"share", "limit"} | own.get(name, set())
-        assert set(properties["frameworks"]["properties"][name]["properties"]) == keys
-    assert {"share", "limit"}.union(*own.values()) == set(FrameworkBudget.model_fields)
-    assert set(properties["device"]["properties"]) == set(DeviceOverride.model_fields)
-    assert set(properties["monitor"]["properties"]) == set(MonitorConfig.model_fields)
-    ignore = properties["doctor"]["properties"]["ignore"]
-    assert set(properties["doctor"]["properties"]) == set(DoctorConfig.model_fields)
-    assert ignore["items"] == {"enum": list(NAMES)}
+    frameworks = {name: resolved(entry) for name, entry in properties["frameworks"]["properties"].items()}
+    for name, spec in SPECS.items():
+        assert list(frameworks[name]["properties"]) == ["share", "limit", *(option.name for option in spec.options)]
+        assert spec.title in frameworks[name]["description"]
+        for option in spec.options:
+            written = frameworks[name]["properties"][option.name]
+            assert (written["default"], written["description"]) == (option.default, option.description)
+    assert set(resolved(properties["device"])["properties"]) == set(DeviceOverride.model_fields)
+    monitor = resolved(properties["monitor"])["properties"]
+    assert set(monitor) == set(MonitorConfig.model_fields)
+    ignore = resolved(properties["doctor"])["properties"]["ignore"]
+    assert ignore["items"]["enum"] == list(NAMES)
     assert ignore["default"] == list(DoctorConfig().ignore)
     dumped = MonitorConfig().model_dump(exclude_none=True)
-    assert {k: v["default"] for k, v in properties["monitor"]["properties"].items() if "default" in v} == {
-        **dumped, "forecast": "20s",
-    }  # fmt: skip
+    assert {key: entry["default"] for key, entry in monitor.items() if "default" in entry} == dumped
     least = parse(GOOD)
     assert properties["on_pressure"]["default"] == list(least.on_pressure)
     assert properties["on_busy"]["default"] == least.on_busy
-    assert properties["frameworks"]["properties"]["torch"]["properties"]["nccl"]["default"] == 0
-    assert properties["frameworks"]["properties"]["pycuda"]["properties"]["context"]["default"] == "primary"
     json_schema()["properties"].clear()
     assert json_schema()["properties"]
 
 
 def test_the_commands() -> None:
-    import json
-
     assert json.loads(CliRunner().invoke(schema).output) == json_schema()
     output = CliRunner().invoke(check, [str(CONFIGS / "several-gpus.yaml")]).output
     assert f"{UUID}: limit 40GiB" in output
@@ -411,7 +492,7 @@ def test_the_commands() -> None:
     assert "unallocated  10% of (limit − reserve)" in output
     assert "monitor" not in output
     output = CliRunner().invoke(check, [str(CONFIGS / "budget.yaml")]).output
-    assert "tensorflow   25% of (limit − reserve), grows as needed" in output
+    assert "tensorflow   25% of (limit − reserve), growth: true\n" in output
     assert "unallocated  25% of (limit − reserve) − 1GiB" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert isinstance(wrong.exception, ConfigError)
@@ -427,10 +508,10 @@ def test_the_commands_say_where_pycuda_has_contexts_of_its_own(tmp_path: Path) -
         return [" ".join(output.split()) for output in outputs]
 
     checked, planned = said(fw("pycuda: {limit: 1GiB, context: own}"))
-    assert "pycuda 1GiB, in CUDA contexts of its own: room for one in reserve: auto unallocated" in checked
+    assert "pycuda 1GiB, context: own unallocated" in checked
     assert "auto: context and library workspaces, a second context limit" in planned.replace(" unallocated", " limit")
     checked, planned = said(fw("pycuda: {limit: 1GiB}"))
-    assert "pycuda 1GiB unallocated" in checked and "context and library workspaces" in planned
+    assert "pycuda 1GiB, context: primary unallocated" in checked and "context and library workspaces" in planned
     assert "second context" not in planned
 
 
@@ -455,7 +536,7 @@ def test_check_says_what_watches(tmp_path: Path) -> None:
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "  monitor      every 500ms, warn from 85%, critical from 95%, forecast 20s ahead\n" in output
     assert f"  timeline     {tmp_path / 'a.jsonl'}, at most 64MiB\n" in output
-    assert "  on_pressure  trim and raise where the pressure becomes critical\n" in output
+    assert "  on_pressure  trim and raise when the pressure becomes critical\n" in output
     (tmp_path / "b.yaml").write_text(GOOD + "monitor: {interval: 2s, forecast: 0}")
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "every 2s, warn from 85%, critical from 95%, no forecast\n" in output
@@ -484,8 +565,6 @@ def test_the_reference_shows_what_is_really_printed() -> None:
 
 
 def test_a_fraction_without_an_exact_percentage_is_refused_with_one_that_has() -> None:
-    from fractions import Fraction
-
     with pytest.raises(ConfigError, match=r"1/3 has no exact percentage\n    fix: write '33.3333%'"):
         from_mapping({"version": 1, "frameworks": {"torch": {"share": Fraction(1, 3)}}})
     assert from_mapping({"version": 1, "frameworks": {"torch": {"share": Fraction(1, 8)}}}).frameworks["torch"].share

@@ -83,6 +83,7 @@ class Toy(Framework):
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         toy = sys.modules["toy"]
         before, toy.limit = toy.limit, min(caps.values())
+        toy.tidy = options["tidy"]
         return Applied(Enforcement.ENFORCED, lambda: setattr(toy, "limit", before))
 
     def usage(self, device: Device) -> Usage | None:
@@ -109,6 +110,15 @@ ROW = """
         workspace=16 * MIB,
         cap_is="the limit of its toy pool",
         aliases=("plaything",),
+        options=(
+            Option(
+                name="tidy",
+                kind="flag",
+                default=False,
+                description="true: the toy frees its cache at once.",
+                elsewhere="{name} frees its cache by itself",
+            ),
+        ),
         families=("toy",),
         errors=(ErrorPattern("gpu", True, "the toy's own type", "toy memory is exhausted", r"^toy\\.Exhausted$"),),
         own_trim="toy.free_cache()",
@@ -120,7 +130,7 @@ BUDGET = """version: 1
 device: {limit: 16GiB}
 frameworks:
   torch: {limit: 4GiB}
-  toy: {share: 25%}
+  toy: {share: 25%, tidy: true}
 """
 
 HELPERS = '''
@@ -198,14 +208,26 @@ def test_it_is_planned(seventh: Path) -> None:
 
 
 def test_it_is_in_the_schema_and_in_the_errors_that_name_the_frameworks(seventh: Path) -> None:
-    frameworks = json.loads(command(seventh, "schema"))["properties"]["frameworks"]["properties"]
-    assert list(frameworks)[-1] == "toy" and set(frameworks["toy"]["properties"]) >= {"share", "limit"}
-    (seventh / "wrong.yaml").write_text("version: 1\nframeworks:\n  theano: {share: 50%}\n")
-    done = run(seventh, "-m", "memguard", "check", "wrong.yaml")
-    assert done.returncode != 0 and "theano" in done.stderr and "numba, toy" in done.stderr
-    (seventh / "wrong.yaml").write_text("version: 1\nframeworks:\n  plaything: {share: 50%}\n")
-    done = run(seventh, "-m", "memguard", "check", "wrong.yaml")
-    assert done.returncode != 0 and "'toy'" in done.stderr, "an alias of its row"
+    schema = json.loads(command(seventh, "schema"))
+    frameworks = schema["properties"]["frameworks"]["properties"]
+    assert list(frameworks)[-1] == "toy"
+    settings = schema["$defs"][frameworks["toy"]["$ref"].removeprefix("#/$defs/")]["properties"]
+    assert list(settings) == ["share", "limit", "tidy"]
+    tidy = settings["tidy"]
+    assert tidy["type"] == "boolean" and tidy["default"] is False and "frees its cache" in tidy["description"]
+    assert "theano" in refused(seventh, "theano: {share: 50%}", "numba, toy")
+    refused(seventh, "plaything: {share: 50%}", "'toy'")  # an alias of its row
+    refused(seventh, "toy: {share: 50%, tidy: 7}", "frameworks.toy.tidy")
+    refused(seventh, "cupy: {share: 50%, tidy: true}", "tidy is a setting of toy", "cupy frees its cache by itself")
+
+
+def refused(folder: Path, line: str, *words: str) -> str:
+    """The message about a budget with this line."""
+    (folder / "wrong.yaml").write_text(f"version: 1\nframeworks:\n  {line}\n")
+    done = run(folder, "-m", "memguard", "check", "wrong.yaml")
+    assert done.returncode == 2 and "wrong.yaml:3:" in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    return done.stderr
 
 
 def test_the_real_adapter_is_capped_reported_and_undone(seventh: Path) -> None:
@@ -222,6 +244,7 @@ guard = memguard.init("budget.yaml")
 result["before"] = str(guard)
 import toy
 result["plan"] = guard.plan.caps("toy")[gpu.uuid]
+result["tidy"] = toy.tidy
 result["class"] = type(guard.frameworks["toy"]).__module__
 toy.driver_take, toy.driver_give = lambda n: host.take(gpu, n), lambda n: host.give(gpu, n)
 host.open_context(gpu, 518 * MIB)
@@ -237,7 +260,7 @@ result["stays"] = memguard.shutdown()
 result["limit"] = toy.limit
 """,
     )
-    assert found["class"] == "memguard._frameworks.toy" and "toy" in found["before"]
+    assert found["class"] == "memguard._frameworks.toy" and "toy" in found["before"] and found["tidy"] is True
     assert found["refusal"][0] == "toy"
     check(found)
     assert found["resized"] == 512 << 20 and found["trimmed"] > 0 and found["stays"] == [] and found["limit"] is None

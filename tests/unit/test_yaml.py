@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from memguard._config.positions import MAX_BYTES, Unreadable, decode, read
@@ -56,27 +58,42 @@ def test_a_byte_order_mark_moves_no_column() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "line", "column", "fix"),
+    [
+        ("a: 1\n\tb: 2", 2, 1, "replace the tab by spaces"),
+        ("a: %50", 1, 4, "the number first, as in 50%"),
+        ("a: @x", 1, 4, "in quotes"),
+        ("a: b: c", 1, 5, "put text with ': ' in quotes"),
+        ("a: 1\nfoo\nb: 2", 2, 1, "'key: value' with a space after the colon"),
+        ("a: 1\nfoo:1\nb: 2", 2, 1, "'key: value' with a space after the colon"),
+        ("a: 1\nfoo", 2, 1, "'key: value' with a space after the colon"),
+        ("a:\n   b: 1\n  c: 2", 3, 3, "align this line"),
+        ("a: {b: 1\nc: 2", 2, 2, "close the '{' of line 1"),
+        ("a: [1, 2", 1, 9, "close the '[' of line 1"),
+        ("a: 1\nb: 'x\nc: 1", 2, 4, "add the closing quote"),
+        ('a: "\\q"', 1, 6, "write each backslash twice"),
+        ('a: "\\xZZ"', 1, 7, "write each backslash twice"),
+        ("a: - b", 1, 4, "remove what does not belong"),
+        ("a: 1\n]", 2, 1, "remove what does not belong"),
+        ("'a'b: 1", 1, 4, "remove what does not belong"),
+        (": 1\n: 2", 1, 1, "write 'key: value'"),
+        ("*A100*: x", 1, 6, "in quotes"),
+        ("a: ,", 1, 4, "remove what does not belong"),
+        ("a: b\n...\nc: d", 3, 1, "align this line with the keys beside it"),
+        ("{: 1}", 1, 2, "write 'key: value'"),
+        ("%YAML 2.0\n---\na: 1", 1, 1, "remove what does not belong"),
+    ],
+)
+def test_broken_yaml_has_its_place_its_cause_and_a_fix(text: str, line: int, column: int, fix: str) -> None:
+    (problem,) = read(text).problems
+    assert (problem.line, problem.column) == (line, column)
+    assert re.match("this is not valid YAML: .+", problem.message)
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
     ("text", "line", "column", "said"),
     [
-        ("a: 1\n\tb: 2", 2, 1, "a tab, where YAML allows only spaces"),
-        ("a: %50", 1, 4, "a value cannot start with '%'"),
-        ("a: @x", 1, 4, "a value cannot start with '@'"),
-        ("a: b: c", 1, 5, "a ':' where no key can stand"),
-        ("a: 1\nfoo\nb: 2", 2, 1, "this line is not 'key: value'"),
-        ("a:\n   b: 1\n  c: 2", 3, 3, "does not fit the indentation"),
-        ("a: {b: 1\nc: 2", 2, 2, "the closing '}' is missing"),
-        ("a: [1, 2", 1, 9, "the closing ']' is missing"),
-        ("a: 1\nb: 'x\nc: 1", 2, 4, "this quote is never closed"),
-        ('a: "\\q"', 1, 6, "unknown escape"),
-        ('a: "\\xZZ"', 1, 7, "unknown escape"),
-        ("a: - b", 1, 4, "a '- ' where no list can stand"),
-        ("a: 1\n]", 2, 1, "this ']' belongs to nothing"),
-        ("'a'b: 1", 1, 4, "this text belongs to nothing"),
-        (": 1\n: 2", 1, 1, "a key is missing before this ':'"),
-        ("*A100*: x", 1, 6, "'*' and '&' have a meaning"),
-        ("a: ,", 1, 4, "a key or a value is missing before this"),
-        ("a: b\n...\nc: d", 3, 1, "outside the budget's keys"),
-        ("%YAML 2.0\n---\na: 1", 1, 1, "this is not valid YAML"),
         ("%YAML 1." + "9" * 5000 + "\n---\na: 1", 1, 9, "this is not valid YAML (ValueError"),
         ('a: "\\UFFFFFFFF"', 1, 7, "this is not valid YAML ("),
         ("a: 1\nb: \x00", 2, 4, "U+0000 is not allowed"),
@@ -95,7 +112,6 @@ def test_a_byte_order_mark_moves_no_column() -> None:
         ("a: &x 1\nb: {<<: *x}", 2, 5, "merge keys"),
         ("? [a]\n: 1", 1, 3, "a key must be one word, found a list"),
         ("{a: 1}: 1", 1, 1, "a key must be one word, found a mapping"),
-        ("{: 1}", 1, 2, "a key or a value is missing"),
         ("a: 1\n? ''\n: 1", 2, 3, "a key is missing before ':'"),
         ("a: *x", 1, 4, "which is nowhere above"),
         ("a: &x [*x]", 1, 8, "contains itself"),
@@ -112,6 +128,10 @@ def test_what_is_refused_and_where(text: str, line: int, column: int, said: str)
 
 def test_problems_of_form_are_found_together() -> None:
     assert [p[:2] for p in problems("a: !x 1\nb: {c: 1, c: 2}\n<<: 1\nb: 3")] == [(1, 4), (2, 11), (3, 1), (4, 1)]
+
+
+def test_a_name_may_be_given_to_another_value() -> None:
+    assert read("a: &x 1\nb: *x\nc: &x 2\nd: *x").data == {"a": 1, "b": 1, "c": 2, "d": 2}
 
 
 def test_an_alias_stands_for_its_anchor_and_its_place() -> None:

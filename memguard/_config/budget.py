@@ -1,0 +1,418 @@
+"""The budget file: text to a checked `Budget`, or every problem at once with line, column and fix.
+
+Pure: `Budget.load` reads one file; nothing here looks at the environment, the clock or a GPU. Make budgets with
+`Budget.load`, `from_text` or `from_mapping`: each raises ConfigError and nothing else. What the keys mean is in
+`docs/budget.md`. pydantic builds a model when it is first used (`defer_build`): importing this builds none.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapSerializer,
+    WrapValidator,
+    create_model,
+)
+from pydantic_core import core_schema
+
+from memguard._config import checks, values
+from memguard._config.document import Document, of_mapping
+from memguard._config.problems import Origin, in_order, problems
+from memguard._config.values import WRITTEN
+from memguard._findings import NAMES, Name
+from memguard._specs import SPECS, Option
+from memguard._units import short
+from memguard.errors import ConfigError, Problem
+
+FRAMEWORKS = tuple(SPECS)
+"""The frameworks that a budget may name."""
+
+V = TypeVar("V")
+
+
+class Frozen(Mapping[str, V], Generic[V]):
+    """A read-only mapping in file order that can be hashed and pickled."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[str, V]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, key: str) -> V:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._entries.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+
+def _entries(entries: Mapping[str, Any], dump: SerializerFunctionWrapHandler) -> Any:
+    return dump(dict(entries))
+
+
+def _default(text: str, description: str) -> Any:
+    """A key with its default as a file would say it."""
+    return Field(default=text, validate_default=True, description=description)
+
+
+class _Model(BaseModel):
+    # `model_dump(exclude_none=True)` gives what a file would say, so `from_mapping` reads it back.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class DeviceBudget(_Model):
+    """What this process may take of each GPU."""
+
+    limit: values.DeviceLimit = _default(
+        "90%", "What this process may take of each GPU: a percentage of what CUDA can give, or bytes."
+    )
+    reserve: values.Reserve = _default(
+        "auto",
+        "The part of the limit kept for the CUDA context and library workspaces, which lie outside every framework's "
+        "own cap: auto (by GPU architecture and declared frameworks), or bytes.",
+    )
+
+
+class DeviceOverride(_Model):
+    """What differs on some GPUs.
+
+    A key that is left out is None: it is the same as in `device`.
+    """
+
+    limit: Annotated[values.DeviceLimit | None, WRITTEN] = Field(
+        default=None,
+        description="What this process may take of this GPU: a percentage of what CUDA can give, or bytes.",
+    )
+    reserve: Annotated[values.Reserve | None, WRITTEN] = Field(
+        default=None, description="The part of the limit of this GPU that is kept outside the frameworks' caps."
+    )
+
+
+class FrameworkBudget(_Model):
+    """One framework's part: exactly one of share and limit. Its options are attributes too, those of others None."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["share"]}, {"required": ["limit"]}]})
+
+    share: Annotated[values.Share | None, WRITTEN] = Field(
+        default=None, description="A percentage of (limit − reserve): above 0% and at most 100%."
+    )
+    limit: Annotated[values.Limit | None, WRITTEN] = Field(
+        default=None,
+        description="Bytes, the same on every GPU: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; "
+        "at least 2MiB.",
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if any(name == option.name for spec in SPECS.values() for option in spec.options):
+            return None
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self).__name__,), self.__getstate__()
+
+
+@functools.cache
+def framework_model(name: str) -> type[FrameworkBudget]:
+    """The model of one framework's part: share and limit, and the options of its row in `SPECS`."""
+    spec = SPECS[name]
+    options: dict[str, Any] = {option.name: (_option_type(option), option.default) for option in spec.options}
+    about = f"What {spec.title} may take of each GPU: exactly one of share and limit."
+    return create_model(name, __base__=FrameworkBudget, __module__=__name__, __doc__=about, **options)
+
+
+def _option_type(option: Option) -> Any:
+    if option.kind == "flag":
+        return Annotated[bool, Field(strict=True, description=option.description)]
+    if option.kind == "count":
+        return Annotated[int, Field(strict=True, ge=0, le=option.most, description=option.description)]
+    return Annotated[Literal[option.words], Field(description=option.description)]
+
+
+def _unpickled(name: str) -> FrameworkBudget:
+    model = framework_model(name)
+    return model.__new__(model)
+
+
+class _ByFramework:
+    """Makes pydantic check each entry with the model of its framework."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        fields = {
+            name: core_schema.typed_dict_field(handler.generate_schema(framework_model(name)), required=False)
+            for name in SPECS
+        }
+        return core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+
+
+def _in_file_order(written: Any, check: ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
+    entries = check(written)
+    if not entries:
+        raise values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
+    return Frozen({name: entries[name] for name in written})
+
+
+class MonitorConfig(_Model):
+    """What watches the process while it runs.
+
+    Durations are seconds, `warn` and `critical` fractions, `timeline_size` bytes. `timeline` is absolute if the budget
+    was read from a file.
+    """
+
+    interval: values.Interval = _default(
+        "500ms",
+        "How often the GPUs are sampled: 500ms, 2s, or plain seconds; from 50ms to 1h. It slows down by itself rather "
+        "than take more than 1% of a core.",
+    )
+    warn: values.Percent = _default(
+        values.WARN, "The part of a framework's cap, or of the limit of a GPU, above which a warning is logged."
+    )
+    critical: values.Percent = _default(
+        values.CRITICAL, "The part above which the pressure is critical; higher than warn."
+    )
+    forecast: values.Forecast = _default(
+        "20s",
+        "How long before a cap or limit is reached, at a steady rise, a warning is logged: 1s to 1h, or 0 for none.",
+    )
+    timeline: Annotated[values.Timeline | None, WRITTEN] = Field(
+        default=None,
+        description="A file that every sample and event is written to, relative to the folder of this file. {pid} and "
+        "{rank} are filled in.",
+    )
+    timeline_size: values.TimelineSize = _default(
+        "64MiB", "The most that the timeline may take on disk; at least 1MiB."
+    )
+
+
+class DoctorConfig(_Model):
+    """What `memguard doctor` reads of the budget; nothing else uses it."""
+
+    # In the order of the list of names, so that budgets that mean the same are equal.
+    ignore: Annotated[
+        tuple[Name, ...],
+        AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))),
+        PlainSerializer(list),
+    ] = Field(
+        default=(),
+        description="Findings that it leaves out, by name: docs/doctor has a page for each.",
+        json_schema_extra={"uniqueItems": True},
+    )
+
+
+class Budget(_Model):
+    """How much memory of each GPU one process may take, and which framework gets which part of it.
+
+    A budget cannot be changed. Two are equal if they mean the same, however they were written. `devices` has a whole
+    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `monitor` and `doctor` are None if
+    nothing is asked of them.
+    """
+
+    model_config = ConfigDict(
+        title="memguard budget",
+        json_schema_extra={
+            "if": {"required": ["on_pressure"], "properties": {"on_pressure": {"minItems": 1}}},
+            "then": {"required": ["monitor"]},
+        },
+    )
+
+    version: Annotated[int, Field(strict=True, ge=1, le=1), WithJsonSchema({"const": 1})] = Field(
+        description="The version of this format."
+    )
+    device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
+    devices: Annotated[
+        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
+        AfterValidator(Frozen),
+        WrapSerializer(_entries),
+    ] = Field(
+        default_factory=lambda: Frozen({}),
+        description="Other values for single GPUs: by UUID, by CUDA ordinal (0 or cuda:0), or by a pattern of the name "
+        "(*, ? and [...], upper and lower case alike).",
+        json_schema_extra={"propertyNames": values.DEVICE_KEYS},
+    )
+    frameworks: Annotated[
+        Mapping[str, FrameworkBudget], _ByFramework, WrapValidator(_in_file_order), WrapSerializer(_entries)
+    ] = Field(
+        description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
+        json_schema_extra={"minProperties": 1},
+    )
+    on_busy: Literal["warn", "raise"] = Field(
+        default="warn",
+        description="What init does if other processes hold so much of a GPU that the limit cannot be had: warn and go "
+        "on, or raise.",
+    )
+    monitor: Annotated[MonitorConfig | None, WRITTEN] = Field(
+        default=None,
+        description="What watches the process while it runs: a thread that samples who holds what. Without this key "
+        "there is none; {} takes the defaults.",
+    )
+    on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = Field(
+        default=(),
+        description="What is done besides logging a warning when the pressure becomes critical. trim: idle caches are "
+        "given back. raise: the next checkpoint of memguard (workload, require) raises. Needs monitor.",
+        json_schema_extra={"uniqueItems": True},
+    )
+    doctor: Annotated[
+        DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)
+    ] = Field(default=None, description="What `memguard doctor` reads of the budget; nothing else uses it.")
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Budget:
+        """The budget in a file. Raises ConfigError, also if the file cannot be read."""
+        from memguard._config.positions import MAX_BYTES
+
+        source = short(path)
+        try:
+            source = os.fsdecode(path)
+            # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+            handle = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+            with open(handle, "rb") as file:
+                if not stat.S_ISREG(os.fstat(handle).st_mode) and not stat.S_ISDIR(os.fstat(handle).st_mode):
+                    raise OSError(0, "it is not a regular file")
+                raw = file.read(MAX_BYTES + 1)
+        except (OSError, TypeError, ValueError) as error:  # ValueError: a NUL in the path
+            raise ConfigError([_unreadable(error)], _printable(source)) from None
+        return _in_folder(cls.from_text(raw, source), os.path.dirname(os.path.abspath(source)))
+
+    @classmethod
+    def from_text(cls, text: str | bytes, source: str = "budget") -> Budget:
+        """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
+        from memguard._config import positions  # imports yaml, which a budget of Python values does not need
+
+        try:
+            document = positions.read(text if isinstance(text, str) else positions.decode(text))
+        except positions.Unreadable as error:
+            raise ConfigError([error.problem], _printable(source)) from None
+        return _budget(document, _printable(source))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Budget:
+        """The budget in plain Python values, as `yaml.safe_load` would give them. Raises ConfigError, without lines."""
+        return _budget(of_mapping(mapping), "budget")
+
+    @property
+    def source(self) -> str:
+        """The file that it was read from, as messages name it; "" if it was made of plain Python values."""
+        return self._origin.source
+
+    def problem(self, loc: tuple[str, ...], message: str, fix: str) -> Problem:
+        """A problem found later with what is written at `loc`, with its line and column if known."""
+        return self._origin.problem(loc, message, fix)
+
+
+def _in_folder(budget: Budget, folder: str) -> Budget:
+    """A relative path in a file starts at its folder: the same wherever the program is started."""
+    monitor = budget.monitor
+    if monitor is None or monitor.timeline is None:
+        return budget
+    whole = monitor.model_copy(update={"timeline": os.path.join(folder, monitor.timeline)})
+    return budget.model_copy(update={"monitor": whole})
+
+
+def of(budget: Budget | str | os.PathLike[str] | Mapping[str, Any]) -> Budget:
+    """The budget, however it is given: itself, a file, or plain Python values. Raises ConfigError."""
+    if isinstance(budget, Budget):
+        return budget
+    return Budget.from_mapping(budget) if isinstance(budget, Mapping) else Budget.load(budget)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of the file, for editors. Only memguard itself checks the sums of shares and sizes."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generate(GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+        def model_schema(self, schema: Any) -> dict[str, Any]:
+            model = super().model_schema(schema)
+            return model | {"description": model["description"].partition("\n\n")[0]}  # the rest is for Python
+
+        def nullable_schema(self, schema: Any) -> dict[str, Any]:
+            return self.generate_inner(schema["schema"])  # a key is left out, never null
+
+        def default_schema(self, schema: Any) -> dict[str, Any]:
+            left_out = schema.get("default") is None
+            return self.generate_inner(schema["schema"]) if left_out else super().default_schema(schema)
+
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return dialect | Budget.model_json_schema(schema_generator=Generate)
+
+
+def _budget(document: Document, source: str) -> Budget:
+    if not isinstance(document.data, dict) and () not in document.bad:
+        document.problems.append(_not_a_mapping(document))
+        document.bad.add(())
+    if () in document.bad:
+        raise ConfigError(in_order(document.problems), source)
+    assert isinstance(document.data, dict)
+    violations = checks.check(document.data)
+    errors: list[Any] = []
+    try:
+        budget = Budget.model_validate(document.data)
+    except ValidationError as error:
+        errors = list(error.errors())
+    if errors or violations or document.problems:
+        raise ConfigError(problems(errors, violations, document, _names()), source)
+    budget._origin = Origin(document, source)
+    return budget
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    """The keys that are allowed at each level."""
+    models: dict[str, type[_Model]] = {
+        "": Budget,
+        "device": DeviceBudget,
+        "monitor": MonitorConfig,
+        "doctor": DoctorConfig,
+    }
+    models |= {name: framework_model(name) for name in SPECS}
+    return {"frameworks": FRAMEWORKS, **{level: tuple(model.model_fields) for level, model in models.items()}}
+
+
+def _not_a_mapping(document: Document) -> Problem:
+    line, column = document.values.get(()) or (None, None)
+    fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
+    if document.data is None:
+        return Problem("is empty", fix, line, column)
+    return Problem(f"holds {values.found(document.data)}, not the keys of a budget", fix, line, column)
+
+
+def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
+    if isinstance(error, FileNotFoundError):
+        return Problem("there is no such file", "check the path, and the folder that the program is started in")
+    if isinstance(error, IsADirectoryError):
+        return Problem("is a folder", "name the file in it, for example budget.yaml")
+    if isinstance(error, PermissionError):
+        return Problem("may not be read by this user", "check the permissions of the file and its folders")
+    if isinstance(error, OSError):
+        return Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
+    return Problem("is not a path", "give the path of the budget file")
+
+
+def _printable(source: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in source)
