@@ -113,6 +113,7 @@ class FrameworkSpec:
     options           its own settings in the budget
     families          first parts of the type names of its errors
     errors            its own out-of-memory errors
+    size_attribute    the attribute of its errors that holds the bytes asked for
     never_gives_back  its pool returns nothing to the driver while the process lives (measured)
     rounds_up         the most by which its allocator rounds a request up, as a part of the request
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
@@ -133,6 +134,7 @@ class FrameworkSpec:
     options: tuple[Option, ...] = ()
     families: tuple[str, ...] = ()
     errors: tuple[ErrorPattern, ...] = ()
+    size_attribute: str = ""
     never_gives_back: bool = False
     rounds_up: Fraction = Fraction(0)
     own_trim: str | None = None
@@ -255,6 +257,7 @@ _ROWS = (
             ),
             ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$"),
         ),
+        size_attribute="_size",
         own_trim="cupy.get_default_memory_pool().free_all_blocks()",
     ),
     FrameworkSpec(

@@ -231,7 +231,8 @@ def family(facts: ErrorFacts) -> str | None:
 
 def asked(facts: ErrorFacts) -> int | None:
     """The bytes asked for, as exactly as attributes or text give them; None if they do not."""
-    own = "requested" if facts.type.startswith("memguard.") else "_size" if family(facts) == "cupy" else ""
+    raised = SPECS.get(family(facts) or "")
+    own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
     for name in ("memguard_requested", own):  # set by memguard's adapters, where the driver's error names no size
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from memguard._specs import SPECS
 from memguard._types import Plan, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
@@ -28,8 +29,8 @@ _log = logging.getLogger("memguard")
 _MARK = "_memguard_incident"
 """What a reported exception carries: process and number. Pickled with it, it means nothing elsewhere."""
 _ATTRIBUTES = (
-    "errno", "status", "code", "error_code", "_error_code", "result", "value", "_size", "_limit", "framework",
-    "requested", "memguard_requested",
+    "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
+    "requested", "memguard_requested", *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
 """Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
 _TEXT = 4_000
