@@ -62,7 +62,7 @@ class TensorFlow(Framework):
             return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
         self._caps, self._growth = dict(caps), bool(options.get("growth", True))
         undo: list[Callable[[], None]] = []
-        said = list(self.notes)
+        notes = list(self.notes)
         try:
             by_gpu = self._match(gpus)
             wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
@@ -75,7 +75,7 @@ class TensorFlow(Framework):
                 undo.append(step)
             self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
         except BaseException:
-            self._caps, self._limits, self.notes = {}, {}, said
+            self._caps, self._limits, self.notes = {}, {}, notes
             for step in reversed(undo):
                 step()
             raise

@@ -128,9 +128,9 @@ _GPU_POSSIBLY = (  # page-locked memory gives CUDA's error 2 too, and a library'
          "No executable batch size|No available memory for the cache|less than desired GPU memory"),
 )  # fmt: skip
 _REST = (
-    Rule("host", None, False, "C++'s word, of whatever memory", r"^(std::)?bad_alloc$", r"^builtins\.MemoryError$"),
+    Rule("host", None, False, "C++'s word for any memory", r"^(std::)?bad_alloc$", r"^builtins\.MemoryError$"),
     Rule("host", None, True, "Python's own", type=r"^builtins\.MemoryError$"),
-    Rule("none", None, False, "a process was killed, and not said why", "exited unexpectedly|Signals.SIGKILL"),
+    Rule("none", None, False, "a process was killed, by whom is unknown", "exited unexpectedly|Signals.SIGKILL"),
     Rule("none", None, False, "one of many causes is a full GPU or too much locked memory",
          "CUDNN_STATUS_(EXECUTION_FAILED|NOT_SUPPORTED)|cuSolver (internal error|has not been initialized)"
          r"|DNN library initialization failed|Blas \w+ launch failed|cudaErrorOperatingSystem"),
@@ -161,7 +161,7 @@ RULES = (
     *_GPU_POSSIBLY,
     *_REST,
 )  # fmt: skip
-"""The general rules above, and each framework's own (`FrameworkSpec.errors`) where its memory's turn comes."""
+"""The general rules above, with each framework's own (`FrameworkSpec.errors`) among those about the same memory."""
 
 STEMS = (
     "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "torch_", "initializ", "internal_error", "launch failed",

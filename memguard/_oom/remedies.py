@@ -1,4 +1,4 @@
-"""What can be done about an out-of-memory error, best first, with the figures that say it would help. Pure."""
+"""What the user can do about an out-of-memory error, best first, with the figures that show it would help. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from memguard._types import DevicePlan, Plan
 from memguard._units import GRANULE, MIB, format_size, round_up
 
 SEGMENT = 20 * MIB
-"""What an allocator takes at most beyond a small request: a segment of torch (measured)."""
+"""The most that an allocator takes beyond a small request: a segment of torch (measured)."""
 WORKSPACE = 256 * MIB
-"""Taken for a request whose size is not known: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
+"""Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _WORTH = 16 * MIB
-"""Less than this is not worth a remedy."""
+"""A remedy that gains less is not worth showing."""
 _ELSEWHERE = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -38,7 +38,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to do, and the bytes that it gains; None where that is not known."""
+    """One thing to do, and the bytes that it gains; None if unknown."""
 
     text: str
     bytes: int | None = None
@@ -46,10 +46,10 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Case:
-    """An out-of-memory error on one GPU, and the figures that the reasons and the remedies are taken from.
+    """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
 
-    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is what would have had to
-    be there: the request and what its allocator takes beyond it.
+    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
+    request, and what its allocator takes beyond it.
     """
 
     part: DeviceLedger
@@ -81,7 +81,7 @@ class Case:
 
     @cached_property
     def taken(self) -> int:
-        """What of its cap the requester cannot use again: held less what a trim returns."""
+        """The part of its cap that the requester cannot reuse: held less what a trim returns."""
         if self.row is None:
             return 0
         if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
@@ -90,14 +90,14 @@ class Case:
 
     @cached_property
     def room(self) -> int | None:
-        """What is left under its cap; None without one."""
+        """What is left under its cap; None without a cap."""
         return None if self.row is None or self.row.cap is None else max(self.row.cap - self.taken, 0)
 
     @cached_property
     def split(self) -> int:
         """What the requester caches in pieces that neither serve a large request nor can be given back.
 
-        What of its cache a trim leaves: of torch's that is `inactive_split_bytes`, as `reclaimable` has them out.
+        That is what a trim leaves of its cache. For torch it is `inactive_split_bytes`, which `reclaimable` leaves out.
         """
         if self.row is None:
             return 0
@@ -117,8 +117,8 @@ class Case:
 
     @cached_property
     def fragmented(self) -> bool:
-        """Whether its cap would do, if its cache were in one piece."""
-        if self.silent:  # by its live arrays there is room in cap and card: then its pool has no piece of that size
+        """Whether the request would fit under its cap if its cache were in one piece."""
+        if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
             return not self.over_card and self.room is not None and self.room >= self.need
         return self.over_cap and (self.room or 0) + self.split >= self.need
 
@@ -138,7 +138,7 @@ class Case:
 
 
 def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
-    """What to do, best first. `reason` is the report's."""
+    """What to do, best first. `reason` is that of the report."""
     if case is None:
         return tuple(Remedy(text) for text in _ELSEWHERE.get(verdict.memory, ()))
     found: list[Remedy] = []
@@ -157,7 +157,7 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
-    """Siblings' caches, the largest first. The requester has emptied its own before it failed."""
+    """Caches of other frameworks, largest first. The requester has emptied its own before it failed."""
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
@@ -206,14 +206,14 @@ def _outside(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """A cap under which the request fits, where the plan has room for it on every GPU; else who could give way."""
+    """A cap under which the request fits, if the plan has room for it on every GPU; else which cap could shrink."""
     row, part, plan = case.row, case.planned, case.plan
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
     name, cap = row.name, part.caps[row.name]
     # Allocators round up, PyCUDA's bins by up to a sixteenth.
     wanted = round_up(case.taken + case.need + (case.verdict.requested or 0) // 16)
-    # A share may come out a granule below what it is exactly: so much is kept for each of the others.
+    # A share may be rounded down by a granule: that much is kept for each of the others.
     spare = {p.device.uuid: p.unallocated + p.caps[name] - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
@@ -243,7 +243,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
 
 
 def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[str, int]) -> str | None:
-    """The smallest share, in whole per cent or tenths, that gives `wanted` here and fits every GPU."""
+    """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
     room = part.limit - part.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
@@ -253,7 +253,7 @@ def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[
 
 
 def _whole(case: Case) -> Iterator[Remedy]:
-    """Against fragmentation."""
+    """What helps against fragmentation."""
     assert case.row is not None
     name, size = case.row.name, case.split
     advice = SPECS[name].unfragment
@@ -266,7 +266,7 @@ def _whole(case: Case) -> Iterator[Remedy]:
 
 
 def _less(case: Case, reason: str) -> Iterator[Remedy]:
-    """What always helps, or what else it can be."""
+    """What always helps, or which other cause is possible."""
     row = case.row
     if reason == "unknown" and not case.verdict.certain:
         yield Remedy("page-locked host memory fails with the same words: look at pin_memory and ulimit -l")

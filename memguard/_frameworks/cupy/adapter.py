@@ -52,8 +52,8 @@ class CuPy(Framework):
     def _live(self, module: ModuleType) -> bool:
         if self._limited:
             return True
-        asked = contexts.initialised()
-        return asked and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
+        initialised = contexts.initialised()
+        return initialised and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         cupy: Any = sys.modules["cupy"]
@@ -314,7 +314,7 @@ class CuPy(Framework):
         return found if found != (0, 0) or ordinal in self._limited else None
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:
-        """Ask the pool about a device that has a context; None where it has none."""
+        """Call `ask` with the pool, on a device that has a context; None if it has none."""
         with contexts.pushed(ordinal) as there:
             return ask(self._asked(sys.modules["cupy"])) if there else None
 

@@ -239,7 +239,7 @@ class PyCUDA(Framework):
                         _kept.append(pool)  # freeing it while its context is not current may end the process
                 for pool in (*self._own.values(), *self._others.values()):
                     pool.forget()
-                self._own.clear()  # live arrays keep their pool alive; it goes with the last of them
+                self._own.clear()  # live arrays keep their pool alive until the last is freed
                 self._caps, self._mem_alloc = {}, None
 
         return undo
@@ -247,7 +247,7 @@ class PyCUDA(Framework):
     def _pool_here(self, drv: Any, current: Any, make: Any) -> Pool:
         with self._lock:
             pool = self._own.get(current.handle)
-            if pool is not None and pool.dead():  # another context has the handle of one that was destroyed
+            if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
                 self._bury(current.handle)
                 pool = None
             if pool is None:
@@ -291,7 +291,7 @@ class PyCUDA(Framework):
         take: Callable[[], _Taken],
         give_back: Callable[[_Taken], None],
     ) -> _Taken:
-        """What `take` gives; PyCUDA's own MemoryError where that passes the cap, even without the idle blocks."""
+        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it, even with nothing idle."""
         cap = self._caps.get(uuid)
         for _ in range(2):
             held = self._held(uuid)
