@@ -261,15 +261,9 @@ def test_in_short_the_worst_figure_is_named() -> None:
     text = "\n".join(_exchange_tables.in_short(result, None))
     assert "+44 µs to the best way by hand at worst (Numba to JAX)" in text
     assert "| +2 bytes |" in text and "30 of 30" in text and "0 of 30,000 stale" in text
-    assert "24 of 24 checks passed" in text
+    assert table.origin("h200-exchange.json", result)[0].startswith("24 of 24 checks passed")
     two = {"scenarios": {"peers": {"peers": {"torch": {"gb_per_s": 250.0}}}}}
     assert "PyTorch 250 GB/s" in "\n".join(_exchange_tables.in_short(result, two))
-
-
-def test_the_document_has_the_tables_of_the_committed_result() -> None:
-    text = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
-    shown = text.split(table.EXCHANGE_BEGIN)[1].split(table.EXCHANGE_END)[0].strip("\n")
-    assert shown == table.exchange_document().strip("\n"), "run python benchmarks/table.py --write"
 
 
 def test_the_committed_results_pass_their_own_checks_again() -> None:

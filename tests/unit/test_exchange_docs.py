@@ -122,7 +122,8 @@ def test_every_public_name_is_told() -> None:
 def test_the_readme_leads_here() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "(docs/exchange.md)" in readme
-    shown = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "exchange.to(" in block]
+    start = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    shown = [block for block in re.findall(r"```python\n(.*?)```", start, re.DOTALL) if "exchange.to(" in block]
     assert shown
     for block in shown:
-        compile(block, "README.md", "exec")
+        compile(block, "quickstart.md", "exec")
