@@ -101,7 +101,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
         for name, framework in budget.frameworks.items()
     }
     idle = [str(key) for key in budget.devices if str(key) not in matched]
-    notes = tuple(f"devices: {key!r} matches none of the GPUs that this process sees" for key in idle)
+    notes = tuple(f"devices: {key!r} names none of the GPUs that this process sees" for key in idle)
     return Plan(tuple(plans), options, notes)
 
 
