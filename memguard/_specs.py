@@ -10,7 +10,7 @@ Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -34,7 +34,7 @@ class Option:
     fix: str = "remove it"
     most: int = 0
     words: tuple[str, ...] = ()
-    synonyms: Mapping[str, str] = MappingProxyType({})
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -109,15 +109,13 @@ class Usage(NamedTuple):
 class Applied:
     """What came of applying a cap: how it holds, how to undo it, or why that cannot be.
 
-    Exactly one of `undo` and `permanent` is set. `residual` is what the framework still holds
-    above its cap, by device UUID, where it was live already.
+    Exactly one of `undo` and `permanent` is set.
     """
 
     enforcement: Enforcement
     undo: Callable[[], None] | None = None
     permanent: str | None = None
     notes: tuple[str, ...] = ()
-    residual: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magic_function(extension.magic, "line_cell", "memguard")
     shell.events.register("pre_run_cell", extension.runs)
     shell.events.register("post_run_cell", extension.ran)
-    hooks.shows = extension.show
+    hooks.display = extension.show
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -56,8 +56,8 @@ def _unload(shell: Any) -> None:
         for callback in list(shell.events.callbacks[event]):
             if _is_ours(callback):
                 shell.events.unregister(event, callback)
-    if _is_ours(hooks.shows):
-        hooks.shows = None
+    if _is_ours(hooks.display):
+        hooks.display = None
 
 
 def _is_ours(function: Any) -> bool:

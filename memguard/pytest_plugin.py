@@ -16,9 +16,9 @@ import pytest
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, None]:
     outcome = yield
     report = outcome.get_result()
-    incidents = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
-    if incidents is None or call.excinfo is None or not report.failed:
+    hooks = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
+    if hooks is None or call.excinfo is None or not report.failed:
         return
-    found = incidents.seen(call.excinfo.value, show=False)
+    found = hooks.seen(call.excinfo.value, show=False)
     if found is not None:
         report.sections.append(("memguard", str(found)))

@@ -35,7 +35,7 @@ class Books:
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self._host, self._unnamed, self._warn = host, unnamed, warn
         self._lock = threading.RLock()
-        self._strangers: dict[str, Framework] = {}
+        self._created: dict[str, Framework] = {}
         self._overhead: dict[str, types.Overhead] = {}
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
@@ -51,12 +51,12 @@ class Books:
         self._owned.clear()
         self._second.clear()
 
-    def strangers(self) -> Mapping[str, Framework]:
+    def unnamed(self) -> Mapping[str, Framework]:
         """The frameworks that the budget does not name and somebody imported: until then their files stay unread."""
         for name in self._unnamed:
-            if name in sys.modules and name not in self._strangers:
-                self._strangers[name] = registry.create(name, self._host)
-        return self._strangers
+            if name in sys.modules and name not in self._created:
+                self._created[name] = registry.create(name, self._host)
+        return self._created
 
     def read(
         self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
@@ -85,11 +85,11 @@ class Books:
             if not moved or attempt == _ATTEMPTS - 1:
                 break
         steady = processes.get(self._host.pid) == before[1]  # else another thread allocates: no time to charge anything
-        usages.update(_usages(self.strangers(), device))
+        usages.update(_usages(self.unnamed(), device))
         live = frozenset(name for name, usage in usages.items() if usage is not None)
         active = self._host.context_active(device)
         own = types.own_bytes(processes, self._host.pid, bool(active) or bool(live and active is None))
-        known = {**self._strangers, **frameworks}
+        known = {**self._created, **frameworks}
         appeared = live.union(*(known[name].libraries() for name in live))
         if active or own:
             appeared |= {"context"}
@@ -109,7 +109,7 @@ class Books:
                 f"{device.name}: overhead is {format_size(state.total)}, more than the reserve of "
                 f"{format_size(part.reserve)}; fix: {self._remedy(state, part)}"
             )
-        stated = {**dict.fromkeys([*self._strangers, types.EXCHANGE], Enforcement.WATCHED.value), **enforcements}
+        stated = {**dict.fromkeys([*self._created, types.EXCHANGE], Enforcement.WATCHED.value), **enforcements}
         lent = self._lent(device)
         return types.device_ledger(device, memory, own, usages, stated, state, part, moved, makers, lent)
 
@@ -133,7 +133,7 @@ class Books:
         device = part.device
         uuid = device.uuid
         usages = _usages(frameworks, device)
-        usages.update(_usages(self.strangers(), device))
+        usages.update(_usages(self.unnamed(), device))
         memory = self._host.memory(device)
         own = self._own(device, memory.used, bool(usages))
         usages.update(self._kept(device))

@@ -1,12 +1,12 @@
-"""What the samples of the monitor mean: how close to cap and limit, when they are reached, whether a workload leaks.
+"""What the monitor's samples mean: how close a framework is to its cap, the process to its limit, and until when.
 
 Pure: no clock, thread, environment or GPU; the time is that of the samples. `decide` is a function of the settings, a
-sample and the state before it. The levels go up at once and come down only below their threshold less the hysteresis.
+sample and the state before it. A level goes up at once and comes down only below its threshold less the hysteresis.
 
 A forecast needs a steady rise of at least 3 s and 6 blocks above everything seen in the five minutes before it, and
 three quarters of the cap in use: below that a rise is as likely a model being loaded, or the first batch. So a leak is
-announced when a quarter of the cap is left, at the earliest. One that is small beside what a workload takes and gives
-back over several seconds is seen late; `leak` sees it between repetitions.
+announced when a quarter of the cap is left, at the earliest. A leak that is small beside what a workload takes and
+gives back over several seconds is seen late; `leaks` sees it between repetitions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from memguard._specs import SPECS
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import format_size
 
@@ -38,8 +39,7 @@ MEMORY = 300.0
 """Seconds for which the highest level is remembered, in parts of a tenth."""
 AGAIN = 60.0
 """Seconds within which the same warning is not given again, and after which a rise that went no further is over."""
-_REPETITIONS = 100
-_KEEPERS = ("tensorflow", "jax")
+_KEEPERS = frozenset(name for name, row in SPECS.items() if row.never_gives_back)
 """Their pools grow and give nothing back: what is idle in them is theirs to use, and no pressure."""
 
 
@@ -341,32 +341,3 @@ def _slope(blocks: Sequence[_Block]) -> float:
     slopes = [(b.low - a.low) / (b.time - a.time) for a, b in combinations(blocks, 2)]
     rising = sum(slope > 0 for slope in slopes)
     return median(slopes) if rising >= RISING[len(blocks) >= 10] * len(slopes) - 1e-9 else 0.0
-
-
-def leak(afters: Sequence[int]) -> int | None:
-    """The bytes that each repetition of a workload leaves behind, from what was in use after each; None for no leak.
-
-    The first is warm-up and does not count; of the others the last hundred do. Where there are fewer than twelve (four
-    at least), every one must add to the last and lie near one line, the fewer the nearer; where there are more, so many
-    pairs must rise as chance hardly brings about. The second half must rise by half of what the whole does, at least:
-    a cache that fills is no leak.
-    """
-    kept = afters[1:][-_REPETITIONS:]
-    count = len(kept)
-    if count < 4:
-        return None
-    slope = _theil_sen(kept)
-    if slope <= 0 or _theil_sen(kept[count // 2 - (count < 6) :]) < slope / 2:
-        return None
-    pairs = count * (count - 1) // 2
-    score = sum((b > a) - (b < a) for a, b in combinations(kept, 2))
-    if count < 12:
-        off = [after - slope * number for number, after in enumerate(kept)]
-        steady = score == pairs and max(off) - min(off) <= slope * (count - 1) * min((count - 3) / 20, 1 / 4)
-    else:  # Mann-Kendall: `score` has this variance where the order is chance
-        steady = score >= 4.5 * (pairs * (2 * count + 5) / 9) ** 0.5
-    return round(slope) or None if steady else None
-
-
-def _theil_sen(values: Sequence[int]) -> float:
-    return median((b - a) / (m - n) for (n, a), (m, b) in combinations(enumerate(values), 2))

@@ -10,14 +10,14 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom.classify import Facts, Verdict, classify, family
 from memguard._oom.remedies import NEVER_BACK, Case, Remedy, remedies
-from memguard._types import Plan, Sample
+from memguard._types import Enforcement, Plan, Sample
 from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def diagnose(
         return Report(time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why)
     uuid = part.device.uuid
     others = dict(processes.get(uuid, {}))
-    case = Case(part, verdict, raised, plan, others)
+    case = Case(_caps_in_force(part, verdict), verdict, raised, plan, others)
     reason, why = _reason(case)
     found = remedies(verdict, case, reason)
     return Report(
@@ -211,7 +211,17 @@ def _device(text: str, verdict: Verdict, ledger: Ledger | None) -> DeviceLedger 
         if number in numbers:
             return ledger.devices[numbers.index(number)]
         return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
-    return min(ledger.devices, key=lambda part: Case(part, verdict).headroom)
+    return min(ledger.devices, key=lambda part: Case(_caps_in_force(part, verdict), verdict).headroom)
+
+
+def _caps_in_force(part: DeviceLedger, verdict: Verdict) -> DeviceLedger:
+    """A cap that is only watched refuses nothing: it is no reason for the error."""
+    watched = Enforcement.WATCHED.value
+    rows = (
+        replace(row, cap=None) if row.name == verdict.requester and row.enforcement == watched else row
+        for row in part.rows
+    )
+    return replace(part, rows=tuple(rows))
 
 
 def _unknown(ledger: Ledger | None) -> tuple[Reason, str]:
@@ -225,7 +235,11 @@ def _reason(case: Case) -> tuple[Reason, str]:
     row, card = case.row, f"{format_size(case.free)} free"
     if row is None or row.cap is None:
         if case.over_card:
-            return "card", f"the card is full: {card}" + ("" if row else ", and this memory lies outside every cap")
+            about = "" if row else ", and this memory lies outside every cap"
+            if row is not None and case.planned is not None and row.name in case.planned.caps:
+                cap = format_size(case.planned.caps[row.name])
+                about = f"; {row.name}'s cap of {cap} is {row.enforcement}, not enforced"
+            return "card", f"the card is full: {card}{about}"
         return "unknown", f"the card has {card} now: it came back since, or the error means something else"
     held = f"holds {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"

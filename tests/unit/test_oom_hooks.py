@@ -14,7 +14,7 @@ import traceback
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,23 +39,20 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class Budget:
-    """Stands for the active budget."""
+    """Stands for the active budget: a scene to read, and the reports that it was given."""
 
     def __init__(self, scene: Callable[[], Scene] = Scene) -> None:
-        self.read, self.recorded = scene, list[Mapping[str, Any]]()
+        self.scene, self.recorded = scene, list[Report]()
 
-    def scene(self) -> Scene:
-        return self.read()
-
-    def diagnosed(self, report: Mapping[str, Any]) -> None:
-        self.recorded.append(report)
+    def install(self, **more: Any) -> Callable[[], None]:
+        return install(self.scene, self.recorded.append, **more)
 
 
 @pytest.fixture
 def budget() -> Iterator[Budget]:
     before = sys.excepthook, threading.excepthook
     source = Budget()
-    undo = install(source)
+    undo = source.install()
     yield source
     undo()
     assert (sys.excepthook, threading.excepthook) == before
@@ -80,7 +77,7 @@ def test_one_incident_is_told_once_wherever_it_comes_by(budget: Budget, capsys: 
     assert seen(error) is first and seen(error) is first and last_oom() is first
     err = capsys.readouterr().err
     assert err.count("memguard: torch ran out of GPU memory: 2.00 GiB asked for") == 1
-    assert len(budget.recorded) == 1 and budget.recorded[0]["memguard_oom"] == 1
+    assert len(budget.recorded) == 1 and budget.recorded[0].as_dict()["memguard_oom"] == 1
     if NOTES:
         assert [note.splitlines()[0] for note in error.__notes__] == [f"memguard: {first.title}"]
         assert "memguard: torch ran out" in "".join(traceback.format_exception(error))
@@ -272,7 +269,7 @@ AGAIN = "memguard: torch out of memory again ({}): memguard.last_oom()\n"
 
 def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     clock, source = Clock(), Budget()
-    undo = install(source, clock=clock)
+    undo = source.install(clock=clock)
 
     def said() -> tuple[bool, str]:
         error = oom()
@@ -295,14 +292,14 @@ def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.
     finally:
         undo()
     assert len(source.recorded) == 7, "every one is recorded"
-    undo = install(source, clock=clock)
+    undo = source.install(clock=clock)
     assert said()[0], "another budget begins anew"
     undo()
 
 
 def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixture[str]) -> None:
     texts = (TEXT, "CUDA out of memory. DefaultCPUAllocator", "cublas_status_alloc_failed", "CUDA error: out of memory")
-    undo = install(Budget(), clock=Clock())
+    undo = Budget().install(clock=Clock())
     try:
         for text in texts:
             seen(raised(RuntimeError(text)))
@@ -315,7 +312,7 @@ def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixtur
             "memguard: cublas out of memory again",
             "memguard: cuda possibly out of memory again",
         ]
-        assert seen(oom(), show=False) is not None and len(hooks._told) == 4
+        assert seen(oom(), show=False) is not None and len(hooks._shown) == 4
     finally:
         undo()
 
@@ -396,7 +393,7 @@ def test_without_a_budget_nothing_is_said(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_report_outlives_the_budget() -> None:
-    undo = install(Budget())
+    undo = Budget().install()
     error = oom()
     report = seen(error, show=False)
     undo()
@@ -416,14 +413,18 @@ def test_a_few_reports_are_remembered(budget: Budget) -> None:
 
 def test_installed_twice_is_installed_once(budget: Budget) -> None:
     hook = sys.excepthook
-    assert install(budget) is install(budget) and sys.excepthook is hook
+    undo = budget.install()
+    assert isinstance(sys.excepthook, hooks._Hook) and sys.excepthook is not hook
+    seen(oom(), show=False)
+    assert len(budget.recorded) == 1
+    undo()
 
 
 def test_another_budget_takes_over() -> None:
     before = sys.excepthook
     first, second = Budget(), Budget()
-    undo_first = install(first)
-    undo_second = install(second)
+    undo_first = first.install()
+    undo_second = second.install()
     undo_first()  # late: it is the second's turn
     seen(oom(), show=False)
     assert (len(first.recorded), len(second.recorded)) == (0, 1)
@@ -436,7 +437,7 @@ def test_who_hooked_after_us_stays_and_we_do_not(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "excepthook", lambda *args: calls.append("before"))
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     source = Budget()
-    undo = install(source)
+    undo = source.install()
     ours = sys.excepthook
 
     def theirs(*args: Any) -> None:
@@ -450,13 +451,13 @@ def test_who_hooked_after_us_stays_and_we_do_not(monkeypatch: pytest.MonkeyPatch
     error = oom()
     sys.excepthook(type(error), error, None)
     assert calls == ["after", "before"] and source.recorded == []
-    undo = install(source)
+    undo = source.install()
     sys.excepthook(type(error), error, None)
     assert calls == ["after", "before"] * 2 and len(source.recorded) == 1
     undo()
     assert sys.excepthook is theirs
     sys.excepthook = ours  # they take themselves away, and put ours back
-    install(source)()
+    source.install()()
     assert not isinstance(sys.excepthook, hooks._Hook) or sys.excepthook is ours
     error = oom()
     sys.excepthook(type(error), error, None)
@@ -511,10 +512,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         from memguard._oom import hooks
         class OutOfMemoryError(RuntimeError): pass
         OutOfMemoryError.__module__ = "torch"
-        class Budget:
-            def scene(self): return hooks.Scene()
-            def diagnosed(self, report): pass
-        undo = hooks.install(Budget())
+        undo = hooks.install(hooks.Scene)
         def fail(): raise OutOfMemoryError({TEXT!r})
     """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)} if ROOT.name != "site-packages" else dict(os.environ)
@@ -534,7 +532,7 @@ def test_an_uncaught_error_ends_the_program_as_ever_and_the_report_comes_last() 
 
 
 def test_an_uncaught_error_that_a_block_has_told_of_is_not_told_again() -> None:
-    done = run("try: fail()\nexcept Exception as error:\n    incidents.seen(error)\n    raise")
+    done = run("try: fail()\nexcept Exception as error:\n    hooks.seen(error)\n    raise")
     assert done.returncode == 1 and done.stderr.count("  error  torch.OutOfMemoryError") == 1
 
 
@@ -557,7 +555,7 @@ def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
             others = {pid: size for pid, size in guard.host.processes(device).items() if pid != guard.host.pid}
             return Scene(guard.ledger(), guard.plan, {device.uuid: others})
 
-        undo = install(Budget(scene))
+        undo = Budget(scene).install()
         try:
             simulated: Any = frameworks
             simulated["tensorflow"].allocate(3 << 30)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._config import MonitorConfig
-from memguard._monitor.pressure import BLOCKS, START, Action, Settings, State, decide, leak, needed
+from memguard._monitor.leaks import leak
+from memguard._monitor.pressure import BLOCKS, START, Action, Settings, State, decide, needed
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import GIB, MIB
 

@@ -23,13 +23,9 @@ BUDGET = """
     import pytest
     from memguard._oom import hooks
 
-    class Budget:
-        def scene(self): return hooks.Scene()
-        def diagnosed(self, report): pass
-
     @pytest.fixture
     def budget():
-        undo = hooks.install(Budget())
+        undo = hooks.install(hooks.Scene)
         yield
         undo()
 """
