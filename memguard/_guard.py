@@ -17,9 +17,9 @@ from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
-from memguard._ledger import types
-from memguard._ledger.reader import Books
-from memguard._ledger.types import Ledger, own_bytes
+from memguard._ledger.overhead import own_bytes, totals
+from memguard._ledger.reader import LedgerReader
+from memguard._ledger.types import Ledger
 from memguard._specs import SPECS
 from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
 from memguard._units import format_size, parse_size
@@ -73,7 +73,7 @@ class Guard:
         self._started = False
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
-        self._reader = Books(host, unnamed, self._warn)
+        self._reader = LedgerReader(host, unnamed, self._warn)
         self._pid = os.getpid()
 
     @property
@@ -137,7 +137,7 @@ class Guard:
         with self._lock:
             self._check_active()
             enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-            parts = tuple(self._reader.read(part, self.frameworks, enforcements) for part in self.plan.devices)
+            parts = tuple(self._reader.ledger(part, self.frameworks, enforcements) for part in self.plan.devices)
             above = (
                 _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
                 for part in parts
@@ -156,7 +156,7 @@ class Guard:
             self._find_drift(wait=False)
         self._samples += 1
         frameworks, reader = self.frameworks, self._reader
-        parts = [reader.sample(part, frameworks, self._enforcements) for part in self.plan.devices]
+        parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
 
     def _find_drift(self, *, wait: bool = True) -> None:
@@ -235,13 +235,13 @@ class Guard:
         if needs is not None:
             self.require(framework, needs)
         report = WorkloadReport(name, framework)
-        report.before, earlier = types.totals(self._usages_of(framework))
+        report.before, earlier = totals(self._usages_of(framework))
         try:
             yield report
         finally:
             try:
                 self._check_active()
-                report.after, peak = types.totals(self._usages_of(framework))
+                report.after, peak = totals(self._usages_of(framework))
                 report.peak = peak if peak is not None and peak > (earlier or 0) else None
             except MemguardError as error:  # shut down in the block, or a GPU is lost: the user's own error goes first
                 text = str(error)  # the object would keep the block's frames alive in a log that keeps its records
@@ -416,9 +416,6 @@ class Guard:
             near = difflib.get_close_matches(str(framework), self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise MemguardError(f"{framework!r} is not in the budget, which has: {known}{hint}") from None
-
-    def _enforcements(self) -> dict[str, str]:
-        return {name: entry.enforcement.value for name, entry in self._entries.items()}
 
     @staticmethod
     def _size(size: int | str) -> int:

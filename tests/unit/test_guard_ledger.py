@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from guards import BUDGET, TORCH, Absent, hooks, host_of, imported, simulated, start
+from guards import BUDGET, TORCH, Absent, hooks, host_of, imported, replaced, simulated, start
 
 import memguard
 from memguard import _api
@@ -18,8 +18,8 @@ from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks import registry
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard import Guard
-from memguard._types import Device, MemoryInfo
-from memguard._units import GIB, MIB
+from memguard._types import Device, MemoryInfo, Usage
+from memguard._units import GIB, MIB, format_size
 from memguard.errors import (
     NotActive,
     PlanError,
@@ -82,6 +82,37 @@ def test_overhead_above_the_reserve_is_said_once_with_the_reserve_that_fits() ->
         memguard.ledger()
     (note,) = [note for note in guard.notes if "overhead" in note]
     assert "more than the reserve of 600.0 MiB" in note and "reserve: 612MiB" in note
+
+
+class Growing(SimulatedFramework):
+    """Holds a MiB more each time it is asked, and counts that."""
+
+    asked = 0
+
+    def usage(self, device: Device) -> Usage | None:
+        self.asked += 1
+        return Usage(5 * GIB + self.asked * MIB, GIB, 0)
+
+
+@pytest.mark.parametrize("gpus", ["h200", ["h200", "l4"]])
+def test_a_framework_is_asked_once_for_each_gpu_so_that_a_note_agrees_with_its_row(
+    monkeypatch: pytest.MonkeyPatch, gpus: str | list[str]
+) -> None:
+    made: list[Growing] = []
+
+    def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+        made.append(Growing(host, name, imported=True))
+        return made[-1]
+
+    replaced(monkeypatch, torch=make)
+    guard = start(TORCH, gpus)
+    asked = made[0].asked
+    ledger = guard.ledger()
+    assert made[0].asked == asked + len(ledger.devices)
+    above = [note for note in ledger.notes if "above its cap" in note]
+    rows = [part.row("torch") for part in ledger.devices]
+    sizes = [format_size((row.bytes or 0) - (row.cap or 0)) for row in rows]
+    assert [note.split(" above")[0] for note in above] == [f"torch: holds {size}" for size in sizes]
 
 
 class Restless(SimulatedHost):
