@@ -216,7 +216,7 @@ class Guard:
                 raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
             if not admission.trim:
                 return
-            if last:  # a trim may do nothing: a graph is captured, or PyCUDA's context is not on this thread
+            if last:  # the trim did nothing: a graph is being captured, or PyCUDA's context is not on this thread
                 names = " and ".join(admission.trim)
                 raise BudgetExceeded(
                     framework,
@@ -225,7 +225,7 @@ class Guard:
                     f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
                     f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
                     f"graph is being captured)\n"
-                    f"    fix: memguard.trim() where {names} runs",
+                    f"    fix: call memguard.trim() on the thread that runs {names}",
                 )
             self._trim(admission.trim, part.device)
 
@@ -371,7 +371,7 @@ class Guard:
                 self._entries[name].framework.trim(device)
 
     def _cure(self, states: Mapping[str, State]) -> None:
-        """Keep TensorFlow's CUDA runtime out of torch's way, where both are in the budget and installed."""
+        """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
         both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
         if self.host.simulated or State.ABSENT in both:
             return
@@ -389,7 +389,7 @@ class Guard:
             warning = _policy.busy(part, self.host.memory(part.device), own)
             if warning is None:
                 continue
-            if self.budget.on_busy == "raise" and own is not None:  # else what is held may be this process's own
+            if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process itself may hold it
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")

@@ -1,6 +1,6 @@
 """A failed test with an out-of-memory error shows memguard's report. Off with `-p no:memguard`.
 
-pytest loads this wherever memguard is installed: it imports nothing, and does nothing until a budget is active.
+pytest loads this wherever memguard is installed. It imports nothing, and does nothing until a budget is active.
 """
 
 from __future__ import annotations

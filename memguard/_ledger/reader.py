@@ -83,7 +83,7 @@ class LedgerReader:
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
         """One GPU's figures, each asked for once: what the monitor can afford several times a second.
 
-        If something has changed that nobody accounts for, there is a whole reading, which charges it where it belongs.
+        If the unaccounted part has changed, a whole reading follows, which charges it to overhead if it belongs there.
         """
         with self._lock:
             return self._sample(part, frameworks)

@@ -376,7 +376,7 @@ def test_require_refuses_what_only_a_trim_could_give_while_a_graph_is_captured(
     assert (
         caught.value.available == 512 * MIB
         and torch.trimmed == []
-        and "memguard.trim() where torch runs" in str(caught.value)
+        and "memguard.trim() on the thread that runs torch" in str(caught.value)
     )
     memguard.require("pycuda", 256 * MIB)
     pycuda.captures = False

@@ -244,7 +244,7 @@ def test_a_failure_of_ours_never_replaces_the_users_error(budget: Budget, capsys
     budget.read = broken
     budget.diagnosed = broken  # type: ignore[assignment,method-assign]
     report = seen(oom())
-    assert report is not None and report.ledger is None and report.why == "no reading of the GPU could be had"
+    assert report is not None and report.ledger is None and report.why == "the GPU could not be read"
     assert "torch ran out of GPU memory" in capsys.readouterr().err
 
     class Sealed(OutOfMemoryError):

@@ -164,14 +164,14 @@ def test_the_gpu_is_the_one_that_the_text_names() -> None:
     plan = plan_of(devices=(H200, SECOND))
     assert report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 1 has")).uuid == SECOND.uuid
     lost = report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 7 has"))
-    assert lost.uuid is None and lost.why == "it was a GPU that the budget does not name"
+    assert lost.uuid is None and lost.why == "the error is about a GPU that the budget does not name"
     tf = "OOM when allocating tensor with shape[9] and type float on device:GPU:1 by allocator GPU_1_bfc"
     assert report(SIBLINGS, plan=plan, facts=Facts("x", (), tf, {})).uuid == SECOND.uuid
 
 
 def test_without_a_reading_it_says_so() -> None:
     found = diagnose(torch_error(), classify(torch_error()), None, None, {}, (), time=0.0)
-    assert found.reason == "unknown" and found.why == "no reading of the GPU could be had"
+    assert found.reason == "unknown" and found.why == "the GPU could not be read"
     assert "torch ran out of GPU memory: 8.00 GiB asked for" in str(found)
 
 

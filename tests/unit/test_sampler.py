@@ -163,8 +163,8 @@ def test_a_failing_sample_is_said_once_retried_more_rarely_and_said_once_when_it
 
     world.each = each
     world.run()
-    assert world.said("warn") == ["the GPUs cannot be looked at, tried again later: RuntimeError: GPU is lost"]
-    assert world.said("log") == ["the GPUs can be looked at again"]
+    assert world.said("warn") == ["the GPUs cannot be read, trying again later: RuntimeError: GPU is lost"]
+    assert world.said("log") == ["the GPUs can be read again"]
     assert [action.event.kind for action in world.actions] == ["probe"] * 4
     assert [action.kind for action in world.actions] == ["warn", "callback", "log", "callback"]
     assert world.clock.waits[:4] == [0.5] * 4
@@ -172,7 +172,7 @@ def test_a_failing_sample_is_said_once_retried_more_rarely_and_said_once_when_it
     assert world.clock.waits[19:] == [0.5] * 11
     failed, back = (entry for entry in world.recorded if entry[1])
     assert failed[0].devices == () and failed[1][0].text.startswith("the GPUs cannot")
-    assert back[0].devices and back[1][0].text == "the GPUs can be looked at again"
+    assert back[0].devices and back[1][0].text == "the GPUs can be read again"
     assert len(world.recorded) == 16  # fifteen good ones, and the first that failed
     assert len(world.monitor.last(1e9)) == 15
     assert not caplog.records
@@ -198,7 +198,7 @@ def test_nothing_that_a_sample_raises_ends_it(error: type[BaseException]) -> Non
     world.each = each
     world.run()
     assert world.taken == 3
-    assert world.said("warn") == [f"the GPUs cannot be looked at, tried again later: {error.__name__}"]
+    assert world.said("warn") == [f"the GPUs cannot be read, trying again later: {error.__name__}"]
 
 
 # Failing callbacks
@@ -220,10 +220,10 @@ def test_a_failing_callback_is_said_once_and_stops_nothing(which: str, caplog: p
     world.run()
     assert world.taken == 6
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.split(", ")[0] for text in said] == [
+    assert [text.split(" (")[0] for text in said] == [
         f"the monitor could not {what}" for what in (["record"] if which == "record" else ["warn", "callback", "log"])
     ]
-    assert all(text.endswith("and says this once: SystemExit: out of here") for text in said)
+    assert all(text.endswith("(logged once): SystemExit: out of here") for text in said)
     assert bool(world.actions) == (which == "record")
     assert len(world.monitor.last(1e9)) == 6
 
@@ -238,7 +238,7 @@ def test_an_error_in_a_decision_stops_nothing(
     world = World(ticks=4).run()
     assert len(world.recorded) == 4
     assert [record.getMessage() for record in caplog.records] == [
-        "the monitor could not decide, and says this once: ZeroDivisionError"
+        "the monitor could not decide (logged once): ZeroDivisionError"
     ]
 
 
@@ -280,7 +280,7 @@ def test_an_error_that_cannot_be_shown() -> None:
         raise Silent
 
     world.each = each
-    assert world.run().said("warn") == ["the GPUs cannot be looked at, tried again later: Silent"]
+    assert world.run().said("warn") == ["the GPUs cannot be read, trying again later: Silent"]
 
 
 # Ends
