@@ -1,4 +1,4 @@
-"""The guard on a real GPU: admission, resizing, trimming, forks, and what the ledger says about strangers."""
+"""The guard on a real GPU: admission, resizing, trimming, forks, and what the ledger says about memory of others."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ import pycuda.autoinit, pycuda.driver as drv
 x = torch.empty(20 * GIB, dtype=torch.uint8, device="cuda"); del x     # 20 GiB of cache
 device = guard.plan.devices[0].device
 free = guard.host.memory(device).free
-code, stranger = driver.cuMemAlloc(free - 4 * GIB)                     # the card is nearly full
+code, other = driver.cuMemAlloc(free - 4 * GIB)                     # the card is nearly full
 memguard.require("pycuda", "8GiB")
 result["torch_held"] = torch.cuda.memory_reserved()
 y = drv.mem_alloc(8 * GIB)

@@ -204,7 +204,7 @@ def test_a_simulated_process_lends_nothing(loans: Loans) -> None:
     assert setting.row("torch").lent is None and "exchange" not in setting.sample().frameworks
 
 
-def test_the_ordinal_is_cudas_where_the_plan_does_not_have_it(loans: Loans, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_asked_for_the_ordinal_if_the_plan_has_none(loans: Loans, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     setting = Setting()
@@ -266,7 +266,7 @@ def test_pressure_timeline_and_replay_take_such_a_row(loans: Loans, tmp_path: Pa
 # contexts beside the primary one
 
 
-def test_a_second_context_has_a_row_with_its_cost_and_says_whose_it_is(beside: dict[int, str]) -> None:
+def test_a_second_context_has_a_row_with_its_cost_and_who_made_it(beside: dict[int, str]) -> None:
     setting = Setting()
     setting.live()
     assert setting.figures("overhead", "second context", "unaccounted") == [612, None, 0]
@@ -288,7 +288,7 @@ def test_a_second_context_has_a_row_with_its_cost_and_says_whose_it_is(beside: d
 
 
 @pytest.mark.parametrize(("owner", "said"), [("PyCUDA", "made by PyCUDA,"), ("unknown", "made by something unknown,")])
-def test_what_was_nobodys_becomes_a_second_contexts_when_that_is_seen(
+def test_unaccounted_memory_is_charged_to_a_second_context_once_that_is_seen(
     beside: dict[int, str], owner: str, said: str
 ) -> None:
     """Made on a thread that does not read the ledger, or before the first reading that finds it."""
@@ -307,7 +307,7 @@ def test_what_was_nobodys_becomes_a_second_contexts_when_that_is_seen(
     assert said in setting.row("second context").note, "who made it is not forgotten"
 
 
-def test_one_made_before_the_first_reading_is_told_from_the_primary_one(beside: dict[int, str]) -> None:
+def test_one_made_before_the_first_reading_is_not_taken_for_the_primary_one(beside: dict[int, str]) -> None:
     setting = Setting()
     beside[7] = "pycuda.autoinit"
     setting.live()
@@ -369,7 +369,7 @@ def test_a_raw_allocation_as_large_beside_it_stays_unaccounted(beside: dict[int,
     assert setting.figures("second context", "unaccounted") == [518, 518]
 
 
-def test_where_nvml_names_no_process_its_cost_is_unknown_and_not_zero(
+def test_its_cost_is_unknown_and_not_zero_if_nvml_names_no_process(
     beside: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = Setting()
@@ -381,7 +381,7 @@ def test_where_nvml_names_no_process_its_cost_is_unknown_and_not_zero(
     assert row.bytes is None and "its cost is in unaccounted" in row.note
 
 
-def test_an_auto_reserve_that_it_passes_is_said_with_what_to_do(beside: dict[int, str]) -> None:
+def test_an_auto_reserve_that_it_exceeds_warns_with_the_fix(beside: dict[int, str]) -> None:
     setting = Setting()
     setting.live()
     beside.update({7: "PyCUDA", 8: "PyCUDA"})
@@ -391,7 +391,7 @@ def test_an_auto_reserve_that_it_passes_is_said_with_what_to_do(beside: dict[int
     assert "do without the second context, whose maker memguard.ledger() names; or device: {reserve:" in said
 
 
-def test_where_the_exchange_is_not_loaded_a_sample_asks_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_asks_nothing_for_an_exchange_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of them are taken each second."""
     monkeypatch.delitem(sys.modules, LOANS, raising=False)
     setting = Setting()

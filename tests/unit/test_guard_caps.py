@@ -165,7 +165,7 @@ def enforcements() -> dict[str, str]:
     return printed
 
 
-def test_what_was_changed_after_init_is_in_the_ledger_and_warned_about_once(
+def test_what_was_changed_after_init_is_in_the_ledger_and_logged_once(
     drifting: dict[str, Drifting], caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
@@ -345,7 +345,7 @@ def test_nothing_is_trimmed_while_this_thread_captures_a_graph(
     assert memguard.trim() == GIB and torch.trimmed == [True], "beside the captures of other threads"
 
 
-def test_a_capture_of_which_nobody_trims_is_not_asked_about(
+def test_captures_are_not_looked_for_without_a_trim(
     capture: Callable[..., dict[str, Capturing]], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = capture()

@@ -338,7 +338,7 @@ def test_what_a_communicator_never_took_is_forgotten_with_it() -> None:
     assert FIRST.after(612 * MIB, TWO).after(612 * MIB, ONE).owed == 896 * MIB
 
 
-def test_where_a_pool_is_unknown_no_more_is_charged_of_communicators_than_was_measured() -> None:
+def test_beside_an_unknown_pool_communicators_are_charged_no_more_than_was_measured() -> None:
     state = Overhead().after(5 * GIB, TWO | {"tensorflow"}, exact=False)
     assert state.charged == (518 + 344 + 92 + 838 + 486) * MIB
 

@@ -147,7 +147,7 @@ class TestSample:
         usage = sample.frameworks.get("torch", FrameworkSample(0, None, None, row.cap))
         assert usage == (row.bytes, row.in_use, row.reclaimable, row.cap)
 
-    def test_it_says_what_the_ledger_says(self) -> None:
+    def test_it_agrees_with_the_ledger(self) -> None:
         setting = Setting()
         self.figures(setting)
         setting.live()
@@ -160,7 +160,7 @@ class TestSample:
         setting.host.take(setting.gpu, 66 * MIB)  # cuBLAS
         self.figures(setting)
 
-    def test_it_asks_once_until_something_is_nobodys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_asks_once_until_something_is_unaccounted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Setting, "kind", Asked)
         setting = Setting()
         setting.live()
@@ -248,7 +248,7 @@ def test_a_reserve_that_is_too_small_names_the_communicators_that_it_lacks(decla
     assert warning.endswith("fix: frameworks.torch.nccl: 2 in the budget")
 
 
-def test_a_declared_reserve_that_is_too_small_is_told_its_size() -> None:
+def test_the_warning_about_a_small_declared_reserve_names_the_size() -> None:
     setting = Setting(nccl=2, device={"reserve": "1GiB"})
     setting.live()
     setting.host.take(setting.gpu, COLLECTIVE + 1)
@@ -258,7 +258,7 @@ def test_a_declared_reserve_that_is_too_small_is_told_its_size() -> None:
     assert warning.endswith("fix: device: {reserve: 1451MiB}")
 
 
-def test_an_auto_reserve_that_is_too_small_without_communicators_is_told_its_size() -> None:
+def test_the_warning_about_a_small_auto_reserve_names_the_size_without_communicators() -> None:
     setting = Setting()
     setting.parts = tuple(
         DevicePlan(p.device, p.limit, 600 * MIB, p.caps, p.unallocated, "auto") for p in setting.parts
@@ -269,7 +269,7 @@ def test_an_auto_reserve_that_is_too_small_without_communicators_is_told_its_siz
     assert warning.endswith("fix: device: {reserve: 612MiB}")
 
 
-def test_it_is_said_once_for_each_gpu_and_again_after_another_budget() -> None:
+def test_the_warning_comes_once_for_each_gpu_and_again_under_another_budget() -> None:
     setting = Setting(gpus=2, device={"reserve": "512MiB"})
     for number in (0, 1):
         setting.live(number=number)
@@ -390,7 +390,7 @@ def test_a_process_that_nvml_does_not_name_is_charged_nothing(monkeypatch: pytes
     assert part.process is None and part.row("overhead").bytes == 0 and part.row("unaccounted").bytes == FIRST
 
 
-def test_where_a_pool_is_unknown_no_more_is_charged_than_was_measured() -> None:
+def test_beside_an_unknown_pool_no_more_is_charged_than_was_measured() -> None:
     setting = Setting("tensorflow")
     setting.live()
     setting.stubs["tensorflow"].usages[setting.gpu.uuid] = Usage(None, GIB, 0, held_at_least=GIB)

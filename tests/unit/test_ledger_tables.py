@@ -98,7 +98,7 @@ def test_nothing_in_it_is_taken_for_html() -> None:
     assert found.rest.count(evil) == 5  # name, UUID, the row's name and note, the ledger's note
 
 
-def test_simulated_is_said_and_every_gpu_has_its_table() -> None:
+def test_simulated_gpus_are_marked_and_every_gpu_has_its_table() -> None:
     device = ledger().devices[0]
     written = html_ledger(ledger(devices=(device, device), simulated=True, notes=("one", "two")))
     assert written.count("<table>") == written.count("(simulated)") == 2

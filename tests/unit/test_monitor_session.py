@@ -1,4 +1,4 @@
-"""What looks on while a budget is active: errors explained, pressure acted on at checkpoints, timelines."""
+"""A budget in effect: errors explained, pressure acted on at checkpoints, timelines."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
                 torch.allocate(11 * GIB)
         torch.allocate(11 * GIB)
     assert isinstance(caught.value, torch.oom_types()) and caught.value.requested == 11 * GIB
-    said = capsys.readouterr().err
-    assert said.count("ran out of GPU memory") == 1 and "torch" in said
+    shown = capsys.readouterr().err
+    assert shown.count("ran out of GPU memory") == 1 and "torch" in shown
     report = memguard.last_oom()
     assert report is not None and report.verdict.requester == "torch" and report.verdict.requested == 11 * GIB
     if sys.version_info >= (3, 11):
@@ -152,7 +152,7 @@ def test_the_monitor_sees_what_the_ledger_sees_and_ends_with_the_budget() -> Non
     assert not monitor.alive
 
 
-def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_pressure_is_logged_and_passed_to_callbacks(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Event] = []
     broken = memguard.on_pressure(lambda event: 1 / 0)
     forget = memguard.on_pressure(seen.append)
@@ -172,7 +172,7 @@ def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("names", "end"), [("h200", " of its cap"), (["h200", "l4"], " of its cap on cuda:0 (NVIDIA H200)")]
 )
-def test_what_is_said_of_pressure_names_the_gpu_where_there_are_several(names: Any, end: str) -> None:
+def test_pressure_names_the_gpu_if_there_are_several(names: Any, end: str) -> None:
     seen: list[Event] = []
     memguard.on_pressure(seen.append)
     budget = {**BUDGET, "device": {"limit": "20GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}, "monitor": MONITOR}
@@ -180,8 +180,8 @@ def test_what_is_said_of_pressure_names_the_gpu_where_there_are_several(names: A
     torch = guard.frameworks["torch"]
     assert isinstance(torch, SimulatedFramework)
     torch.allocate(10 * GIB - 64 * MIB)
-    said = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
-    assert said.text.endswith(end) and said.uuid == guard.plan.devices[0].device.uuid
+    first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
+    assert first.text.endswith(end) and first.uuid == guard.plan.devices[0].device.uuid
 
 
 def test_a_trim_waits_for_a_checkpoint_on_the_users_thread() -> None:
@@ -232,8 +232,8 @@ def test_a_workload_that_leaves_more_behind_each_time_is_suspected_once(caplog: 
                 kept.append(frameworks["torch"].allocate(64 * MIB))
             with memguard.workload("clean", framework="torch"):
                 frameworks["torch"].free(frameworks["torch"].allocate(64 * MIB))
-    (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
-    assert "'step'" in said and "64.0 MiB" in said
+    (warning,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
+    assert "'step'" in warning and "64.0 MiB" in warning
 
 
 def test_memory_that_is_freed_after_the_workload_is_no_leak(caplog: pytest.LogCaptureFixture) -> None:
@@ -307,7 +307,7 @@ class Hanging:
         monkeypatch.setattr(SimulatedHost, "memory", memory)
 
 
-def test_a_driver_that_hangs_under_the_monitor_hangs_nobody_else(
+def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from memguard._ledger import reader

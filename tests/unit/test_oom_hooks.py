@@ -70,7 +70,7 @@ def oom() -> BaseException:
     return raised(OutOfMemoryError(TEXT))
 
 
-def test_one_incident_is_told_once_wherever_it_comes_by(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_reported_once_wherever_it_is_seen(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
     error = oom()
     first = seen(error)
     assert isinstance(first, Report) and first.verdict.requester == "torch" and first.verdict.requested == 2 << 30
@@ -96,7 +96,7 @@ def test_the_next_one_is_another_even_while_the_first_is_handled(budget: Budget)
     assert first is not None and second is not None and first is not second and last_oom() is second
 
 
-def test_what_was_raised_from_it_is_the_same_incident(budget: Budget) -> None:
+def test_an_error_raised_from_it_has_the_same_report(budget: Budget) -> None:
     cause = oom()
     report = seen(cause, show=False)
     outer = RuntimeError("the batch failed")
@@ -237,7 +237,9 @@ def test_facts_hold_no_object_of_the_exceptions() -> None:
     assert facts_of(ValueError("a" * 10**6 + "z" * 10**6)).text == f"{'a' * 4000}\n{'z' * 4000}"
 
 
-def test_a_failure_of_ours_never_replaces_the_users_error(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_memguard_never_replaces_the_users_error(
+    budget: Budget, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken() -> Scene:
         raise OSError("NVML is gone")
 
@@ -297,7 +299,7 @@ def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.
     undo()
 
 
-def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_requester_reason_or_gpu_is_another_report(capsys: pytest.CaptureFixture[str]) -> None:
     texts = (TEXT, "CUDA out of memory. DefaultCPUAllocator", "cublas_status_alloc_failed", "CUDA error: out of memory")
     undo = Budget().install(clock=Clock())
     try:
@@ -317,7 +319,9 @@ def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixtur
         undo()
 
 
-def test_what_was_not_shown_was_not_said(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_was_not_shown_does_not_shorten_the_next(
+    budget: Budget, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(3):
         seen(oom(), show=False)
     seen(oom())
@@ -356,7 +360,7 @@ OfC = type("OutOfMemoryError", (zlib.error,), {"__module__": "torch", "__slots__
 
 
 @pytest.mark.parametrize("kind", [Sealed, Slotted, Dictless, Frozen, OfC])
-def test_one_that_takes_no_attribute_is_told_once_too(
+def test_an_error_that_takes_no_attribute_is_reported_once_too(
     budget: Budget, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     error = raised(kind(TEXT))
@@ -387,7 +391,7 @@ def test_on_a_terminal_it_is_drawn(
     assert "\x1b[1;31m" in capsys.readouterr().err
 
 
-def test_without_a_budget_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_budget_nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     error = oom()
     assert seen(error) is None and vars(error) == {} and capsys.readouterr().err == ""
 
@@ -464,7 +468,7 @@ def test_who_hooked_after_us_stays_and_we_do_not(monkeypatch: pytest.MonkeyPatch
     assert calls[-1] == "before" and len(source.recorded) == 1
 
 
-def test_an_error_of_a_hook_beneath_comes_through(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_hook_before_ours_is_raised(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
     hook = sys.excepthook
     assert isinstance(hook, hooks._Hook)
 
@@ -479,7 +483,7 @@ def test_an_error_of_a_hook_beneath_comes_through(budget: Budget, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_thread_that_nobody_waits_for(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_thread_that_is_not_joined(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
     thread = threading.Thread(target=oom_in_thread)
     thread.start()
     thread.join()
@@ -496,7 +500,7 @@ def test_many_threads_at_once(budget: Budget) -> None:
     assert len({id(report) for report in reports}) == 200 and len(budget.recorded) == 200
 
 
-def test_a_forked_child_says_nothing(budget: Budget) -> None:
+def test_a_forked_child_reports_nothing(budget: Budget) -> None:
     seen(oom(), show=False)
     pid = os.fork()
     if pid == 0:
@@ -520,7 +524,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
 
 
-def test_an_uncaught_error_ends_the_program_as_ever_and_the_report_comes_last() -> None:
+def test_an_uncaught_error_ends_the_program_as_usual_and_the_report_comes_last() -> None:
     done = run("fail()")
     assert done.returncode == 1
     trace, report = (
@@ -531,7 +535,7 @@ def test_an_uncaught_error_ends_the_program_as_ever_and_the_report_comes_last() 
     assert "2.00 GiB asked for" in report and done.stderr.count("  error  torch.OutOfMemoryError") == 1
 
 
-def test_an_uncaught_error_that_a_block_has_told_of_is_not_told_again() -> None:
+def test_an_uncaught_error_that_a_block_reported_is_not_reported_again() -> None:
     done = run("try: fail()\nexcept Exception as error:\n    hooks.seen(error)\n    raise")
     assert done.returncode == 1 and done.stderr.count("  error  torch.OutOfMemoryError") == 1
 

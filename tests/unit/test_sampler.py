@@ -153,7 +153,7 @@ def test_what_it_saved_in_an_hour_it_may_not_spend_at_once() -> None:
 # Failing samples
 
 
-def test_a_failing_sample_is_said_once_retried_more_rarely_and_said_once_when_it_is_back(
+def test_a_failing_sample_is_logged_once_retried_less_often_and_logged_once_when_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World(ticks=30)
@@ -205,7 +205,7 @@ def test_nothing_that_a_sample_raises_ends_it(error: type[BaseException]) -> Non
 
 
 @pytest.mark.parametrize("which", ["act", "record"])
-def test_a_failing_callback_is_said_once_and_stops_nothing(which: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_is_logged_once_and_stops_nothing(which: str, caplog: pytest.LogCaptureFixture) -> None:
     world = World(ticks=6)
 
     def fail(*args: object) -> None:
@@ -286,7 +286,7 @@ def test_an_error_that_cannot_be_shown() -> None:
 # Ends
 
 
-def test_nothing_follows_from_a_sample_that_comes_after_the_end() -> None:
+def test_nothing_follows_from_a_sample_after_the_end() -> None:
     """`stop` did not wait for a driver that hung, and the guard is gone."""
     for fails in (0, 1):
         world = World()
@@ -389,7 +389,7 @@ def test_it_can_be_stopped_from_its_own_thread(
     assert not caplog.records
 
 
-def test_a_driver_that_hangs_holds_up_nobody_for_long(
+def test_a_driver_that_hangs_delays_stop_only_briefly(
     running: Callable[..., Monitor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "JOIN", 0.05)
