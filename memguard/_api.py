@@ -66,10 +66,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
     with _lock:
-        if _active is not None and not _active.active:
-            _active.stop()  # its guard was stopped by itself
-            _active = None
-        before = _active
+        before = _active if _active is not None and _active.active else None
         if before is not None:
             now = before.guard
             if now.budget == loaded and _simulated_names(now.host) == _names(simulate):
@@ -95,7 +92,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
                 raise DeviceError(f"{error}\n{_WITHOUT}") from error
             raise
         if before is not None:
-            before.stop()
+            before.guard.stop()
         _active = session  # before it starts: an import in another thread may call memguard at once
         try:
             session.start()
@@ -169,12 +166,11 @@ def shutdown() -> list[str]:
             return []
         if _environment is not None:
             _environment.disarm()
-        session, ended = _active, _active is None or not _active.active
+        guard = _active.guard if _active is not None else None
         try:
-            stays = session.stop() if session is not None else []
-            return [] if ended else stays
+            return guard.stop() if guard is not None and guard.active else []
         finally:
-            if session is None or not session.active:  # else a Ctrl-C came first, and it can be tried again
+            if guard is None or not guard.active:  # else a Ctrl-C came first, and it can be tried again
                 _active = None
 
 
@@ -220,7 +216,10 @@ def checkpoint() -> None:
 
 
 def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Call `callback` with every event of the monitor, on its thread, until the returned call takes that back."""
+    """Call `callback` with every event, until the returned call takes that back.
+
+    What the monitor notices comes on its thread; out-of-memory errors, leaks, trims and lost caps on the user's.
+    """
     if not callable(callback):
         raise TypeError(f"memguard.on_pressure takes a function, found {callback!r}")
     callbacks.append(callback)

@@ -63,6 +63,8 @@ class Guard:
         self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
         self.on_event: Callable[[Event], None] | None = None
         """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
+        self.on_stop: Callable[[], None] | None = None
+        """Called before everything is undone, without the guard's lock."""
         self._lock = threading.RLock()
         self._hook = ImportHook()
         self._undo = ExitStack()
@@ -113,12 +115,16 @@ class Guard:
 
     def stop(self) -> list[str]:
         """Undo everything, last first. Returns what stays, as sentences."""
-        with self._lock:
-            self._undo.close()  # every step runs, also after one was interrupted
-            stays, self._not_undone = self._not_undone + self.permanent, []
-            self._entries = {}  # a new dict: other threads may be iterating over the old one
-            self._reader.clear()
-            self.host.close()
+        try:
+            if self.on_stop is not None:
+                self.on_stop()  # without the lock, for which the monitor's thread may be waiting
+        finally:
+            with self._lock:
+                self._undo.close()  # every step runs, also after one was interrupted
+                stays, self._not_undone = self._not_undone + self.permanent, []
+                self._entries = {}  # a new dict: other threads may be iterating over the old one
+                self._reader.clear()
+                self.host.close()
         for sentence in stays:
             _log.info("%s", sentence)
         return stays
@@ -152,9 +158,9 @@ class Guard:
         Without the guard's lock: nobody has to wait for this thread if a driver hangs.
         """
         self._check_active()
-        if self._samples % _SAMPLES_PER_CHECK == 0:
-            self._find_drift(wait=False)
         self._samples += 1
+        if self._samples % _SAMPLES_PER_CHECK == 1:
+            self._find_drift(wait=False)
         frameworks, reader = self.frameworks, self._reader
         parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
@@ -179,15 +185,17 @@ class Guard:
         """The change since the last look at one framework; None if there is none, or no cap was set."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return None
-        found = tuple(entry.framework.drift())
+        try:
+            found = tuple(entry.framework.drift())
+        except Exception as error:
+            self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
+            return None
         if found == entry.drift:
             return None
         entry.drift = found
         entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
         for sentence in found:
-            if sentence not in self._warned:
-                self._warned.add(sentence)
-                _log.warning("%s", sentence)
+            self._warn_once(sentence)
         text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
 
@@ -431,6 +439,11 @@ class Guard:
 
     def _warn(self, note: str) -> None:
         self._note(note, logging.WARNING)
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            _log.warning("%s", sentence)
 
     def _note(self, note: str, level: int = logging.INFO) -> None:
         if note not in self.notes:

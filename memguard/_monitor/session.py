@@ -45,7 +45,7 @@ def outlived(active: Session | None) -> bool:
 
 
 class Session:
-    """One budget from `start` to `stop`."""
+    """One budget from `start` until its guard stops."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -61,6 +61,7 @@ class Session:
 
     @property
     def active(self) -> bool:
+        """Whether the budget is in effect in this process."""
         return self.guard.active
 
     def prepare(self, before: Session | None) -> None:
@@ -74,12 +75,12 @@ class Session:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
         self.guard.start()
         try:
-            self.guard.on_event = self._announce
+            self.guard.on_event, self.guard.on_stop = self._announce, self._end
             self._undo.callback(hooks.install(self._scene, self._write_oom, self._announce_oom))
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
         except BaseException:
-            self.stop()
+            self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
@@ -119,14 +120,12 @@ class Session:
             begin=False,
         )
 
-    def stop(self) -> list[str]:
-        """End monitor, timeline and hooks, then undo the budget. Returns what stays, as sentences."""
+    def _end(self) -> None:
+        """The guard stops: end monitor, timeline and hooks, last first."""
         try:
-            self._undo.close()  # without the guard's lock, for which the monitor's thread may be waiting
+            self._undo.close()
         finally:
             self.monitor = self._writer = None
-            stays = self.guard.stop()
-        return stays
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""

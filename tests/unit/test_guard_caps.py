@@ -221,6 +221,19 @@ def test_every_view_finds_drift_by_itself(drifting: dict[str, Drifting], caplog:
         memguard.shutdown()
 
 
+def test_a_check_that_fails_is_logged_once_and_breaks_nothing(
+    drifting: dict[str, Drifting], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(TORCH)
+    drifting["torch"].allocate(MIB)
+    monkeypatch.setattr(Drifting, "drift", lambda self: {}["limit"])
+    with caplog.at_level(logging.WARNING, "memguard"):
+        assert enforcements() == enforcements() == {"torch": "enforced"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch: whether its cap still holds cannot be checked: KeyError: 'limit'"
+    ]
+
+
 def test_a_cap_that_no_longer_holds_cannot_be_resized(drifting: dict[str, Drifting]) -> None:
     guard = start(TORCH)
     drifting["torch"].allocate(MIB)

@@ -330,6 +330,17 @@ def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     until(lambda: not [t for t in threading.enumerate() if "memguard" in t.name])
 
 
+def test_a_guard_that_is_stopped_by_itself_ends_the_monitor_and_the_hooks() -> None:
+    hook = sys.excepthook
+    running, _ = begin(monitor=MONITOR)
+    monitor = running.monitor
+    assert monitor is not None and sys.excepthook is not hook
+    running.guard.stop()
+    assert not monitor.alive and sys.excepthook is hook
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+
+
 def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard._monitor.sampler import Monitor
 
