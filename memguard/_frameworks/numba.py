@@ -145,8 +145,7 @@ class Numba(Framework):
                 driver._memory_manager = before
             manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
 
-        over = {uuid: self._held(uuid) - cap for uuid, cap in caps.items()}
-        return Applied(Enforcement.ENFORCED, undo, residual={uuid: size for uuid, size in over.items() if size > 0})
+        return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
         """From memguard's own count of Numba's allocations; None if Numba has no context on the device."""
@@ -235,13 +234,6 @@ class Numba(Framework):
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
             ) from error
         return applied
-
-    def _held(self, uuid: str) -> int:
-        found = 0
-        for manager in _managers(uuid):
-            with manager.deallocations.count.lock:
-                found += manager.deallocations.count.pages().held()
-        return found
 
 
 def _capped(driver: Any) -> type:

@@ -12,7 +12,8 @@ from typing import Any
 
 from memguard._devices.simulated import CONTEXT, Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._ledger import types
+from memguard._ledger.overhead import Overhead
+from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
 from memguard._simulation.trace import Trace, TraceHeader
 from memguard._specs import SPECS
@@ -224,12 +225,12 @@ class _Run:
             live = {name for name, usage in usages.items() if usage is not None}
             own = self.host.processes(gpu).get(self.host.pid, 0)
             modules = sum(self.frameworks[name].model.first_work for name in live)
-            overhead = types.Overhead(CONTEXT + modules if live else 0)
+            overhead = Overhead(CONTEXT + modules if live else 0)
             caps = {name: caps[gpu.uuid] for name, caps in (self.caps or {}).items() if name in usages}
             part = DevicePlan(gpu, gpu.usable, 0, caps, 0)
             holds = {name: Enforcement.ENFORCED.value if name in caps else "none" for name in usages}
             memory = self.host.memory(gpu)
-            ledger = types.device_ledger(gpu, memory, own, usages, holds, overhead, part)
+            ledger = device_ledger(Reading(gpu, memory, own, usages, overhead), part, holds)
             parts.append(replace(ledger, limit=None))
         return Ledger(0.0, tuple(parts), simulated=True)
 

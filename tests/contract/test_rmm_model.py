@@ -89,7 +89,7 @@ Model = Callable[[], Setting]
 def test_over_the_drivers_own_allocations_the_cap_holds_on_each_gpu(model: Model) -> None:
     setting = model()
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None and applied.residual == {}
+    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
     assert applied.notes == ("cupy: capped through RMM, which is its allocator; what it held before is not counted",)
     assert setting.cp.cuda.get_allocator() is setting.allocator and setting.framework.state() is State.LIVE
     assert setting.framework.usage(setting.first) == Usage(0, 0, 0)

@@ -1,4 +1,4 @@
-"""The guard on a real GPU: admission, resizing, trimming, forks, and what the ledger says about strangers."""
+"""The guard on a real GPU: admission, resizing, trimming, forks, and what the ledger says about memory of others."""
 
 from __future__ import annotations
 

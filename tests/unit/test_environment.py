@@ -20,7 +20,7 @@ BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 APPLIED = """
 import sys
 found = sys.modules.get("memguard._api")
-guard = found and found._active
+guard = found and found._active and found._active.guard
 print(None if guard is None else (guard.host.simulated, sorted(guard.frameworks)))
 """
 SIMULATED = "memguard: simulated GPUs (h200): nothing limits a real one\n"

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from memguard import _policy
 from memguard._config import from_mapping
-from memguard._ledger import types
-from memguard._ledger.types import Ledger, Overhead, device_ledger
+from memguard._ledger.overhead import Overhead
+from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.types import Ledger, Row
 from memguard._oom.report import ErrorFacts, Report, classify, diagnose
 from memguard._types import Device, DeviceSample, FrameworkSample, MemoryInfo, Plan, Sample, Usage
 from memguard._units import GIB, MIB
@@ -37,7 +38,7 @@ def ledger_of(plan: Plan, usages: Mapping[str, Usage | None], others: int = 0, k
         own = 612 * MIB + sum((u.held or u.held_at_least or 0) for u in usages.values() if u)
         memory = MemoryInfo(H200.total, 615 * MIB, own + others, H200.usable - own - others)
         state = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
-        parts.append(device_ledger(part.device, memory, own if known else None, usages, {}, state, part))
+        parts.append(device_ledger(Reading(part.device, memory, own if known else None, usages, state), part))
     return Ledger(0.0, tuple(parts))
 
 
@@ -165,14 +166,14 @@ def test_the_gpu_is_the_one_that_the_text_names() -> None:
     plan = plan_of(devices=(H200, SECOND))
     assert report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 1 has")).uuid == SECOND.uuid
     lost = report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 7 has"))
-    assert lost.uuid is None and lost.why == "it was a GPU that the budget does not name"
+    assert lost.uuid is None and lost.why == "the error is about a GPU that the budget does not name"
     tf = "OOM when allocating tensor with shape[9] and type float on device:GPU:1 by allocator GPU_1_bfc"
     assert report(SIBLINGS, plan=plan, facts=ErrorFacts("x", (), tf, {})).uuid == SECOND.uuid
 
 
 def test_without_a_reading_it_says_so() -> None:
     found = diagnose(torch_error(), classify(torch_error()), None, None, {}, (), time=0.0)
-    assert found.reason == "unknown" and found.why == "no reading of the GPU could be had"
+    assert found.reason == "unknown" and found.why == "the GPU could not be read"
     assert "torch ran out of GPU memory: 8.00 GiB asked for" in str(found)
 
 
@@ -232,7 +233,7 @@ def test_json_has_everything() -> None:
 
 
 def test_nothing_of_the_report_is_zero_where_it_is_unknown() -> None:
-    assert types.Row("framework", "x", None).bytes is None
+    assert Row("framework", "x", None).bytes is None
     found = report(
         {"torch": None, "tensorflow": Usage(None, None)}, facts=torch_error("Tried to allocate 1.00 GiB. GPU 0")
     )

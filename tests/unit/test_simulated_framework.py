@@ -287,7 +287,7 @@ def test_numba_live_under_a_cap_takes_another() -> None:
     assert undo is not None
     undo()
     framework.allocate(2 * GIB)
-    assert framework.apply({uuid(host): GIB}, {}).residual == {uuid(host): GIB + 2 * MIB}
+    framework.apply({uuid(host): GIB}, {})
     with pytest.raises(FrameworkOutOfMemory):
         framework.allocate(4 * MIB)
 
@@ -325,7 +325,6 @@ def test_capped_while_live(name: str) -> None:
     applied = framework.apply({gpu.uuid: GIB}, {})
     usage = framework.usage(gpu)
     assert usage is not None and usage.held is not None and usage.held >= 2 * GIB
-    assert applied.residual == {gpu.uuid: usage.held - GIB}
     with pytest.raises(FrameworkOutOfMemory):
         framework.allocate(4 * MIB)
     framework.free(first)
@@ -334,7 +333,7 @@ def test_capped_while_live(name: str) -> None:
     assert after is not None and (after.held, after.in_use, after.reclaimable) == (usage.held, 0, said)
     framework.trim(gpu)
     assert framework.stats(gpu).held == 0
-    assert framework.apply({gpu.uuid: 3 * GIB}, {}).residual == {}
+    framework.apply({gpu.uuid: 3 * GIB}, {})
     framework.resize({gpu.uuid: 3 * GIB})
     framework.free(framework.allocate(2 * GIB))
     assert applied.undo is not None

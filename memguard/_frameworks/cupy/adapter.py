@@ -76,17 +76,16 @@ class CuPy(Framework):
             )
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
-        residual: dict[str, int] = {}
         capped = self._capped(cupy, pool)
         try:
             if contexts.initialised():
-                residual = self._limit_live(cupy)
+                self._limit_live(cupy)
             self._set_allocator(cupy, capped)
         except BaseException:
             self._restore(cupy, allocator)
             raise
         self._allocate = capped
-        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator), residual=residual)
+        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator))
 
     def usage(self, device: Device) -> Usage | None:
         """From `total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
@@ -230,9 +229,8 @@ class CuPy(Framework):
             self._limited[ordinal] = (before, cap)
             self._pieces[ordinal] = Pieces(slabs[uuid])
 
-    def _limit_live(self, cupy: Any) -> dict[str, int]:
-        """Limit every pool whose device already has a context. Returns the bytes held above the cap, by UUID."""
-        residual = {}
+    def _limit_live(self, cupy: Any) -> None:
+        """Limit every pool whose device already has a context."""
         for uuid, ordinal in self._by_uuid().items():
             if uuid not in self._caps:
                 continue
@@ -243,10 +241,6 @@ class CuPy(Framework):
                 if before > self._caps[uuid]:
                     raise self._looser(f"cupy's MemoryPool.set_limit ({format_size(before)})", self._caps[uuid])
                 self._limit_here(cupy, ordinal)
-                held = self._pool.total_bytes()
-            if held > self._caps[uuid]:
-                residual[uuid] = held - self._caps[uuid]
-        return residual
 
     def _refuse_looser(self, caps: Mapping[str, int]) -> None:
         text = os.environ.get(_LIMIT, "").strip()

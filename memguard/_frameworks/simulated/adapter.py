@@ -227,7 +227,6 @@ class SimulatedFramework(Framework):
             self._caps = dict(caps)
             self._growth = bool(options.get("growth", True))
             self._set()
-            over = {uuid: pool.held - caps[uuid] for uuid, pool in self._pools.items() if uuid in caps}
 
             def undo() -> None:
                 with self._lock:
@@ -236,8 +235,7 @@ class SimulatedFramework(Framework):
                     self._caps, self._growth = before
                     self._set()
 
-            residual = {uuid: nbytes for uuid, nbytes in over.items() if nbytes > 0}
-            return Applied(Enforcement.ENFORCED, undo, notes=("simulated",), residual=residual)
+            return Applied(Enforcement.ENFORCED, undo, notes=("simulated",))
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self.model.fixed:

@@ -78,7 +78,8 @@ class Torch(Framework):
         before, self._caps = self._caps, dict(caps)
         try:
             if self._live(torch):
-                return Applied(Enforcement.ENFORCED, self._restore, residual=self._set_now(torch))
+                self._set_now(torch)
+                return Applied(Enforcement.ENFORCED, self._restore)
             note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
             return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
         except BaseException:
@@ -259,13 +260,12 @@ class Torch(Framework):
 
         return undo
 
-    def _set_now(self, torch: Any) -> dict[str, int]:
-        """Set every device's fraction and read it back. Returns the bytes held above the cap, by UUID."""
+    def _set_now(self, torch: Any) -> None:
+        """Set every device's fraction and read it back."""
         if self._caps:
             self._check_properties(torch)
         backend = torch.cuda.get_allocator_backend()
         self._expandable = backend != "cudaMallocAsync" and bool(self._caps) and settings.expandable(torch)
-        residual: dict[str, int] = {}
         for uuid, ordinal in self._ordinals(torch).items():
             if uuid not in self._caps:
                 continue
@@ -275,10 +275,6 @@ class Torch(Framework):
             elif self._expandable:
                 allowed -= SEGMENT
             self._set_fraction(torch, ordinal, allowed)
-            usage = self.usage(Device(uuid, "", 0, 0, None, ""))
-            if usage is not None and usage.held is not None and usage.held > self._caps[uuid]:
-                residual[uuid] = usage.held - self._caps[uuid]
-        return residual
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
         total = torch.cuda.get_device_properties(ordinal).total_memory
