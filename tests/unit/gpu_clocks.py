@@ -263,7 +263,7 @@ class Driver:
 
 
 def stand_in(monkeypatch: Any, driver: Driver | None = None) -> Driver:
-    """Put a driver where memguard keeps libcuda, and nowhere else; no memory is lent at first."""
+    """Put a driver where memguard keeps libcuda, and nowhere else; nothing is shared at first."""
     from memguard._devices import contexts, streams
     from memguard.exchange import lifetimes
 
