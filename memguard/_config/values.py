@@ -10,7 +10,7 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
@@ -88,21 +88,21 @@ def percent(value: object) -> Fraction:
     return value
 
 
-def size(value: object) -> int:
-    """Bytes, at least one granule: a smaller number lacks its unit."""
-    bare = value.strip() if isinstance(value, str) else ""
-    if re.fullmatch("0[0-9]+", bare):
-        raise ValueError(
-            f"{found(value)} starts with 0, which some programs read as octal; write it without the leading 0"
-        )
-    if re.fullmatch("[0-9]+(_+[0-9]+)+", bare):
-        raise ValueError(f"{found(value)} is not a size: no underscores; write '{bare.replace('_', '')[:40]}'")
-    return int(_at_least(GRANULE, parse_size(value)))
+def size(value: object, least: int = GRANULE) -> int:
+    """Bytes; a number that is too small lacks its unit."""
+    if isinstance(value, str) and re.fullmatch(r"\s*0[0-9]+\s*", value):
+        raise ValueError(f"{found(value)} starts with 0: octal to some programs; write it without the leading 0")
+    size = parse_size(value)
+    if size < least:
+        why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
+        unit = _unit_missing(value, size < MIB, "MiB")
+        raise ValueError(f"{found(value)} is less than {size_text(least)}{why}{unit}")
+    return size
 
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
-    if isinstance(value, str) and re.search("[A-Za-z]", value) and _is_size(value):
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*[KMGTkmgt][Ii][Bb]\s*", value):
         raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {value.strip()}'")
     return percent(value)
 
@@ -130,22 +130,39 @@ def reserve(value: object) -> int | Literal["auto"]:
     if isinstance(value, str) and value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
-        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}")
+        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}; write 'auto', or a size such as '2GiB'")
     if isinstance(value, int) and not isinstance(value, bool) and value == 0:
         raise ValueError("a reserve of 0 cannot hold: every CUDA context takes memory; write 'auto'")
     return size(value)
 
 
+def interval(value: object) -> float:
+    """Seconds between two samples."""
+    return _between(value, *INTERVAL)
+
+
 def forecast(value: object) -> float:
     """Seconds; 0 turns the forecast off."""
-    seconds = parse_duration(value)
-    return _at_least(FORECAST[0], seconds) if seconds else seconds
+    return _between(value, *FORECAST, ", or 0 for none")
+
+
+def timeline_size(value: object) -> int:
+    """Bytes on disk."""
+    return size(value, TIMELINE_SIZE)
+
+
+def version(value: object) -> int:
+    """The version of the format."""
+    if isinstance(value, bool) or value != 1 or not isinstance(value, int):
+        quotes = " without quotes" if value == "1" else ""
+        raise ValueError(f"this memguard reads version 1, found {found(value)}; write 'version: 1'{quotes}")
+    return value
 
 
 def timeline(value: object) -> str:
     """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
     if not isinstance(value, str):
-        raise PydanticKnownError("string_type")
+        raise ValueError(f"timeline is the path of a file, found {found(value)}")
     if not value.strip() or value.endswith(("/", "/.", "/..")) or value in (".", ".."):
         raise ValueError(f"timeline is the path of a file, found {found(value)}, which names none")
     if not value.isprintable() or len(value) > MAX_PATH:
@@ -177,17 +194,17 @@ def device_key(value: str) -> str:
     return name
 
 
-def _at_least(least: float, value: float) -> float:
-    if value < least:
-        raise PydanticKnownError("greater_than_equal", {"ge": least})
-    return value
+def _between(value: object, least: float, most: float, or_none: str = "") -> float:
+    seconds = parse_duration(value)
+    if least <= seconds <= most or (or_none and seconds == 0):
+        return seconds
+    span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
+    raise ValueError(f"{found(value)} is not {span}" + _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
 
 
-def _is_size(value: str) -> bool:
-    try:
-        return parse_size(value) > 0
-    except ValueError:
-        return False
+def _unit_missing(value: object, likely: bool, unit: str) -> str:
+    number = re.sub(r"\.0*$", "", found(value).strip("' "))
+    return f"; write '{number}{unit}' if you mean that" if likely and number.isdecimal() else ""
 
 
 def _written(value: object) -> object:
@@ -244,17 +261,8 @@ Share = Annotated[Fraction, PlainValidator(share), _TEXT, WithJsonSchema(_PERCEN
 Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
 DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
-Interval = Annotated[
-    float,
-    PlainValidator(parse_duration),
-    Field(ge=INTERVAL[0], le=INTERVAL[1]),
-    _SECONDS,
-    _any_of(*_durations(*INTERVAL)),
-]
-Forecast = Annotated[
-    float, PlainValidator(forecast), Field(le=FORECAST[1]), _SECONDS, _any_of(*_durations(*FORECAST), {"const": 0})
-]
+Interval = Annotated[float, PlainValidator(interval), _SECONDS, _any_of(*_durations(*INTERVAL))]
+Forecast = Annotated[float, PlainValidator(forecast), _SECONDS, _any_of(*_durations(*FORECAST), {"const": 0})]
 Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
-TimelineSize = Annotated[
-    int, PlainValidator(parse_size), Field(ge=TIMELINE_SIZE), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))
-]
+TimelineSize = Annotated[int, PlainValidator(timeline_size), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))]
+Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]
