@@ -168,7 +168,7 @@ class _ByFramework:
 def _in_file_order(written: Any, check: ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
     entries = check(written)
     if not entries:
-        raise values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
+        raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
     return Frozen({name: entries[name] for name in written})
 
 
@@ -194,7 +194,7 @@ class MonitorConfig(_Model):
     )
     timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
         "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
-        examples=["memguard.jsonl"],
+        examples=["memguard.jsonl", "runs/{rank}.jsonl"],
     )
     timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
 

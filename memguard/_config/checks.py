@@ -30,18 +30,14 @@ class Violation:
     alone: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Amounts:
     shares: dict[str, Fraction]
     limits: dict[str, int]
 
-    @property
-    def share(self) -> Fraction:
-        return sum(self.shares.values(), Fraction(0))
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.limits.values())
+    def __post_init__(self) -> None:
+        self.share = sum(self.shares.values(), Fraction(0))
+        self.bytes = sum(self.limits.values())
 
 
 def check(data: Mapping[str, Any]) -> list[Violation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -73,7 +74,7 @@ def _plain(value: object, path: Path, document: Document) -> object:
         return [_plain(child, (*path, index), document) for index, child in enumerate(value)]
     if isinstance(value, str):
         text = str.__str__(value)
-        return text if text.isascii() or encodable(text) else Opaque(value)
+        return text if encodable(text) else Opaque(value)
     if value is None or isinstance(value, (bool, int, float, Fraction)):
         return value
     return Opaque(value)
@@ -87,8 +88,4 @@ def _key(key: object) -> str | None:
 
 def encodable(text: str) -> bool:
     """Whether text can be written as UTF-8: half characters (surrogates) cannot."""
-    try:
-        str.encode(text, "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)

@@ -21,7 +21,6 @@ Fields = Mapping[str, Mapping[str, Any]]
 """The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `doctor`, each framework."""
 
 _EXAMPLE = "torch: {share: 50%}"
-_FRAMEWORKS = f"'frameworks:' with a line such as '  {_EXAMPLE}'"
 _SHAPES = {
     # what belongs below a key, and what to write if it holds something else
     "device": ("the keys limit and reserve", "write 'device: {limit: 90%}'"),
@@ -29,14 +28,6 @@ _SHAPES = {
     "frameworks": ("one line for each framework", f"write for example '{_EXAMPLE}' under frameworks"),
     "monitor": ("its settings", "write 'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"),
     "doctor": ("its settings", "write 'doctor: {ignore: []}', or remove the key"),
-}
-_MEANT = {
-    # other words that people write for a value
-    **dict.fromkeys(("yes", "y", "on", "1"), "true"),
-    **dict.fromkeys(("no", "n", "off", "0"), "false"),
-    **dict.fromkeys(("warning", "log"), "warn"),
-    **dict.fromkeys(("error", "exception", "fail", "abort", "refuse", "stop"), "raise"),
-    **dict.fromkeys(("empty_cache", "free", "reclaim"), "trim"),
 }
 _OFF = ("false", "off", "no", "none", "never")
 _INSTEAD = {
@@ -48,23 +39,21 @@ _INSTEAD = {
         **dict.fromkeys(("call", "callback", "function", "hook"), "remove it: functions are registered from Python"),
     },
 }
-_ALSO = {
-    # other names that people write for a key
-    "gpu": "device",
-    "gpus": "devices",
-    "period": "interval",
-    "every": "interval",
-    "warning": "warn",
-    "error": "critical",
-    "predict": "forecast",
-    "horizon": "forecast",
-    "file": "timeline",
-    "path": "timeline",
-    "log": "timeline",
-    "watch": "monitor",
-    "ignored": "ignore",
-    "skip": "ignore",
-    "silence": "ignore",
+
+
+def _instead(**others: str) -> dict[str, str]:
+    """Words that people write, each with the one that it stands for."""
+    return {word: name for name, words in others.items() for word in words.split()}
+
+
+_VALUES = _instead(true="yes y on 1", false="no n off 0", warn="warning log", trim="empty_cache free reclaim") | (
+    dict.fromkeys(("error", "exception", "fail", "abort", "refuse", "stop"), "raise")
+)
+_KEYS = {
+    **_instead(
+        device="gpu", devices="gpus", monitor="watch", interval="period every", warn="warning", critical="error"
+    ),
+    **_instead(forecast="predict horizon", timeline="file path log", ignore="ignored skip silence"),
     **{alias: name for name, spec in SPECS.items() for alias in spec.aliases},
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
 }
@@ -132,34 +121,32 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
 
 def _violation(error: Mapping[str, Any], data: Any, fields: Fields) -> Violation:
     loc, kind = tuple(error["loc"]), error["type"]
-    if kind == "budget":
-        at_key = loc[-1] == "[key]"
-        return Violation(loc[:-1] if at_key else loc, error["ctx"]["message"], error["ctx"]["fix"], at_key)
     if kind == "missing":
-        fix = "add 'version: 1' as the first line" if loc == ("version",) else f"add {_FRAMEWORKS}"
-        return Violation(loc, "is missing; every budget needs it", fix)
+        fix = "'version: 1' as the first line" if loc == ("version",) else f"'frameworks:' and below it '  {_EXAMPLE}'"
+        return Violation(loc, "is missing; every budget needs it", f"add {fix}")
     if kind == "extra_forbidden":
         return _unknown(loc, fields)
+    at_key = loc[-1] == "[key]"
+    loc = loc[:-1] if at_key else loc
     raw = data
     for part in loc:
         raw = raw[part]
     *_, key = (part for part in loc if isinstance(part, str))
     info: Any = fields[_level(loc)].get(key)
     entry = len(loc) == 2 and loc[0] in ("devices", "frameworks")
-    if entry or (len(loc) == 1 and key in _SHAPES):
+    if kind != "value_error" and (entry or (len(loc) == 1 and key in _SHAPES)):
         what, fix = _entry(loc, raw) if entry else _SHAPES[key]
         message = f"expected {what}, found {found(raw)}"
-    elif raw is None and loc[-1] == key:
-        message, fix = "has no value", f"write {_examples(info)}"
-        fix += "" if info.is_required() else ", or remove the key"
+    elif raw is None and not at_key and loc[-1] == key and not info.is_required():
+        message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
-        # A parser says what is wrong and, if that depends on the value, what to write instead.
-        message, _, own = str(error["ctx"]["error"]).partition("; write ")
-        fix = f"write {own}" if own and "is not a size" not in message else f"write for example {_examples(info)}"
+        # A parser says what is wrong and, if that depends on the value, what to do.
+        message, *own = re.split("; (?=write |copy |remove |add )", str(error["ctx"]["error"]))
+        fix = own[0] if own and "is not a size" not in message else f"write for example {_examples(info)}"
     else:
         what, fix = _choice(loc, key, kind, raw, info)
         message = f"{what}, found {found(raw)}"
-    return Violation(loc, message, _INSTEAD.get(key, {}).get(_word(raw), fix))
+    return Violation(loc, message, _INSTEAD.get(key, {}).get(_word(raw), fix), at_key)
 
 
 def _entry(loc: Loc, raw: object) -> tuple[str, str]:
@@ -176,27 +163,23 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
     words, word, listed = _words(info), _word(raw), isinstance(loc[-1], int)
     options = SPECS[str(loc[1])].options if loc[0] == "frameworks" else ()
     option = next((option for option in options if option.name == key), None)
-    if len(words) > 4:
+    fix = (option.advice if option else "") or f"write {_quoted(words) if listed else _examples(info)}"
+    if not words:
+        what = f"a whole number from 0 to {option.most if option else 1}"
+    elif len(words) > 4:
         what = "a finding of memguard doctor" if listed else "a list of findings"
-    elif kind == "tuple_type":
-        what = f"a list of {' and '.join(words)}"
+        fix = "remove it; `memguard doctor --list` prints the names" if listed else fix
     else:
-        what = " or ".join(words) if words else f"a whole number from 0 to {option.most if option else 1}"
-    fix = f"write {_examples(info)}"
-    if listed:
-        fix = f"write {_quoted(words)}" if len(words) <= 4 else "remove it; `memguard doctor --list` prints the names"
-    meant: str | None = (dict(option.synonyms) if option else {}).get(word, _MEANT.get(word, word))
+        what = f"a list of {' and '.join(words)}" if kind == "tuple_type" else " or ".join(words)
+    meant = (dict(option.synonyms) if option else {}).get(word, _VALUES.get(word, word))
+    if meant not in words and len(word) <= 40:
+        meant = next(iter(difflib.get_close_matches(word.replace("_", "-"), words, 1)), "")
     if kind == "int_type" and re.fullmatch("[0-9]{1,9}", word):
         meant = word
-    elif meant not in words:
-        close = difflib.get_close_matches(word.replace("_", "-"), words, 1) if len(word) <= 40 else []
-        meant = close[0] if close else None
-    if not isinstance(raw, (str, int)) or meant is None:
-        fix = option.advice if option and option.advice else fix
-    elif kind == "tuple_type":
-        fix = f"write '[{meant}]'"
-    else:  # what looks right already was refused because of its quotes
-        fix = f"write '{meant}'" + (" without quotes" if raw == meant else "")
+    if isinstance(raw, (str, int)) and (meant in words or meant == word):
+        # What looks right already was refused because of its quotes.
+        quotes = " without quotes" if raw == meant else ""
+        fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
     return f"each of {key} is {what}" if listed else f"{key} is {what}", fix
 
 
@@ -230,7 +213,7 @@ def _unknown(loc: Loc, fields: Fields) -> Violation:
     lowered = name.lower()
     if level in SPECS and lowered in ("min", "max"):
         return Violation(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True)
-    near = next((also for also in [_ALSO.get(lowered)] if also in allowed), None)
+    near = next((also for also in [_KEYS.get(lowered)] if also in allowed), None)
     if near is None and len(name) <= 40 and ":" not in name and lowered not in _OTHERS:
         near = next(iter(difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6)), None)
     home = None if near else _home(name, fields)

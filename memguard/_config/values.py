@@ -1,6 +1,6 @@
 """The single values of a budget: text and numbers in, exact values out, and the JSON Schema of each.
 
-A parser raises ValueError. Its sentence may end with what to do ("...; write '50%'"); `problems.py` says it otherwise.
+A parser raises ValueError. Its sentence may end with what to do: "...; write '50%'". If not, `problems.py` says it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import PydanticKnownError
 
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
@@ -26,11 +26,6 @@ WARN, CRITICAL = "85%", "95%"
 MAX_PATH = 1024
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
-
-
-def wrong(message: str, fix: str) -> PydanticCustomError:
-    """An error with its own sentence and fix, as pydantic carries it from a validator to `problems.py`."""
-    return PydanticCustomError("budget", "{message}", {"message": message, "fix": fix})
 
 
 def found(value: object) -> str:
@@ -136,19 +131,13 @@ def reserve(value: object) -> int | Literal["auto"]:
     return size(value)
 
 
-def interval(value: object) -> float:
-    """Seconds between two samples."""
-    return _between(value, *INTERVAL)
-
-
-def forecast(value: object) -> float:
-    """Seconds; 0 turns the forecast off."""
-    return _between(value, *FORECAST, ", or 0 for none")
-
-
-def timeline_size(value: object) -> int:
-    """Bytes on disk."""
-    return size(value, TIMELINE_SIZE)
+def duration(value: object, least: float, most: float, or_none: str = "") -> float:
+    """Seconds within the bounds; 0 too if `or_none` says so in the message."""
+    seconds = parse_duration(value)
+    if least <= seconds <= most or (or_none and seconds == 0):
+        return seconds
+    span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
+    raise ValueError(f"{found(value)} is not {span}" + _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
 
 
 def version(value: object) -> int:
@@ -183,23 +172,16 @@ def device_key(value: str) -> str:
         return "GPU-" + name[4:].lower()
     if ordinal := re.fullmatch(_ORDINAL, name):
         return ordinal[2]
+    shown = found(value)
     if name.upper().startswith("GPU-"):
         fix = "copy the UUID that `nvidia-smi -L` prints, whole"
-        raise wrong(f"{found(value)} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits)", fix)
+        raise ValueError(f"{shown} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits); {fix}")
     if name.upper().startswith("MIG-"):
-        raise wrong(f"{found(value)} is a MIG instance, which this version does not support", "remove this entry")
+        raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
     if re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
         fix = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
-        raise wrong(f"{found(value)} names no GPU", fix)
+        raise ValueError(f"{shown} names no GPU; {fix}")
     return name
-
-
-def _between(value: object, least: float, most: float, or_none: str = "") -> float:
-    seconds = parse_duration(value)
-    if least <= seconds <= most or (or_none and seconds == 0):
-        return seconds
-    span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
-    raise ValueError(f"{found(value)} is not {span}" + _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
 
 
 def _unit_missing(value: object, likely: bool, unit: str) -> str:
@@ -240,7 +222,6 @@ _PATH: dict[str, Any] = {
     "maxLength": MAX_PATH,
     "pattern": r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$",
     "not": {"pattern": r"(^|/)\.{0,2}$"},
-    "examples": ["memguard.jsonl", "runs/{rank}.jsonl"],
 }
 DEVICE_KEYS: dict[str, Any] = {
     "anyOf": [
@@ -261,8 +242,17 @@ Share = Annotated[Fraction, PlainValidator(share), _TEXT, WithJsonSchema(_PERCEN
 Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
 DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
-Interval = Annotated[float, PlainValidator(interval), _SECONDS, _any_of(*_durations(*INTERVAL))]
-Forecast = Annotated[float, PlainValidator(forecast), _SECONDS, _any_of(*_durations(*FORECAST), {"const": 0})]
+Interval = Annotated[
+    float, PlainValidator(lambda value: duration(value, *INTERVAL)), _SECONDS, _any_of(*_durations(*INTERVAL))
+]
+Forecast = Annotated[
+    float,
+    PlainValidator(lambda value: duration(value, *FORECAST, ", or 0 for none")),
+    _SECONDS,
+    _any_of(*_durations(*FORECAST), {"const": 0}),
+]
 Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
-TimelineSize = Annotated[int, PlainValidator(timeline_size), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))]
+TimelineSize = Annotated[
+    int, PlainValidator(lambda value: size(value, TIMELINE_SIZE)), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))
+]
 Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]

@@ -24,7 +24,7 @@ from memguard.errors import ConfigError
          "without quotes"),
         ("version: 1.0\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "found '1.0'", "write 'version: 1'"),
         ("version: true\nframeworks: {torch: {share: 1%}}", 1, 10, "version", "version 1, found True", "version: 1"),
-        ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "has no value", "write '1'"),
+        ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
         # keys
         (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks, "
          "on_busy, monitor, on_pressure", "'device'"),
@@ -312,6 +312,11 @@ def test_one_problem(text: str, line: int, column: int, path: str, said: str, fi
     assert problem.path.removeprefix("frameworks.") == path
     assert said in problem.message
     assert fix in problem.fix
+
+
+def test_a_wrong_gpu_without_a_value_is_two_problems() -> None:
+    found = problems(GOOD + "devices: {MIG-1: }")
+    assert [(p.column, p.message[:10]) for p in found] == [(11, "'MIG-1' is"), (17, "expected t")]
 
 
 def test_all_problems_at_once_in_file_order() -> None:
