@@ -115,7 +115,7 @@ class FrameworkBudget(_Model):
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["share"]}, {"required": ["limit"]}]})
 
     share: Annotated[values.Share | None, WRITTEN] = _key(
-        "A percentage of (limit − reserve): above 0% and at most 100%.", examples=["50%", "12.5%"]
+        "A percentage of (limit − reserve): above 0% and at most 100%.", examples=["50%"]
     )
     limit: Annotated[values.Limit | None, WRITTEN] = _key(
         "The same on every GPU: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; at least 2MiB.",
@@ -194,7 +194,7 @@ class MonitorConfig(_Model):
     )
     timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
         "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
-        examples=["memguard.jsonl", "runs/{rank}.jsonl"],
+        examples=["memguard.jsonl"],
     )
     timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
 
@@ -337,10 +337,6 @@ def json_schema() -> dict[str, Any]:
         def field_title_should_be_set(self, schema: Any) -> bool:
             return False
 
-        def model_schema(self, schema: Any) -> dict[str, Any]:
-            model = super().model_schema(schema)
-            return model | {"description": model["description"].partition("\n\n")[0]}  # the rest is for Python
-
         def nullable_schema(self, schema: Any) -> dict[str, Any]:
             return self.generate_inner(schema["schema"])  # a key is left out, never null
 
@@ -348,8 +344,10 @@ def json_schema() -> dict[str, Any]:
             left_out = schema.get("default") is None
             return self.generate_inner(schema["schema"]) if left_out else super().default_schema(schema)
 
-    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return dialect | Budget.model_json_schema(schema_generator=Generate)
+    schema = Budget.model_json_schema(schema_generator=Generate)
+    for model in (schema, *schema["$defs"].values()):
+        model["description"] = model["description"].partition("\n\n")[0]  # the rest of a docstring is for Python
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _budget(document: Document, source: str) -> Budget:

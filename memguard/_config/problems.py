@@ -180,7 +180,7 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
         # What looks right already was refused because of its quotes.
         quotes = " without quotes" if raw == meant else ""
         fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
-    return f"each of {key} is {what}" if listed else f"{key} is {what}", fix
+    return f"each entry of {key} is {what}" if listed else f"{key} is {what}", fix
 
 
 def _words(info: Any) -> tuple[str, ...]:

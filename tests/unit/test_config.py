@@ -349,6 +349,20 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
         assert valid({"version": 1, "frameworks": {"toy": {"share": "5%", **written}}}) is right
 
 
+def test_importing_builds_no_model_and_python_values_need_no_yaml() -> None:
+    script = """
+import sys
+from memguard import _config
+models = [_config.Budget, _config.DeviceBudget, _config.FrameworkBudget, _config.MonitorConfig, _config.DoctorConfig]
+assert not any(model.__pydantic_complete__ for model in models)
+_config.from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+assert _config.Budget.__pydantic_complete__ and "yaml" not in sys.modules
+"""
+    environ = {**os.environ, "PYTHONPATH": str(Path(_config.__file__).parents[2])}
+    run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
 # The sample files, the schema and the commands
 
 
@@ -364,7 +378,8 @@ def test_every_sample_is_a_budget_and_passes_the_schema(path: Path) -> None:
 
 def resolved(entry: dict[str, Any]) -> dict[str, Any]:
     """What a property of the schema refers to, with what it says itself."""
-    definition: dict[str, Any] = json_schema()["$defs"][entry["$ref"].rpartition("/")[2]]
+    reference = entry.get("allOf", [entry])[0]["$ref"]  # the first for pydantic before 2.9
+    definition: dict[str, Any] = json_schema()["$defs"][reference.rpartition("/")[2]]
     return definition | entry
 
 
