@@ -14,7 +14,7 @@ from memguard.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "path", "said", "fix"),
+    ("text", "line", "column", "path", "cause", "fix"),
     [
         # version
         ("frameworks: {torch: {share: 1%}}", 1, 1, "version", "is missing", "add 'version: 1'"),
@@ -306,11 +306,11 @@ from memguard.errors import ConfigError
         (GOOD + "device: [", 4, 10, "", "this is not valid YAML", "close the bracket"),
     ],
 )  # fmt: skip
-def test_one_problem(text: str, line: int, column: int, path: str, said: str, fix: str) -> None:
+def test_one_problem(text: str, line: int, column: int, path: str, cause: str, fix: str) -> None:
     (problem,) = problems(text)
     assert (problem.line, problem.column) == (line, column)
     assert problem.path.removeprefix("frameworks.") == path
-    assert said in problem.message
+    assert cause in problem.message
     assert fix in problem.fix
 
 
@@ -350,7 +350,7 @@ def test_all_problems_at_once_in_file_order() -> None:
     assert "add up to 110%" in found[3].message
 
 
-def test_what_is_no_budget_is_said_before_what_follows_it() -> None:
+def test_problems_of_the_budget_come_before_a_second_document() -> None:
     assert [(p.line, p.column) for p in problems("version\n---")] == [(1, 1), (2, 1)]
 
 
@@ -399,7 +399,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "huge").write_bytes(b"#" * (1 << 20) + b"\n")
     (tmp_path / "fits").write_bytes(b"#" * ((1 << 20) - len(GOOD) - 1) + b"\n" + GOOD.encode())
     assert load(tmp_path / "fits") == parse(GOOD)
-    for path, said in [
+    for path, cause in [
         (tmp_path / "absent", "there is no such file"),
         (tmp_path, "is a folder"),
         (tmp_path / "latin" / "x", "cannot be read: Not a directory"),
@@ -409,7 +409,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (None, "is not a path"),
         (0.5, "is not a path"),
     ]:
-        with pytest.raises(ConfigError, match=said) as raised:
+        with pytest.raises(ConfigError, match=cause) as raised:
             load(path)  # type: ignore[arg-type]
         assert raised.value.problems[0].fix
 
@@ -463,7 +463,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mapping", "said"),
+    ("mapping", "cause"),
     [
         ({}, "version: is missing"),
         (None, "is empty"),
@@ -494,10 +494,10 @@ def nested(depth: int) -> dict[str, Any]:
     ],
     ids=range(26),
 )
-def test_mappings_that_are_no_budget(mapping: Any, said: str) -> None:
+def test_mappings_that_are_no_budget(mapping: Any, cause: str) -> None:
     with pytest.raises(ConfigError) as raised:
         from_mapping(mapping)
-    assert said in str(raised.value)
+    assert cause in str(raised.value)
     assert {p.line for p in raised.value.problems} == {None}
 
 
