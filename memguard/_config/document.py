@@ -1,4 +1,4 @@
-"""Plain values (mappings, lists, text, whole numbers, true, false, nothing) and where in a file they stand."""
+"""Plain values (mappings, lists, text, whole numbers, true, false, nothing) and their places in a file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Path = tuple[str | int, ...]
 
 @dataclass
 class Document:
-    """One document as plain values, where its keys and values stand, and what was wrong with it.
+    """One document as plain values, the marks of its keys and values, and its problems of form.
 
-    `keys` and `values` are in file order; a mark is None where there is no file. What lies at or below a path in
-    `bad` was reported already.
+    `keys` and `values` are in file order; a mark is None if there is no file. What lies at or below a path in `bad` was
+    reported already.
     """
 
     data: object = None
