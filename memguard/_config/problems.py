@@ -164,8 +164,8 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
     options = SPECS[str(loc[1])].options if loc[0] == "frameworks" else ()
     option = next((option for option in options if option.name == key), None)
     fix = (option.advice if option else "") or f"write {_quoted(words) if listed else _examples(info)}"
-    if not words:
-        what = f"a whole number from 0 to {option.most if option else 1}"
+    if option is not None and option.kind == "count":
+        what = f"a whole number from 0 to {option.most}"
     elif len(words) > 4:
         what = "a finding of memguard doctor" if listed else "a list of findings"
         fix = "remove it; `memguard doctor --list` prints the names" if listed else fix
