@@ -24,7 +24,6 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapSerializer,
     WrapValidator,
     create_model,
@@ -33,7 +32,7 @@ from pydantic_core import core_schema
 
 from memguard._config import checks, values
 from memguard._config.document import Document, of_mapping
-from memguard._config.problems import Origin, in_order, problems
+from memguard._config.problems import Fields, Origin, in_order, problems
 from memguard._config.values import WRITTEN
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
@@ -74,9 +73,9 @@ def _entries(entries: Mapping[str, Any], dump: SerializerFunctionWrapHandler) ->
     return dump(dict(entries))
 
 
-def _default(text: str, description: str) -> Any:
-    """A key with its default as a file would say it."""
-    return Field(default=text, validate_default=True, description=description)
+def _key(description: str, default: Any = None, **more: Any) -> Any:
+    """A key that may be left out. Its default is written as in a file."""
+    return Field(default=default, validate_default=default is not None, description=description, **more)
 
 
 class _Model(BaseModel):
@@ -87,13 +86,16 @@ class _Model(BaseModel):
 class DeviceBudget(_Model):
     """What this process may take of each GPU."""
 
-    limit: values.DeviceLimit = _default(
-        "90%", "What this process may take of each GPU: a percentage of what CUDA can give, or bytes."
+    limit: values.DeviceLimit = _key(
+        "What this process may take of each GPU: a percentage of what CUDA can give, or bytes.",
+        "90%",
+        examples=["90%", "40GiB"],
     )
-    reserve: values.Reserve = _default(
-        "auto",
+    reserve: values.Reserve = _key(
         "The part of the limit kept for the CUDA context and library workspaces, which lie outside every framework's "
         "own cap: auto (by GPU architecture and declared frameworks), or bytes.",
+        "auto",
+        examples=["auto", "2GiB"],
     )
 
 
@@ -103,13 +105,8 @@ class DeviceOverride(_Model):
     A key that is left out is None: it is the same as in `device`.
     """
 
-    limit: Annotated[values.DeviceLimit | None, WRITTEN] = Field(
-        default=None,
-        description="What this process may take of this GPU: a percentage of what CUDA can give, or bytes.",
-    )
-    reserve: Annotated[values.Reserve | None, WRITTEN] = Field(
-        default=None, description="The part of the limit of this GPU that is kept outside the frameworks' caps."
-    )
+    limit: Annotated[values.DeviceLimit | None, WRITTEN] = _key("As in device.", examples=["90%", "40GiB"])
+    reserve: Annotated[values.Reserve | None, WRITTEN] = _key("As in device.", examples=["auto", "2GiB"])
 
 
 class FrameworkBudget(_Model):
@@ -117,13 +114,12 @@ class FrameworkBudget(_Model):
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["share"]}, {"required": ["limit"]}]})
 
-    share: Annotated[values.Share | None, WRITTEN] = Field(
-        default=None, description="A percentage of (limit − reserve): above 0% and at most 100%."
+    share: Annotated[values.Share | None, WRITTEN] = _key(
+        "A percentage of (limit − reserve): above 0% and at most 100%.", examples=["50%"]
     )
-    limit: Annotated[values.Limit | None, WRITTEN] = Field(
-        default=None,
-        description="Bytes, the same on every GPU: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; "
-        "at least 2MiB.",
+    limit: Annotated[values.Limit | None, WRITTEN] = _key(
+        "The same on every GPU: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; at least 2MiB.",
+        examples=["4GiB", "512MiB"],
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +168,7 @@ class _ByFramework:
 def _in_file_order(written: Any, check: ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
     entries = check(written)
     if not entries:
-        raise values.wrong("names no framework", "add a line such as '  torch: {share: 50%}'")
+        raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
     return Frozen({name: entries[name] for name in written})
 
 
@@ -183,29 +179,24 @@ class MonitorConfig(_Model):
     was read from a file.
     """
 
-    interval: values.Interval = _default(
-        "500ms",
+    interval: values.Interval = _key(
         "How often the GPUs are sampled: 500ms, 2s, or plain seconds; from 50ms to 1h. It slows down by itself rather "
         "than take more than 1% of a core.",
+        "500ms",
     )
-    warn: values.Percent = _default(
-        values.WARN, "The part of a framework's cap, or of the limit of a GPU, above which a warning is logged."
+    warn: values.Percent = _key(
+        "The part of a framework's cap, or of the limit of a GPU, above which a warning is logged.", values.WARN
     )
-    critical: values.Percent = _default(
-        values.CRITICAL, "The part above which the pressure is critical; higher than warn."
-    )
-    forecast: values.Forecast = _default(
-        "20s",
+    critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
+    forecast: values.Forecast = _key(
         "How long before a cap or limit is reached, at a steady rise, a warning is logged: 1s to 1h, or 0 for none.",
+        "20s",
     )
-    timeline: Annotated[values.Timeline | None, WRITTEN] = Field(
-        default=None,
-        description="A file that every sample and event is written to, relative to the folder of this file. {pid} and "
-        "{rank} are filled in.",
+    timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
+        "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
+        examples=["memguard.jsonl"],
     )
-    timeline_size: values.TimelineSize = _default(
-        "64MiB", "The most that the timeline may take on disk; at least 1MiB."
-    )
+    timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
 
 
 class DoctorConfig(_Model):
@@ -216,9 +207,9 @@ class DoctorConfig(_Model):
         tuple[Name, ...],
         AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))),
         PlainSerializer(list),
-    ] = Field(
-        default=(),
-        description="Findings that it leaves out, by name: docs/doctor has a page for each.",
+    ] = _key(
+        "Findings that it leaves out, by name: docs/doctor has a page for each.",
+        (),
         json_schema_extra={"uniqueItems": True},
     )
 
@@ -239,9 +230,7 @@ class Budget(_Model):
         },
     )
 
-    version: Annotated[int, Field(strict=True, ge=1, le=1), WithJsonSchema({"const": 1})] = Field(
-        description="The version of this format."
-    )
+    version: values.Version = Field(description="The version of this format.", examples=[1])
     device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
     devices: Annotated[
         Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
@@ -259,25 +248,25 @@ class Budget(_Model):
         description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
         json_schema_extra={"minProperties": 1},
     )
-    on_busy: Literal["warn", "raise"] = Field(
-        default="warn",
-        description="What init does if other processes hold so much of a GPU that the limit cannot be had: warn and go "
-        "on, or raise.",
+    on_busy: Literal["warn", "raise"] = _key(
+        "What init does if other processes hold so much of a GPU that the limit cannot be had. warn: it logs a warning "
+        "and goes on. raise: it raises and applies nothing.",
+        "warn",
     )
-    monitor: Annotated[MonitorConfig | None, WRITTEN] = Field(
-        default=None,
-        description="What watches the process while it runs: a thread that samples who holds what. Without this key "
-        "there is none; {} takes the defaults.",
+    monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
+        "What watches the process while it runs: a thread that samples who holds what. Without this key there is none; "
+        "{} takes the defaults."
     )
-    on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = Field(
-        default=(),
-        description="What is done besides logging a warning when the pressure becomes critical. trim: idle caches are "
-        "given back. raise: the next checkpoint of memguard (workload, require) raises. Needs monitor.",
+    on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = _key(
+        "What is done besides logging a warning when the pressure becomes critical. trim: idle caches are given back. "
+        "raise: the next checkpoint of memguard (workload, require) raises. Needs monitor.",
+        (),
+        examples=[["trim"]],
         json_schema_extra={"uniqueItems": True},
     )
     doctor: Annotated[
         DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)
-    ] = Field(default=None, description="What `memguard doctor` reads of the budget; nothing else uses it.")
+    ] = _key("What `memguard doctor` reads of the budget; nothing else uses it.")
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @classmethod
@@ -348,10 +337,6 @@ def json_schema() -> dict[str, Any]:
         def field_title_should_be_set(self, schema: Any) -> bool:
             return False
 
-        def model_schema(self, schema: Any) -> dict[str, Any]:
-            model = super().model_schema(schema)
-            return model | {"description": model["description"].partition("\n\n")[0]}  # the rest is for Python
-
         def nullable_schema(self, schema: Any) -> dict[str, Any]:
             return self.generate_inner(schema["schema"])  # a key is left out, never null
 
@@ -359,8 +344,10 @@ def json_schema() -> dict[str, Any]:
             left_out = schema.get("default") is None
             return self.generate_inner(schema["schema"]) if left_out else super().default_schema(schema)
 
-    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return dialect | Budget.model_json_schema(schema_generator=Generate)
+    schema = Budget.model_json_schema(schema_generator=Generate)
+    for model in (schema, *schema["$defs"].values()):
+        model["description"] = model["description"].partition("\n\n")[0]  # the rest of a docstring is for Python
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _budget(document: Document, source: str) -> Budget:
@@ -377,21 +364,16 @@ def _budget(document: Document, source: str) -> Budget:
     except ValidationError as error:
         errors = list(error.errors())
     if errors or violations or document.problems:
-        raise ConfigError(problems(errors, violations, document, _names()), source)
+        raise ConfigError(problems(errors, violations, document, _fields()), source)
     budget._origin = Origin(document, source)
     return budget
 
 
-def _names() -> dict[str, tuple[str, ...]]:
-    """The keys that are allowed at each level."""
-    models: dict[str, type[_Model]] = {
-        "": Budget,
-        "device": DeviceBudget,
-        "monitor": MonitorConfig,
-        "doctor": DoctorConfig,
-    }
-    models |= {name: framework_model(name) for name in SPECS}
-    return {"frameworks": FRAMEWORKS, **{level: tuple(model.model_fields) for level, model in models.items()}}
+def _fields() -> Fields:
+    """The fields of each level by key."""
+    models: dict[str, type[_Model]] = {name: framework_model(name) for name in SPECS}
+    models |= {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, "doctor": DoctorConfig}
+    return {"frameworks": dict(SPECS), **{level: model.model_fields for level, model in models.items()}}
 
 
 def _not_a_mapping(document: Document) -> Problem:

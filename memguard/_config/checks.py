@@ -30,18 +30,14 @@ class Violation:
     alone: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Amounts:
     shares: dict[str, Fraction]
     limits: dict[str, int]
 
-    @property
-    def share(self) -> Fraction:
-        return sum(self.shares.values(), Fraction(0))
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.limits.values())
+    def __post_init__(self) -> None:
+        self.share = sum(self.shares.values(), Fraction(0))
+        self.bytes = sum(self.limits.values())
 
 
 def check(data: Mapping[str, Any]) -> list[Violation]:
@@ -88,10 +84,9 @@ def _shares(amounts: _Amounts) -> Iterator[Violation]:
         yield Violation(("frameworks", last[0], "share"), message, fix)
     elif amounts.share == 1 and amounts.limits:
         name = list(amounts.limits)[-1]
-        message = (
-            f"the shares take 100%, so nothing is left for the {size_text(amounts.bytes)} of {_names(amounts.limits)}"
-        )
-        yield Violation(("frameworks", name, "limit"), message, f"lower the share of {_names(amounts.shares)}")
+        limits, shares = " and ".join(amounts.limits), " and ".join(amounts.shares)
+        message = f"the shares take 100%, so nothing is left for the {size_text(amounts.bytes)} of {limits}"
+        yield Violation(("frameworks", name, "limit"), message, f"lower the share of {shares}")
 
 
 def _sizes(device: Mapping[str, Any], devices: Mapping[str, Any], amounts: _Amounts) -> Iterator[Violation]:
@@ -168,10 +163,6 @@ def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
 def _about(size: int) -> str:
     exact = size_text(size)
     return exact if exact.endswith(("MiB", "GiB", "TiB")) else f"{-(-size // 2**20)}MiB"
-
-
-def _names(entries: Mapping[str, object]) -> str:
-    return " and ".join(entries)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
-"""Plain values (mappings, lists, text, whole numbers, true, false, nothing) and where in a file they stand."""
+"""Plain values (mappings, lists, text, whole numbers, true, false, nothing) and their places in a file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,10 +20,10 @@ Path = tuple[str | int, ...]
 
 @dataclass
 class Document:
-    """One document as plain values, where its keys and values stand, and what was wrong with it.
+    """One document as plain values, the marks of its keys and values, and its problems of form.
 
-    `keys` and `values` are in file order; a mark is None where there is no file. What lies at or below a path in
-    `bad` was reported already.
+    `keys` and `values` are in file order; a mark is None if there is no file. What lies at or below a path in `bad` was
+    reported already.
     """
 
     data: object = None
@@ -73,7 +74,7 @@ def _plain(value: object, path: Path, document: Document) -> object:
         return [_plain(child, (*path, index), document) for index, child in enumerate(value)]
     if isinstance(value, str):
         text = str.__str__(value)
-        return text if text.isascii() or encodable(text) else Opaque(value)
+        return text if encodable(text) else Opaque(value)
     if value is None or isinstance(value, (bool, int, float, Fraction)):
         return value
     return Opaque(value)
@@ -87,8 +88,4 @@ def _key(key: object) -> str | None:
 
 def encodable(text: str) -> bool:
     """Whether text can be written as UTF-8: half characters (surrogates) cannot."""
-    try:
-        str.encode(text, "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)

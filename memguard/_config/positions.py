@@ -142,7 +142,7 @@ def _compose(text: str) -> tuple[Node | None, _Composer]:
     except Unreadable:
         raise
     except Exception as error:
-        # PyYAML lets others out, for example ValueError from chr() for "\UFFFFFFFF".
+        # PyYAML raises other errors too, for example ValueError from chr() for "\UFFFFFFFF".
         mark = _mark(composer.get_mark())
         message = f"this is not valid YAML ({type(error).__name__} while reading it)"
         raise Unreadable(Problem(message, "check the escapes on this line", *mark)) from None
@@ -176,8 +176,8 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
         fix = "write 'key: value', aligned with the keys beside it, or put text with ': ' in quotes"
     elif first in ("*", "&") or last in ("@", "`"):
         fix = "put text that begins with this character in quotes"
-    said = ": ".join(part for part in (error.context, error.problem) if part)
-    return Problem(f"this is not valid YAML: {said[:120]}", fix, *_mark(at))
+    sentence = ": ".join(part for part in (error.context, error.problem) if part)
+    return Problem(f"this is not valid YAML: {sentence[:120]}", fix, *_mark(at))
 
 
 def _plain(node: Node, path: Path, document: Document, bad: set[int]) -> object:

@@ -1,112 +1,59 @@
 """pydantic's errors and the cross-check's violations as Problems: the place, what is wrong there, and what to do.
 
-pydantic says where a value is wrong; `_ADVICE` says what belongs there, in memguard's words.
+pydantic says where a value is wrong and how; what may be written there instead is read from the models.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_origin
 
 from memguard._config.checks import Loc, Violation
 from memguard._config.document import Document
-from memguard._config.values import CRITICAL, FORECAST, INTERVAL, WARN, device_key, duration_text, found
-from memguard._findings import nearest
-from memguard._specs import SPECS, Option
+from memguard._config.values import device_key, found
+from memguard._specs import SPECS
 from memguard._units import short
 from memguard.errors import Problem
 
+Fields = Mapping[str, Mapping[str, Any]]
+"""The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `doctor`, each framework."""
 
-@dataclass(frozen=True)
-class _Advice:
-    """What belongs at one place of a budget.
-
-    `what` begins the sentence about a wrong value. `example` is what to write for a key without a value; without one
-    such a key gets the same sentence. `meant` finds the word that another one stands for, and `instead` has the fix for
-    words that stand for nothing here. `unit` is the one that a bare number most likely lacks.
-    """
-
-    what: str
-    fix: str
-    example: str = ""
-    meant: Callable[[str], str | None] = {"": ""}.get
-    instead: Mapping[str, str] = field(default_factory=dict)
-    unit: str = ""
-
-
-def _words(**synonyms: str) -> Callable[[str], str | None]:
-    """Finds what a word stands for: `_words(warn="warning log")` gives `warn` for both, and for itself."""
-    return {word: name for name, words in synonyms.items() for word in (name, *words.split())}.get
-
-
-_BOOLEANS = _words(true="yes y on 1", false="no n off 0")
-_ACTIONS = _words(trim="empty_cache free reclaim", **{"raise": "error exception fail abort stop"})
-_ON_BUSY = _words(warn="warning log", **{"raise": "error exception fail abort refuse"})
-_NOT_ACTIONS = {
-    **dict.fromkeys(("warn", "log", "print"), "remove it: a warning is logged wherever there is a monitor"),
-    **dict.fromkeys(("call", "callback", "function", "hook"), "remove it: functions are registered from Python only"),
+_EXAMPLE = "torch: {share: 50%}"
+_SHAPES = {
+    # what belongs below a key, and what to write if it holds something else
+    "device": ("the keys limit and reserve", "write 'device: {limit: 90%}'"),
+    "devices": ("one line for each GPU", "write for example '0: {limit: 50%}' under devices"),
+    "frameworks": ("one line for each framework", f"write for example '{_EXAMPLE}' under frameworks"),
+    "monitor": ("its settings", "write 'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"),
+    "doctor": ("its settings", "write 'doctor: {ignore: []}', or remove the key"),
 }
 _OFF = ("false", "off", "no", "none", "never")
-_SIZE = "a size of at least 2MiB, the smallest piece that CUDA hands out"
-_WRITE_SIZE = "write a size such as '512MiB', '4GiB' or plain bytes"
-_WRITE_PERCENT = "write a percentage such as '50%'"
-_EXAMPLE = "torch: {share: 50%}"
-_BETWEEN, _AHEAD = (" to ".join(map(duration_text, span)) for span in (INTERVAL, FORECAST))
-_ADVICE = {
-    "version": _Advice("this memguard reads version 1", "write 'version: 1'", "", _words(**{"1": ""})),
-    "device": _Advice("expected the keys limit and reserve", "write 'device: {limit: 90%}'"),
-    "devices": _Advice("expected one line for each GPU", "write for example '0: {limit: 50%}' under devices"),
-    "frameworks": _Advice("expected one line for each framework", f"write for example '{_EXAMPLE}' under frameworks"),
-    "monitor": _Advice("expected its settings", "write 'monitor: {}' for the defaults, or 'monitor: {interval: 1s}'",
-                       instead=dict.fromkeys(_OFF, "remove the key: nothing watches then")),
-    "doctor": _Advice("expected its settings", "write 'doctor: {ignore: []}', or remove the key"),
-    "device.limit": _Advice(f"a limit is a percentage, or {_SIZE}", f"{_WRITE_SIZE}, or a percentage such as '90%'",
-                            "'90%' or '40GiB'", unit="MiB"),
-    "device.reserve": _Advice(f"a reserve is 'auto', or {_SIZE}", "write 'auto', or a size such as '2GiB'",
-                              "'auto' or '2GiB'", unit="MiB"),
-    "framework.share": _Advice("a share is a percentage", _WRITE_PERCENT, "'50%'"),
-    "framework.limit": _Advice(f"a limit is {_SIZE}", _WRITE_SIZE, "'4GiB'", unit="MiB"),
-    "on_busy": _Advice("on_busy is warn or raise", "write 'warn' to log a warning and go on, or 'raise' to stop",
-                       "'warn' or 'raise'", _ON_BUSY),
-    "monitor.interval": _Advice(f"interval is a duration from {_BETWEEN}", "write for example '500ms'", "'500ms'",
-                                unit="ms"),
-    "monitor.warn": _Advice("warn is a percentage", _WRITE_PERCENT, f"'{WARN}'"),
-    "monitor.critical": _Advice("critical is a percentage", _WRITE_PERCENT, f"'{CRITICAL}'"),
-    "monitor.forecast": _Advice(f"forecast is a duration from {_AHEAD}, or 0 for none",
-                                "write for example '20s', or 0 for none", "'20s'",
-                                instead=dict.fromkeys(_OFF, "write '0'"), unit="ms"),
-    "monitor.timeline": _Advice("timeline is the path of a file", "write a path such as 'memguard.jsonl'",
-                                "'memguard.jsonl'"),
-    "monitor.timeline_size": _Advice("timeline_size is a size of at least 1MiB", "write a size such as '64MiB'",
-                                     "'64MiB'", unit="MiB"),
-    "on_pressure": _Advice("on_pressure is a list of trim and raise", "write '[trim]'", "'[trim]'", _ACTIONS),
-    "on_pressure[]": _Advice("on_pressure knows trim and raise",
-                             "write 'trim' to give idle caches back, or 'raise' to stop at the next checkpoint", "",
-                             _ACTIONS, _NOT_ACTIONS),
-    "doctor.ignore": _Advice("ignore is a list of findings", "write '[]'", "'[]'", nearest),
-    "doctor.ignore[]": _Advice("ignore names findings of memguard doctor",
-                               "remove it; `memguard doctor --list` prints the names", "", nearest),
-}  # fmt: skip
-_ALSO = {
-    # other names that people write for a key
-    "gpu": "device",
-    "gpus": "devices",
-    "period": "interval",
-    "every": "interval",
-    "warning": "warn",
-    "error": "critical",
-    "predict": "forecast",
-    "horizon": "forecast",
-    "file": "timeline",
-    "path": "timeline",
-    "log": "timeline",
-    "watch": "monitor",
-    "ignored": "ignore",
-    "skip": "ignore",
-    "silence": "ignore",
+_INSTEAD = {
+    # what to do about a word that stands for no value of its key
+    "monitor": dict.fromkeys(_OFF, "remove the key: nothing watches then"),
+    "forecast": dict.fromkeys(_OFF, "write '0'"),
+    "on_pressure": {
+        **dict.fromkeys(("warn", "log", "print"), "remove it: a warning is logged wherever there is a monitor"),
+        **dict.fromkeys(("call", "callback", "function", "hook"), "remove it: functions are registered from Python"),
+    },
+}
+
+
+def _instead(**others: str) -> dict[str, str]:
+    """Words that people write, each with the one that it stands for."""
+    return {word: name for name, words in others.items() for word in words.split()}
+
+
+_VALUES = _instead(true="yes y on 1", false="no n off 0", warn="warning log", trim="empty_cache free reclaim") | (
+    dict.fromkeys(("error", "exception", "fail", "abort", "refuse", "stop"), "raise")
+)
+_KEYS = {
+    **_instead(
+        device="gpu", devices="gpus", monitor="watch", interval="period every", warn="warning", critical="error"
+    ),
+    **_instead(forecast="predict horizon", timeline="file path log", ignore="ignored skip silence"),
     **{alias: name for name, spec in SPECS.items() for alias in spec.aliases},
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
 }
@@ -118,15 +65,13 @@ def problems(
     errors: Iterable[Mapping[str, Any]],
     violations: Iterable[Violation],
     document: Document,
-    names: Mapping[str, tuple[str, ...]],
+    fields: Fields,
 ) -> list[Problem]:
-    """Everything wrong, in file order. `names` gives the keys allowed at "", `device`, `frameworks`, `monitor` and
-    `doctor`, and below each framework.
-    """
+    """Everything wrong, in file order."""
     violations = list(violations)
     named = {violation.loc for violation in violations if violation.alone}
     unnamed = (error for error in errors if tuple(error["loc"]) not in named)
-    listed = [*(_violation(error, document.data, names) for error in unnamed), *violations]
+    listed = [*(_violation(error, document.data, fields) for error in unnamed), *violations]
     alone = {violation.loc for violation in listed if violation.alone}
     kept = [
         violation
@@ -174,95 +119,104 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
     return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
-def _violation(error: Mapping[str, Any], data: object, names: Mapping[str, tuple[str, ...]]) -> Violation:
+def _violation(error: Mapping[str, Any], data: Any, fields: Fields) -> Violation:
     loc, kind = tuple(error["loc"]), error["type"]
+    if kind == "missing":
+        fix = "'version: 1' as the first line" if loc == ("version",) else f"'frameworks:' and below it '  {_EXAMPLE}'"
+        return Violation(loc, "is missing; every budget needs it", f"add {fix}")
+    if kind == "extra_forbidden":
+        return _unknown(loc, fields)
     at_key = loc[-1] == "[key]"
     loc = loc[:-1] if at_key else loc
-    if kind == "budget":
-        return Violation(loc, error["ctx"]["message"], error["ctx"]["fix"], at_key)
-    if kind == "missing":
-        fixes = {
-            "version": "'version: 1' as the first line",
-            "frameworks": f"'frameworks:' with '  {_EXAMPLE}' below it",
-        }
-        return Violation(loc, "is missing; every budget needs it", f"add {fixes[str(loc[0])]}")
-    if kind == "extra_forbidden":
-        return _unknown(loc, names)
     raw = data
     for part in loc:
-        raw = raw[part]  # type: ignore[index]
-    advice = _advice(loc, raw)
-    if raw is None and advice.example:
-        return Violation(loc, "has no value", f"write {advice.example}, or remove the key")
-    message, fix = f"{advice.what}, found {found(raw)}", _fix(advice, kind, raw)
-    if kind == "value_error" and fix == advice.fix:
-        # A parser says in one sentence what is wrong and what to write instead, if that depends on the value.
-        message, _, own = str(error["ctx"]["error"]).partition("; write ")
-        fix = f"write {own}" if own and "is not a size; " not in str(error["ctx"]["error"]) else fix
-    return Violation(loc, message, fix)
+        raw = raw[part]
+    *_, key = (part for part in loc if isinstance(part, str))
+    info: Any = fields[_level(loc)].get(key)
+    entry = len(loc) == 2 and loc[0] in ("devices", "frameworks")
+    if kind != "value_error" and (entry or (len(loc) == 1 and key in _SHAPES)):
+        what, fix = _entry(loc, raw) if entry else _SHAPES[key]
+        message = f"expected {what}, found {found(raw)}"
+    elif raw is None and not at_key and loc[-1] == key and not info.is_required():
+        message, fix = "has no value", f"write {_examples(info)}, or remove the key"
+    elif kind == "value_error":
+        # A parser says what is wrong and, if that depends on the value, what to do.
+        message, *own = re.split("; (?=write |copy |remove |add )", str(error["ctx"]["error"]))
+        fix = own[0] if own and "is not a size" not in message else f"write for example {_examples(info)}"
+    else:
+        what, fix = _choice(loc, key, kind, raw, info)
+        message = f"{what}, found {found(raw)}"
+    return Violation(loc, message, _INSTEAD.get(key, {}).get(_word(raw), fix), at_key)
 
 
-def _advice(loc: Loc, raw: object) -> _Advice:
-    """What belongs at `loc`, where `raw` stands."""
-    first, last = loc[0], loc[-1]
-    if isinstance(last, int):
-        return _ADVICE[f"{'.'.join(map(str, loc[:-1]))}[]"]
-    if len(loc) == 2 and first == "devices":
-        return _Advice("expected the keys limit and reserve", f"write '{last}: {{limit: 50%}}'")
-    if len(loc) == 2 and first == "frameworks":
-        sized = isinstance(raw, str) and re.fullmatch(r"\s*[\d.]+ ?(%|[KMGT]iB)\s*", raw)
-        value = str(raw).strip() if sized else "50%"
-        key = "share" if "%" in value else "limit"
-        return _Advice("expected share or limit", f"write '{last}: {{{key}: {value}}}'")
-    if len(loc) == 3 and first == "frameworks" and last not in ("share", "limit"):
-        return _of_option(next(option for option in SPECS[str(loc[1])].options if option.name == last))
-    group = {"devices": "device.", "frameworks": "framework."}.get(str(first), f"{first}.")
-    return _ADVICE[str(last) if len(loc) == 1 else group + str(last)]
+def _entry(loc: Loc, raw: object) -> tuple[str, str]:
+    """What belongs below the name of a GPU or a framework, and what to write."""
+    if loc[0] == "devices":
+        return "the keys limit and reserve", f"write '{loc[1]}: {{limit: 50%}}'"
+    sized = isinstance(raw, str) and re.fullmatch(r"\s*[\d.]+ ?(%|[KMGT]iB)\s*", raw)
+    value = str(raw).strip() if sized else "50%"
+    return "share or limit", f"write '{loc[1]}: {{{'share' if '%' in value else 'limit'}: {value}}}'"
 
 
-def _of_option(option: Option) -> _Advice:
-    words = ("true", "false") if option.kind == "flag" else option.words or (str(option.default),)
-    what = " or ".join(words) if option.kind != "count" else f"a whole number from 0 to {option.most}"
-    example = " or ".join(f"'{word}'" for word in words)
-    own = {word: word for word in words} | dict(option.synonyms)
-    meant = {"flag": _BOOLEANS, "count": _digits}.get(option.kind, own.get)
-    return _Advice(f"{option.name} is {what}", option.advice or f"write {example}", example, meant)
+def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str, str]:
+    """What a word, a flag, a count or a list may be, and what to write."""
+    words, word, listed = _words(info), _word(raw), isinstance(loc[-1], int)
+    options = SPECS[str(loc[1])].options if loc[0] == "frameworks" else ()
+    option = next((option for option in options if option.name == key), None)
+    fix = (option.advice if option else "") or f"write {_quoted(words) if listed else _examples(info)}"
+    if option is not None and option.kind == "count":
+        what = f"a whole number from 0 to {option.most}"
+    elif len(words) > 4:
+        what = "a finding of memguard doctor" if listed else "a list of findings"
+        fix = "remove it; `memguard doctor --list` prints the names" if listed else fix
+    else:
+        what = f"a list of {' and '.join(words)}" if kind == "tuple_type" else " or ".join(words)
+    meant = (dict(option.synonyms) if option else {}).get(word, _VALUES.get(word, word))
+    if meant not in words and len(word) <= 40:
+        meant = next(iter(difflib.get_close_matches(word.replace("_", "-"), words, 1)), "")
+    if kind == "int_type" and re.fullmatch("[0-9]{1,9}", word):
+        meant = word
+    if isinstance(raw, (str, int)) and (meant in words or meant == word):
+        # What looks right already was refused because of its quotes.
+        quotes = " without quotes" if raw == meant else ""
+        fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
+    return f"each entry of {key} is {what}" if listed else f"{key} is {what}", fix
 
 
-def _digits(word: str) -> str | None:
-    return word if re.fullmatch("0|[1-9][0-9]?", word) else None
+def _words(info: Any) -> tuple[str, ...]:
+    """The words that a field, or each entry of its list, may be."""
+    if info.annotation is bool:
+        return "true", "false"
+    return get_args(get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation)
 
 
-def _fix(advice: _Advice, kind: str, raw: object) -> str:
-    word = found(raw).strip("'").strip().lower()
-    if word in advice.instead:
-        return advice.instead[word]
-    bare = re.fullmatch(r"([0-9]{1,6})(\.0*)?", word)
-    if bare and advice.unit and kind == ("less_than_equal" if advice.unit == "ms" else "greater_than_equal"):
-        return f"{advice.fix}; did you mean '{bare[1]}{advice.unit}'?"
-    if not isinstance(raw, (str, int)) or kind.endswith("_than_equal"):
-        return advice.fix
-    meant = advice.meant(word)
-    if not meant:
-        return advice.fix
-    if kind == "tuple_type":
-        return f"write '[{meant}]'"
-    # What looks right already was refused because of its quotes.
-    return f"write '{meant}'" if raw != meant else f"write '{meant}' without quotes"
+def _examples(info: Any) -> str:
+    """What to write for a field: its examples, its words or its default."""
+    words = () if get_origin(info.annotation) is tuple else _words(info)
+    return _quoted(info.examples or words or [info.default])
 
 
-def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Violation:
+def _quoted(values: Iterable[object]) -> str:
+    lists = (f"[{', '.join(value)}]" if isinstance(value, (list, tuple)) else value for value in values)
+    return " or ".join(f"'{value}'" for value in lists)
+
+
+def _word(raw: object) -> str:
+    return found(raw).strip("'").strip().lower()
+
+
+def _unknown(loc: Loc, fields: Fields) -> Violation:
     name = str(loc[-1])
     level = _level(loc)
-    allowed = names[level]
+    allowed = fields[level]
     choice = f"allowed: {', '.join(allowed)}"
     lowered = name.lower()
     if level in SPECS and lowered in ("min", "max"):
         return Violation(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True)
-    near = next((also for also in [_ALSO.get(lowered)] if also in allowed), None)
+    near = next((also for also in [_KEYS.get(lowered)] if also in allowed), None)
     if near is None and len(name) <= 40 and ":" not in name and lowered not in _OTHERS:
         near = next(iter(difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6)), None)
-    home = None if near else _home(name, names)
+    home = None if near else _home(name, fields)
     fix = "remove it"
     if near is not None:
         fix = f"did you mean {near!r}?"
@@ -272,24 +226,24 @@ def _unknown(loc: Loc, names: Mapping[str, tuple[str, ...]]) -> Violation:
         fix = "write a space after ':'"
     elif name[:1].isdecimal() and level not in ("", "frameworks"):  # {limit: 1,5GiB}
         fix = "write decimals with a point, as in 1.5GiB"
-    elif name in names[""]:
+    elif name in fields[""]:
         fix = "align it with 'version:'"
     here = " here" if fix.startswith(("move", "align")) else ""
     thing = "framework" if level == "frameworks" else "key"
     return Violation(loc, f"unknown {thing} {short(name)}{here}; {choice}", fix, True, True)
 
 
-def _home(name: str, names: Mapping[str, tuple[str, ...]]) -> str | None:
+def _home(name: str, fields: Fields) -> str | None:
     """Where a key belongs that was found elsewhere, as the fix names it."""
     for level in ("frameworks", "device", "monitor", "doctor", *SPECS):
-        if name in names[level]:
+        if name in fields[level]:
             everywhere = level in SPECS and name in ("share", "limit")
             return f"a framework, as in '{_EXAMPLE}'" if everywhere else f"'{level}:'"
     return None
 
 
 def _level(loc: Loc) -> str:
-    if len(loc) == 1:
+    if len(loc) == 1 or isinstance(loc[1], int):
         return ""
     if loc[0] == "frameworks":
         return "frameworks" if len(loc) == 2 else str(loc[1])

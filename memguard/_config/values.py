@@ -1,6 +1,6 @@
 """The single values of a budget: text and numbers in, exact values out, and the JSON Schema of each.
 
-A parser raises ValueError. Its sentence may end with what to do ("...; write '50%'"); `problems.py` says it otherwise.
+A parser raises ValueError. Its sentence may end with what to do: "...; write '50%'". If not, `problems.py` says it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticKnownError
 
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
@@ -26,11 +26,6 @@ WARN, CRITICAL = "85%", "95%"
 MAX_PATH = 1024
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
-
-
-def wrong(message: str, fix: str) -> PydanticCustomError:
-    """An error with its own sentence and fix, as pydantic carries it from a validator to `problems.py`."""
-    return PydanticCustomError("budget", "{message}", {"message": message, "fix": fix})
 
 
 def found(value: object) -> str:
@@ -88,21 +83,21 @@ def percent(value: object) -> Fraction:
     return value
 
 
-def size(value: object) -> int:
-    """Bytes, at least one granule: a smaller number lacks its unit."""
-    bare = value.strip() if isinstance(value, str) else ""
-    if re.fullmatch("0[0-9]+", bare):
-        raise ValueError(
-            f"{found(value)} starts with 0, which some programs read as octal; write it without the leading 0"
-        )
-    if re.fullmatch("[0-9]+(_+[0-9]+)+", bare):
-        raise ValueError(f"{found(value)} is not a size: no underscores; write '{bare.replace('_', '')[:40]}'")
-    return int(_at_least(GRANULE, parse_size(value)))
+def size(value: object, least: int = GRANULE) -> int:
+    """Bytes; a number that is too small lacks its unit."""
+    if isinstance(value, str) and re.fullmatch(r"\s*0[0-9]+\s*", value):
+        raise ValueError(f"{found(value)} starts with 0: octal to some programs; write it without the leading 0")
+    size = parse_size(value)
+    if size < least:
+        why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
+        unit = _unit_missing(value, size < MIB, "MiB")
+        raise ValueError(f"{found(value)} is less than {size_text(least)}{why}{unit}")
+    return size
 
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
-    if isinstance(value, str) and re.search("[A-Za-z]", value) and _is_size(value):
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*[KMGTkmgt][Ii][Bb]\s*", value):
         raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {value.strip()}'")
     return percent(value)
 
@@ -130,22 +125,33 @@ def reserve(value: object) -> int | Literal["auto"]:
     if isinstance(value, str) and value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
-        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}")
+        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}; write 'auto', or a size such as '2GiB'")
     if isinstance(value, int) and not isinstance(value, bool) and value == 0:
         raise ValueError("a reserve of 0 cannot hold: every CUDA context takes memory; write 'auto'")
     return size(value)
 
 
-def forecast(value: object) -> float:
-    """Seconds; 0 turns the forecast off."""
+def duration(value: object, least: float, most: float, or_none: str = "") -> float:
+    """Seconds within the bounds; 0 too if `or_none` says so in the message."""
     seconds = parse_duration(value)
-    return _at_least(FORECAST[0], seconds) if seconds else seconds
+    if least <= seconds <= most or (or_none and seconds == 0):
+        return seconds
+    span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
+    raise ValueError(f"{found(value)} is not {span}" + _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
+
+
+def version(value: object) -> int:
+    """The version of the format."""
+    if isinstance(value, bool) or value != 1 or not isinstance(value, int):
+        quotes = " without quotes" if value == "1" else ""
+        raise ValueError(f"this memguard reads version 1, found {found(value)}; write 'version: 1'{quotes}")
+    return value
 
 
 def timeline(value: object) -> str:
     """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
     if not isinstance(value, str):
-        raise PydanticKnownError("string_type")
+        raise ValueError(f"timeline is the path of a file, found {found(value)}")
     if not value.strip() or value.endswith(("/", "/.", "/..")) or value in (".", ".."):
         raise ValueError(f"timeline is the path of a file, found {found(value)}, which names none")
     if not value.isprintable() or len(value) > MAX_PATH:
@@ -166,28 +172,21 @@ def device_key(value: str) -> str:
         return "GPU-" + name[4:].lower()
     if ordinal := re.fullmatch(_ORDINAL, name):
         return ordinal[2]
+    shown = found(value)
     if name.upper().startswith("GPU-"):
         fix = "copy the UUID that `nvidia-smi -L` prints, whole"
-        raise wrong(f"{found(value)} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits)", fix)
+        raise ValueError(f"{shown} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits); {fix}")
     if name.upper().startswith("MIG-"):
-        raise wrong(f"{found(value)} is a MIG instance, which this version does not support", "remove this entry")
+        raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
     if re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
         fix = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
-        raise wrong(f"{found(value)} names no GPU", fix)
+        raise ValueError(f"{shown} names no GPU; {fix}")
     return name
 
 
-def _at_least(least: float, value: float) -> float:
-    if value < least:
-        raise PydanticKnownError("greater_than_equal", {"ge": least})
-    return value
-
-
-def _is_size(value: str) -> bool:
-    try:
-        return parse_size(value) > 0
-    except ValueError:
-        return False
+def _unit_missing(value: object, likely: bool, unit: str) -> str:
+    number = re.sub(r"\.0*$", "", found(value).strip("' "))
+    return f"; write '{number}{unit}' if you mean that" if likely and number.isdecimal() else ""
 
 
 def _written(value: object) -> object:
@@ -223,7 +222,6 @@ _PATH: dict[str, Any] = {
     "maxLength": MAX_PATH,
     "pattern": r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$",
     "not": {"pattern": r"(^|/)\.{0,2}$"},
-    "examples": ["memguard.jsonl", "runs/{rank}.jsonl"],
 }
 DEVICE_KEYS: dict[str, Any] = {
     "anyOf": [
@@ -245,16 +243,16 @@ Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
 DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
 Interval = Annotated[
-    float,
-    PlainValidator(parse_duration),
-    Field(ge=INTERVAL[0], le=INTERVAL[1]),
-    _SECONDS,
-    _any_of(*_durations(*INTERVAL)),
+    float, PlainValidator(lambda value: duration(value, *INTERVAL)), _SECONDS, _any_of(*_durations(*INTERVAL))
 ]
 Forecast = Annotated[
-    float, PlainValidator(forecast), Field(le=FORECAST[1]), _SECONDS, _any_of(*_durations(*FORECAST), {"const": 0})
+    float,
+    PlainValidator(lambda value: duration(value, *FORECAST, ", or 0 for none")),
+    _SECONDS,
+    _any_of(*_durations(*FORECAST), {"const": 0}),
 ]
 Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
 TimelineSize = Annotated[
-    int, PlainValidator(parse_size), Field(ge=TIMELINE_SIZE), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))
+    int, PlainValidator(lambda value: size(value, TIMELINE_SIZE)), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))
 ]
+Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]

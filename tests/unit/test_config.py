@@ -78,7 +78,7 @@ def test_per_gpu_overrides_are_kept_in_one_spelling_and_in_file_order() -> None:
     assert list(parse(GOOD + text).devices) == [UUID, "0", "NVIDIA A100*"]
 
 
-def test_growth_is_true_unless_said_otherwise() -> None:
+def test_growth_is_true_by_default() -> None:
     assert parse(fw("tensorflow: {share: 25%}")).frameworks["tensorflow"].growth is True
     assert parse(fw("tensorflow: {share: 25%, growth: false}")).frameworks["tensorflow"].growth is False
 
@@ -93,24 +93,24 @@ def test_all_six_frameworks_may_be_named_and_only_their_own_settings_are_set() -
 
 
 @pytest.mark.parametrize(("written", "meant"), [("0", 0), ("1", 1), ("+1", 1), ("64", 64)])
-def test_nccl_is_none_unless_said_otherwise(written: str, meant: int) -> None:
+def test_nccl_is_0_by_default(written: str, meant: int) -> None:
     assert parse(GOOD).frameworks["torch"].nccl == 0
     assert parse(fw(f"torch: {{share: 50%, nccl: {written}}}")).frameworks["torch"].nccl == meant
 
 
 @pytest.mark.parametrize("written", ["primary", "own", "'own'"])
-def test_pycudas_context_is_the_primary_one_unless_said_otherwise(written: str) -> None:
+def test_pycudas_context_is_the_primary_one_by_default(written: str) -> None:
     assert parse(fw("pycuda: {share: 5%}")).frameworks["pycuda"].context == "primary"
     assert parse(fw(f"pycuda: {{share: 5%, context: {written}}}")).frameworks["pycuda"].context == written.strip("'")
-    assert parse(GOOD).frameworks["torch"].context is None, "the setting of nobody else"
+    assert parse(GOOD).frameworks["torch"].context is None, "another framework has no such setting"
 
 
-def test_a_busy_gpu_is_a_warning_unless_said_otherwise() -> None:
+def test_a_busy_gpu_is_a_warning_by_default() -> None:
     assert parse(GOOD + "on_busy: warn").on_busy == parse(GOOD).on_busy == "warn"
     assert parse(GOOD + "on_busy: raise").on_busy == parse(GOOD + "on_busy: 'raise'").on_busy == "raise"
 
 
-def test_nothing_watches_unless_said() -> None:
+def test_there_is_no_monitor_by_default() -> None:
     assert parse(GOOD).monitor is None
     assert parse(GOOD).on_pressure == parse(GOOD + "on_pressure: []").on_pressure == ()
     assert parse(WATCHED).monitor == MonitorConfig()
@@ -154,7 +154,7 @@ def test_a_forecast_of_0_is_none(written: str) -> None:
     assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"monitor: {{forecast: {written}}}"))
 
 
-def test_what_the_doctor_is_to_ignore() -> None:
+def test_the_findings_that_the_doctor_ignores() -> None:
     assert parse(GOOD).doctor is None
     assert parse(GOOD + "doctor: {}").doctor is parse(GOOD + "doctor: {ignore: []}").doctor is None
     budget = parse(GOOD + "doctor: {ignore: [preallocation, driver-minor-version]}")
@@ -349,6 +349,20 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
         assert valid({"version": 1, "frameworks": {"toy": {"share": "5%", **written}}}) is right
 
 
+def test_importing_builds_no_model_and_python_values_need_no_yaml() -> None:
+    script = """
+import sys
+from memguard import _config
+models = [_config.Budget, _config.DeviceBudget, _config.FrameworkBudget, _config.MonitorConfig, _config.DoctorConfig]
+assert not any(model.__pydantic_complete__ for model in models)
+_config.from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+assert _config.Budget.__pydantic_complete__ and "yaml" not in sys.modules
+"""
+    environ = {**os.environ, "PYTHONPATH": str(Path(_config.__file__).parents[2])}
+    run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
 # The sample files, the schema and the commands
 
 
@@ -364,7 +378,8 @@ def test_every_sample_is_a_budget_and_passes_the_schema(path: Path) -> None:
 
 def resolved(entry: dict[str, Any]) -> dict[str, Any]:
     """What a property of the schema refers to, with what it says itself."""
-    definition: dict[str, Any] = json_schema()["$defs"][entry["$ref"].rpartition("/")[2]]
+    reference = entry.get("allOf", [entry])[0]["$ref"]  # the first for pydantic before 2.9
+    definition: dict[str, Any] = json_schema()["$defs"][reference.rpartition("/")[2]]
     return definition | entry
 
 
@@ -498,7 +513,7 @@ def test_the_commands() -> None:
     assert isinstance(wrong.exception, ConfigError)
 
 
-def test_the_commands_say_where_pycuda_has_contexts_of_its_own(tmp_path: Path) -> None:
+def test_the_commands_show_that_pycuda_has_contexts_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "budget.yaml"
 
     def said(text: str) -> list[str]:
@@ -515,7 +530,7 @@ def test_the_commands_say_where_pycuda_has_contexts_of_its_own(tmp_path: Path) -
     assert "second context" not in planned
 
 
-def test_check_warns_where_the_timeline_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_warns_if_the_timeline_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(timeline: str) -> str:
         (tmp_path / "b.yaml").write_text(f"version: 1\nframeworks: {{torch: {{share: 50%}}}}\nmonitor: {timeline}\n")
         run = CliRunner().invoke(check, [str(tmp_path / "b.yaml")])
@@ -531,7 +546,7 @@ def test_check_warns_where_the_timeline_has_no_folder(tmp_path: Path, monkeypatc
     assert warning % "cannot be written to" in checked("{timeline: logs/run.jsonl}")
 
 
-def test_check_says_what_watches(tmp_path: Path) -> None:
+def test_check_shows_the_monitor(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text(WATCHED.replace("{}", "{timeline: a.jsonl}") + "on_pressure: [trim, raise]")
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "  monitor      every 500ms, warn from 85%, critical from 95%, forecast 20s ahead\n" in output
@@ -543,7 +558,7 @@ def test_check_says_what_watches(tmp_path: Path) -> None:
     assert "timeline" not in output
 
 
-def test_check_says_what_the_doctor_leaves_out(tmp_path: Path) -> None:
+def test_check_shows_what_the_doctor_ignores(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text(GOOD + "doctor: {ignore: [wsl, mig]}")
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "  doctor       leaves out wsl, mig\n" in output

@@ -1,4 +1,4 @@
-"""YAML as plain values with positions: what it takes, what it refuses, and where it says so."""
+"""YAML as plain values with positions: what it takes, what it refuses, and the place of each problem."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_broken_yaml_has_its_place_its_cause_and_a_fix(text: str, line: int, col
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "said"),
+    ("text", "line", "column", "cause"),
     [
         ("%YAML 1." + "9" * 5000 + "\n---\na: 1", 1, 9, "this is not valid YAML (ValueError"),
         ('a: "\\UFFFFFFFF"', 1, 7, "this is not valid YAML ("),
@@ -119,10 +119,10 @@ def test_broken_yaml_has_its_place_its_cause_and_a_fix(text: str, line: int, col
         ("- " * 3000, 1, 33, "nested deeper than 16"),
     ],
 )
-def test_what_is_refused_and_where(text: str, line: int, column: int, said: str) -> None:
+def test_what_is_refused_and_where(text: str, line: int, column: int, cause: str) -> None:
     found = problems(text)
     assert found[0][:2] == (line, column)
-    assert said in found[0][2]
+    assert cause in found[0][2]
     assert len(found) == 1
 
 
@@ -169,15 +169,15 @@ def test_more_than_the_cap_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "line", "column", "said"),
+    ("raw", "line", "column", "cause"),
     [
         (b"a: 1\nb: \xe4", 2, 4, "not UTF-8 text (found the byte 0xe4)"),
         ("a: 1".encode("utf-16"), 1, 1, "not UTF-8 text (UTF-16)"),
     ],
 )
-def test_bytes_that_are_not_utf_8(raw: bytes, line: int, column: int, said: str) -> None:
+def test_bytes_that_are_not_utf_8(raw: bytes, line: int, column: int, cause: str) -> None:
     with pytest.raises(Unreadable) as raised:
         decode(raw)
     problem = raised.value.problem
-    assert (problem.line, problem.column, problem.message) == (line, column, said)
+    assert (problem.line, problem.column, problem.message) == (line, column, cause)
     assert decode(b"\xef\xbb\xbfa: \xc3\xa4") == "a: ä"
