@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 BUFFERS = () if ON_CPU else ("rmm", "cuda.core")
-"""Libraries that lend and do not borrow."""
+"""Libraries that are producers only."""
 PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",

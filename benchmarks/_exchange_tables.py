@@ -1,4 +1,4 @@
-"""The tables of `exchange.py`'s results: in short for README.md, whole for docs/exchange.md. Pure."""
+"""The tables of `exchange.py`'s results: in short for docs/results.md, whole for docs/exchange.md. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ GIB = 1 << 30
 
 
 def in_short(result: dict[str, Any], two: dict[str, Any] | None) -> list[str]:
-    about, s = result["about"], result["scenarios"]
-    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+    s = result["scenarios"]
     speed, order = s["speed"], _joined(s, "order from ", "order")
     same = sum(1 for name, one in s["pairs"]["pairs"].items() if name in order and one.get("same_pointer"))
     extra, worst = max((one["extra_us"], name) for name, one in speed["speed"].items() if one["extra_us"] is not None)
     slowest = max(one["memguard"]["median_us"] for one in speed["speed"].values())
-    host = sorted(_host_ms(speed, name) for name in speed["speed"])
+    host = sorted(host_ms(speed, name) for name in speed["speed"])
     rounds, stale = sum(one["rounds"] for one in order.values()), sum(one["stale"] for one in order.values())
     by_hand = max(one["stale"] / one["rounds"] for one in s["order without memguard"]["ways"].values())
     edges = [one for name, one in s.items() if name.startswith("edges from ")]
@@ -48,20 +47,13 @@ def in_short(result: dict[str, Any], two: dict[str, Any] | None) -> list[str]:
     ]
     if two is not None:
         rates = {name: one["gb_per_s"] for name, one in two["scenarios"]["peers"]["peers"].items() if "gb_per_s" in one}
-        lines.append(
-            f"| {gib:.0f} GiB copied to another GPU | "
-            + ", ".join(f"{PLAIN[name]} {rate:.0f} GB/s" for name, rate in rates.items())
-            + " ([h200-x2-exchange.json](benchmarks/results/h200-x2-exchange.json)) |"
-        )
-    return [
-        *lines,
-        "",
-        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
-        f"[h200-exchange.json](benchmarks/results/h200-exchange.json), of memguard {about['memguard_hash']}.",
-    ]
+        copied = ", ".join(f"{PLAIN[name]} {rate:.0f} GB/s" for name, rate in rates.items())
+        lines.append(f"| {gib:.0f} GiB copied to another GPU | {copied} |")
+    return lines
 
 
-def whole(result: dict[str, Any]) -> list[str]:
+def whole(result: dict[str, Any], state: str = "") -> list[str]:
+    """`state` is appended to the last line, such as that the result is stale."""
     about, s = result["about"], result["scenarios"]
     pairs, speed, order = s["pairs"]["pairs"], s["speed"], _joined(s, "order from ", "order")
     matrix = s["dtypes"]["dtypes"]
@@ -85,13 +77,13 @@ def whole(result: dict[str, Any]) -> list[str]:
     def times(name: str) -> str:
         one = speed["speed"][name]
         best = "–" if one["best"] is None else f"{one['by_hand'][one['best']]['median_us']:.1f}"
-        return f"{one['memguard']['median_us']:.1f} / {best} / {_host_ms(speed, name):,.0f} ms"
+        return f"{one['memguard']['median_us']:.1f} / {best} / {host_ms(speed, name):,.0f} ms"
 
     calls = {target: pairs[f"{'torch' if target != 'torch' else 'cupy'} > {target}"]["call"] for target in PLAIN}
     size = f"{speed['bytes'] / GIB:.0f} GiB"
     return [
-        "What a hand-over does, as it was measured. The host waits where a kernel of a millisecond, under way before,",
-        "was done after it; otherwise a stream waits.",
+        "What each hand-over does, as measured. The host waits if a kernel of a millisecond that ran before the",
+        "hand-over was done after it; otherwise a stream waits.",
         "",
         columns,
         rule,
@@ -105,13 +97,13 @@ def whole(result: dict[str, Any]) -> list[str]:
         rule,
         *rows(times),
         "",
-        "Dtypes that are shared, by what the lender can make:",
+        "Dtypes that are shared, by what the producer can make:",
         "",
-        "| dtypes | lent by | " + " | ".join(PLAIN.values()) + " |",
+        "| dtypes | made by | " + " | ".join(PLAIN.values()) + " |",
         "| --- | --- |" + " --- |" * len(PLAIN),
         *_dtype_rows(matrix),
         "",
-        "Odd arrays, over all lenders that can make them; with `copy=True` each of these arrives with equal values:",
+        "Odd arrays, from all producers that can make them; with `copy=True` each of these arrives with equal values:",
         "",
         "| | " + " | ".join(PLAIN.values()) + " |",
         rule,
@@ -125,7 +117,7 @@ def whole(result: dict[str, Any]) -> list[str]:
         "",
         f"{about['gpu']}, driver {about['driver']}, {about['date'][:10]}: `{about['command']}`, "
         "[h200-exchange.json](../benchmarks/results/h200-exchange.json). "
-        f"TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.",
+        f"TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.{state}",
     ]
 
 
@@ -144,11 +136,11 @@ def _pair(name: str) -> str:
 
 
 def _waits(name: str, one: dict[str, Any]) -> str:
-    """Who waits for the lender's work. TensorFlow does not tell whether it has any, and waits itself when it lends."""
+    """Who waits for the producer's work. TensorFlow does not say whether it has any; its export waits."""
     return "stream" if one["running_before"] and one["running_after"] >= 0.5 * one["running_before"] else "host"
 
 
-def _host_ms(speed: dict[str, Any], name: str) -> float:
+def host_ms(speed: dict[str, Any], name: str) -> float:
     source, _, target = name.partition(" > ")
     figure: float = speed["host"]["to_host_ms"][source] + speed["host"]["from_host_ms"][target]
     return figure
@@ -168,7 +160,7 @@ def _route(one: dict[str, Any]) -> str:
 
 
 def _dtype_rows(matrix: dict[str, dict[str, str]]) -> list[str]:
-    """Dtypes in one row where lenders and borrowers are the same."""
+    """Dtypes of the same producers and consumers share a row."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     names = dict.fromkeys(dtype for outcomes in matrix.values() for dtype in outcomes)
     for dtype in names:
@@ -187,13 +179,13 @@ def _dtype_rows(matrix: dict[str, dict[str, str]]) -> list[str]:
         groups.setdefault((tuple(made), tuple(cells)), []).append(dtype)
     rows = []
     for (made, cells), dtypes in groups.items():
-        lenders = "all six" if len(made) == len(PLAIN) else ", ".join(PLAIN[name] for name in made) or "none"
-        rows.append(f"| {', '.join(dtypes)} | {lenders} | {' | '.join(cells)} |")
+        producers = "all six" if len(made) == len(PLAIN) else ", ".join(PLAIN[name] for name in made) or "none"
+        rows.append(f"| {', '.join(dtypes)} | {producers} | {' | '.join(cells)} |")
     return rows
 
 
 def _edge_rows(scenarios: dict[str, Any]) -> list[str]:
-    """Each odd array: shared or refused by each borrower, with the lenders named where they differ."""
+    """Each odd array: shared or refused by each consumer. Names the producers if they differ."""
     found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for scenario, outcome in scenarios.items():
         source = scenario.removeprefix("edges from ")

@@ -1,4 +1,4 @@
-"""Hand-overs while the producer's kernel still runs, and views that are dropped while the borrower's still reads.
+"""Hand-overs while the producer's kernel still runs, and views that are dropped while the consumer's still reads.
 
 Each framework as a producer (`work` starts about a millisecond of work that ends in a fill with the round's number, on
 a stream that nothing orders) and as a consumer (`right` reads the whole array on a stream of its own).
@@ -383,12 +383,12 @@ def controls(count: int) -> dict[str, Any]:
     return {"ways": outcome}
 
 
-# The view is dropped while the borrower still reads
+# The view is dropped while the consumer still reads
 
 _LONG = 0.005
 
 
-class Borrower:
+class LateReader:
     """`read(y)` starts a read of y behind 5 ms of other work, and returns what will hold the values."""
 
     def __init__(self, name: str) -> None:
@@ -442,10 +442,10 @@ class Borrower:
             return not bool((out == float(number)).all())
 
 
-def dropped(lender: str, borrower: str, hand: Callable[[Any], Any], count: int) -> dict[str, Any]:
-    """The lender lets go at once, and takes memory of the same size again and overwrites it."""
-    make = _filler(lender)
-    reads = Borrower(borrower)
+def dropped(producer: str, consumer: str, hand: Callable[[Any], Any], count: int) -> dict[str, Any]:
+    """The producer deletes its array at once, then allocates memory of the same size and overwrites it."""
+    make = _filler(producer)
+    reads = LateReader(consumer)
     wrong = reused = 0
     for number in range(1, count + 1):
         x = make(float(number))

@@ -53,7 +53,7 @@ def refusal(error: BaseException) -> str:
 
 
 def still_open() -> int:
-    """Loans that have not ended, a moment after the last view has gone."""
+    """Hand-overs that have not ended a moment after the last view was freed."""
     from memguard.exchange import lifetimes
 
     gc.collect()
@@ -333,7 +333,7 @@ def order(source: str) -> dict[str, Any]:
 
 
 def dropped() -> dict[str, Any]:
-    """The view goes while the borrower still reads, and the lender's memory is taken and overwritten at once."""
+    """The view goes while the consumer still reads, and the producer's memory is taken and overwritten at once."""
     names = ("torch", "tensorflow") if ON_CPU else ("torch", "tensorflow", "cupy", "jax")
     start(*names)
     import tensorflow as tf
@@ -343,14 +343,14 @@ def dropped() -> dict[str, Any]:
     found, without = {}, {}
     take = tf.experimental.dlpack.from_dlpack
     pairs = ("torch", "tensorflow"), ("cupy", "tensorflow"), ("jax", "tensorflow"), ("cupy", "torch"), ("jax", "torch")
-    for lender, borrower in pairs:
-        if lender in names:
+    for producer, consumer in pairs:
+        if producer in names:
 
-            def hand(x: Any, borrower: str = borrower) -> Any:
-                return exchange().to(x, borrower)
+            def hand(x: Any, consumer: str = consumer) -> Any:
+                return exchange().to(x, consumer)
 
-            _order.dropped(lender, borrower, hand, 3)
-            found[f"{lender} > {borrower}"] = _order.dropped(lender, borrower, hand, count)
+            _order.dropped(producer, consumer, hand, 3)
+            found[f"{producer} > {consumer}"] = _order.dropped(producer, consumer, hand, count)
     ways: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "torch > tensorflow: tf.experimental.dlpack.from_dlpack(x.__dlpack__())": (
             "torch", "tensorflow", lambda x: take(x.__dlpack__())
@@ -358,8 +358,8 @@ def dropped() -> dict[str, Any]:
     }  # fmt: skip
     if not ON_CPU:
         ways["cupy > torch: torch.from_dlpack(x)"] = ("cupy", "torch", torch.from_dlpack)
-    for name, (lender, borrower, call) in ways.items():
-        without[name] = _order.dropped(lender, borrower, call, count)
+    for name, (producer, consumer, call) in ways.items():
+        without[name] = _order.dropped(producer, consumer, call, count)
     return {"dropped": found, "without": without, "open": still_open()}
 
 

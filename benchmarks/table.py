@@ -1,8 +1,9 @@
-"""The tables of README.md and docs/exchange.md, made from the committed results, and which of those are stale.
+"""README's ledger and table, docs/results.md and the tables of docs/exchange.md, made from the committed results.
 
-python benchmarks/table.py            # print README's
-python benchmarks/table.py --write    # put them into README.md and docs/exchange.md
-python benchmarks/table.py --status   # which results are stale
+python benchmarks/table.py            # write them into those files, between their markers
+python benchmarks/table.py --status   # print which results are stale
+
+A result is STALE if `memguard/` has changed since it was measured (`source_hash`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-EXCHANGE_BEGIN, EXCHANGE_END = "<!-- exchange: begin -->", "<!-- exchange: end -->"
+STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -28,8 +28,35 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
+def stale(result: dict[str, Any]) -> bool:
+    """Whether memguard has changed since this was measured. The doctor's result is of the whole package."""
+    return result["about"]["memguard_hash"] not in {source_hash(), source_hash(whole=True)}
+
+
 def short(exception: str | None) -> str:
     return "nothing" if exception is None else exception.removeprefix("builtins.").split(".")[-1]
+
+
+def linked(name: str, folder: str = "../") -> str:
+    """A link to a result, from docs/ or from where `folder` says."""
+    return f"[{name}]({folder}benchmarks/results/{name})"
+
+
+def origin(name: str, result: dict[str, Any]) -> list[str]:
+    """What measured the result, when, on which source, and the checks that did not pass."""
+    about, checks = result["about"], result["checks"]
+    passed = sum(1 for ok, _ in checks.values() if ok)
+    line = (
+        f"{passed} of {len(checks)} checks passed, {about['date'][:10]}: `{about['command']}`, {linked(name)}, "
+        f"of memguard {about['memguard_hash']}."
+    )
+    return [line + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
+
+
+def missed(*results: dict[str, Any]) -> list[str]:
+    """The checks that did not pass, each with its figure."""
+    failed = [f"{name}: {what}" for result in results for name, (ok, what) in result["checks"].items() if not ok]
+    return ["", "**Missed:**", "", *(f"- {line}" for line in failed)] if failed else []
 
 
 def main_job() -> list[str]:
@@ -38,7 +65,6 @@ def main_job() -> list[str]:
     before, after = scenarios["without_memguard"], scenarios["together"]
     versions, nvml = about["versions"], after["nvml"]
     pair = scenarios["torch_and_pycuda"]["readings"]
-    passed = sum(1 for ok, _ in result["checks"].values() if ok)
     worst = max((reading["unaccounted"] for reading in pair), key=abs)
 
     def with_it(name: str) -> str:
@@ -53,7 +79,7 @@ def main_job() -> list[str]:
         return f"dies: `{short(before[name]['exception'])}`: {text[:60]}"
 
     took, left = before["tensorflow_took"] / MIB, before["left_free"] / GIB
-    samples = f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']} samples, one each 50 ms"
+    samples = f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']} samples, one every 50 ms"
     ledgers = f"{len(after['readings'] + pair)} ledgers, each summing to NVML's total to the byte"
     unaccounted = f"unaccounted {worst / MIB:+.0f} MiB at worst with PyTorch and PyCUDA live"
     signal, cured = -scenarios["order_control"]["returncode"], scenarios["order_cured"]["multiprocessors"]
@@ -64,7 +90,7 @@ def main_job() -> list[str]:
         ("PyTorch", without("torch"), with_it("torch")),
         ("PyCUDA", without("pycuda"), with_it("pycuda")),
         ("the process, by NVML", f"leaves {left:.1f} GiB of the card", samples),
-        ("says who holds it", "nobody", f"{ledgers}; {unaccounted}"),
+        ("who holds the memory", "nothing says", f"{ledgers}; {unaccounted}"),
         (
             "`import tensorflow` before `import torch`",
             f"first matrix product dies of signal {signal}",
@@ -72,15 +98,17 @@ def main_job() -> list[str]:
         ),
     ]
     return [
-        f"One process on an {about['gpu']}, limit 40 GiB. Without: TensorFlow first, then 4 GiB for each other.",
+        "## Three frameworks under one limit",
+        "",
+        f"One process on an {about['gpu']}, limit 40 GiB. Without memguard TensorFlow goes first, then each of "
+        "the others asks for 4 GiB.",
         "",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
         f"¹ TensorFlow {versions['tensorflow']}, {about['tensorflow_build']}. PyTorch {versions['torch']}, "
         f"PyCUDA {versions['pycuda']}, driver {about['driver']}.",
-        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
-        f"[h200-main-job.json](benchmarks/results/h200-main-job.json), of memguard {about['memguard_hash']}.",
-        *missed(result),
+        "",
+        *origin("h200-main-job.json", result),
     ]
 
 
@@ -97,124 +125,145 @@ def light() -> list[str]:
         return f"{value['median'] * 1e3:.2f} ms ({value['p5'] * 1e3:.2f}–{value['p95'] * 1e3:.2f})"
 
     return [
-        "| what it costs before any work | median (5 %–95 %) |",
+        "## Cost of the start",
+        "",
+        "| before any work | median (5 %–95 %) |",
         "| --- | --- |",
         f"| `import memguard`, as a ratio to `import pydantic, yaml` | {spread(ratio)}; "
         f"the control against itself {spread(control)} |",
         f"| `memguard.init`, no framework imported, its dependencies loaded | {ms(alone)} |",
         f"| the same in a fresh interpreter, imports of pydantic, PyYAML, nvidia-ml-py included | {ms(everything)} |",
         f"| a plan of 6 frameworks × 8 GPUs | {ms(plan)} |",
-        *missed(result),
+        "",
+        *origin("h200-light.json", result),
     ]
 
 
 def gpu_tests() -> list[str]:
     lines = []
     for path in sorted(RESULTS.glob("*gpu-tests.json")):
-        result = json.loads(path.read_text())
-        outcomes = list(result["results"].values())
-        passed, failed = outcomes.count("passed"), outcomes.count("failed")
-        gpus = f"{result['about']['gpus']} × {result['about']['gpu']}"
-        lines.append(
-            f"`tests/gpu` on {gpus}: {passed} passed, {failed} failed ([{path.name}](benchmarks/results/{path.name}))."
-        )
-    return lines
+        result = load(path.name)
+        old = f" **{STALE}**" if stale(result) else ""
+        lines.append(f"- {outcomes(result)}, {result['about']['date'][:10]}: {linked(path.name)}.{old}")
+    return ["## Tests on a GPU", "", "`tests/gpu`:", "", *lines]
+
+
+def outcomes(result: dict[str, Any]) -> str:
+    """How many tests passed and failed, and on how many GPUs."""
+    found, about = list(result["results"].values()), result["about"]
+    return f"{found.count('passed')} passed, {found.count('failed')} failed on {about['gpus']} × {about['gpu']}"
 
 
 def all_frameworks() -> list[str]:
-    result = load("h200-all-frameworks.json")
-    about, scenarios = result["about"], result["scenarios"]
-    six, loop, hour = scenarios["together"], scenarios["loop"], scenarios["simulated_hour"]
-    versions = about["versions"]
-    passed = sum(1 for ok, _ in result["checks"].values() if ok)
-    pairs = result["checks"]["30 import orders alive and capped"][1]
+    result, ddp = load("h200-all-frameworks.json"), load("h200-x2-ddp.json")
+    versions, scenarios = result["about"]["versions"], result["scenarios"]
+    # A short run leaves out the loop and the hour.
+    six, loop, hour = scenarios["together"], scenarios.get("loop"), scenarios.get("simulated_hour")
     rows = []
     for name, label in LABELS.items():
         one = six["driven"][name]
         most, cap, refusals = one["most_held"] / MIB, one["cap"] / MIB, one["refusals"]
         rows.append(
             f"| {label} | {most:,.0f} of {cap:,.0f} MiB | `{short(refusals[0]['exception'])}`, {len(refusals)} times | "
-            f"{loop['refused'][name]} |"
+            f"{loop['refused'][name] if loop else 'not measured'} |"
         )
     worst = max(six["readings"], key=lambda r: abs(r["unaccounted"]))
-    ddp = load("h200-x2-ddp.json")
     took = [max(r["overhead"] for r in one["readings"]) / MIB for one in ddp["ranks"]]
     kept = ddp["ranks"][0]["reserve"] / MIB
-    most = {name: s["nvml"]["max_bytes"] / GIB for name, s in (("six", six), ("loop", loop))}
+    notes = [
+        f"The process, by NVML every 50 ms: at most {six['nvml']['max_bytes'] / GIB:.2f} GiB in "
+        f"{six['nvml']['samples']} samples.",
+        f"{len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted "
+        f"{worst['unaccounted'] / MIB:+.0f} MiB at worst (TensorFlow's unseen pool in it).",
+    ]
+    if loop:
+        notes.append(
+            f"In five minutes at the caps ({loop['allocated']:,} allocations, {loop['readings']} ledgers, TensorFlow "
+            f"without growth) the process takes at most {loop['nvml']['max_bytes'] / GIB:.2f} GiB in "
+            f"{loop['nvml']['samples']} samples, and unaccounted drifts by {loop['unaccounted_drift'] / MIB:.0f} MiB."
+        )
+    if hour:
+        notes.append(f"In a simulated hour unaccounted drifts by {hour['unaccounted_drift'] / MIB:.0f} MiB.")
+    orders = result["checks"].get("30 import orders alive and capped")
+    if orders:
+        notes.append(f"Orders of importing two frameworks, with both alive and capped: {orders[1]}.")
     return [
-        f"All six in one process, limit 40 GiB (caps {six['sum_of_caps'] / GIB:.2f} GiB together), each emptied and",
+        "## All six frameworks under one limit",
+        "",
+        f"All six in one process, limit 40 GiB (caps {six['sum_of_caps'] / GIB:.2f} GiB together). Each is emptied and",
         "driven to its refusal while the other five are full:",
         "",
         "| | most held | refuses with | refusals in five minutes at the caps |",
         "| --- | --- | --- | --- |",
         *rows,
         "",
-        f"- The process, by NVML every 50 ms: at most {most['six']:.2f} GiB in {six['nvml']['samples']} samples, and "
-        f"{most['loop']:.2f} GiB in {loop['nvml']['samples']} of the five minutes.",
-        f"- {len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted "
-        f"{worst['unaccounted'] / MIB:+.0f} MiB at worst (TensorFlow's unseen pool in it). In five minutes "
-        f"({loop['allocated']:,} allocations, {loop['readings']} ledgers, TensorFlow without growth) it drifts by "
-        f"{loop['unaccounted_drift'] / MIB:.0f} MiB; in a simulated hour by {hour['unaccounted_drift'] / MIB:.0f} MiB.",
-        f"- Import orders of two, alive and capped: {pairs}.",
-        f"- PyTorch DDP on two GPUs (NCCL): {took[0]:,.0f} and {took[1]:,.0f} MiB outside torch's cap at most, in a "
-        f"reserve of {kept:,.0f} MiB ([h200-x2-ddp.json](benchmarks/results/h200-x2-ddp.json)).",
+        *(f"- {note}" for note in notes),
         "",
-        f"JAX {versions['jax']}, CuPy {versions['cupy-cuda13x']}, Numba-CUDA {versions['numba-cuda']}. "
-        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
-        "[h200-all-frameworks.json](benchmarks/results/h200-all-frameworks.json), "
-        f"of memguard {about['memguard_hash']}.",
-        *missed(result, ddp),
+        f"JAX {versions['jax']}, CuPy {versions['cupy-cuda13x']}, Numba-CUDA {versions['numba-cuda']}.",
+        "",
+        *origin("h200-all-frameworks.json", result),
+        "",
+        f"PyTorch DDP on two GPUs (NCCL): {took[0]:,.0f} and {took[1]:,.0f} MiB outside torch's cap at most, in a "
+        f"reserve of {kept:,.0f} MiB.",
+        "",
+        *origin("h200-x2-ddp.json", ddp),
     ]
 
 
 def watch() -> list[str]:
-    if not (RESULTS / "h200-watch.json").exists():
-        return []
-    result = load("h200-watch.json")
-    about, scenarios = result["about"], result["scenarios"]
-    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+    result, timeline, startup = load("h200-watch.json"), load("replay.json"), load("startup.json")
+    scenarios = result["scenarios"]
     reports = {name: one for name, one in scenarios.items() if one.get("report")}
     shown = scenarios["cupy, card full"]
     leak, saw, tick, ops = (scenarios[name] for name in ("leak", "sawtooth", "tick", "small ops"))
     ratio, control = ops["ratio"], ops["control"]
-    replay = load("replay.json")["runs"][-1]
-    start = load("startup.json")["start"]
+    start = startup["start"]
     armed = start["with"]["median_ms"] - start["without"]["median_ms"]
     return [
-        "An out-of-memory error as memguard explains it (CuPy asks, PyTorch and another process hold the card):",
+        "## Watching and out-of-memory reports",
+        "",
+        "An out-of-memory error as memguard explains it. CuPy asks; PyTorch and another process hold the card:",
         "",
         "```",
         *shown["printed"].splitlines(),
         "```",
         "",
-        "| watching | measured |",
+        "| | measured |",
         "| --- | --- |",
-        f"| out-of-memory errors driven for real, by the own cap and by a sibling on a full card | "
+        f"| real out-of-memory errors, at the framework's own cap and on a card that a sibling filled | "
         f"{len(reports)}, each with its report |",
         f"| a leak of 1 GiB a second from 20 GiB below the cap | announced {leak['announced_before_oom_s']} s before "
         "the error |",
         f"| a sawtooth workload, up to {max(saw['most'].values()):.0%} of its cap, at 10 Hz | {len(saw['alarms'])} "
         f"alarms in {saw['seconds_run'] / 60:.0f} minutes |",
-        f"| one tick with all six live | {tick['tick_us']['median']:.0f} µs median (90 %: "
+        f"| one sample with all six live | {tick['tick_us']['median']:.0f} µs median (90 %: "
         f"{tick['tick_us']['p90']:.0f}); the probes alone {sum(tick['probes_us'].values()):.0f} |",
-        f"| small PyTorch operations with the monitor at 10 Hz, as a ratio to without | {ratio['median']:.4f} (95 %: "
-        f"{ratio['low']:.4f}–{ratio['high']:.4f}); without against without {control['median']:.4f} "
-        f"({control['low']:.4f}–{control['high']:.4f}), {ops['pairs']} pairs |",
-        f"| replay of a timeline of {replay['samples']:,} samples, no GPU | {replay['seconds']:.0f} s, "
-        f"{replay['peak_rss_kib'] / 1024:.0f} MiB |",
+        "| small PyTorch operations with the monitor at 10 Hz: their time as a ratio to without | "
+        f"{ratio['median']:.4f} (95 %: {ratio['low']:.4f}–{ratio['high']:.4f}); without against without "
+        f"{control['median']:.4f} ({control['low']:.4f}–{control['high']:.4f}), {ops['pairs']} pairs |",
+        "",
+        *origin("h200-watch.json", result),
+        "",
+        "Without a GPU:",
+        "",
+        "| | measured |",
+        "| --- | --- |",
+        *(
+            f"| replay of a timeline of {run['samples']:,} samples of six frameworks | {run['seconds']:.1f} s, "
+            f"{run['peak_rss_kib'] / 1024:.0f} MiB |"
+            for run in timeline["runs"]
+        ),
         f"| start of a Python that has memguard in its environment, without MEMGUARD_CONFIG | {armed:+.2f} ms |",
         "",
-        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
-        f"[h200-watch.json](benchmarks/results/h200-watch.json), of memguard {about['memguard_hash']}.",
-        *missed(result),
+        *origin("replay.json", timeline),
         "",
+        *origin("startup.json", startup),
     ]
 
 
 def doctor() -> list[str]:
     result = load("h200-doctor.json")
-    about, scenarios = result["about"], result["scenarios"]
-    passed = sum(1 for ok, _ in result["checks"].values() if ok)
+    scenarios = result["scenarios"]
 
     def found(name: str) -> str:
         names = [f"`{n}` ({s})" if s and not s.startswith("GPU-") else f"`{n}`" for n, kind, s, _ in
@@ -234,88 +283,216 @@ def doctor() -> list[str]:
         ("another process holds all but 320 MiB", "a full card"),
     )
     return [
-        "`memguard doctor` on the same GPU:",
+        "## Doctor",
         "",
-        "| what was done | found, above info |",
+        "`memguard doctor` on an H200:",
+        "",
+        "| what was done | findings above info |",
         "| --- | --- |",
         *(f"| {what} | {found(name)} |" for what, name in rows),
-        f"| six frameworks, each in a process of its own, and two processes of several | {times['median']:.1f} s "
-        f"(median of {len(times['runs'])}; at most {max(times['runs']):.1f} s) |",
+        "| the doctor's time: six frameworks, each in its own process, and two processes with several | "
+        f"{times['median']:.1f} s (median of {len(times['runs'])}; at most {max(times['runs']):.1f} s) |",
         "",
-        f"{passed} of {len(result['checks'])} checks passed, {about['date'][:10]}: `{about['command']}`, "
-        f"[h200-doctor.json](benchmarks/results/h200-doctor.json), of memguard {about['memguard_hash']}.",
-        *missed(result),
-        "",
+        *origin("h200-doctor.json", result),
     ]
 
 
 def exchange() -> list[str]:
-    """README's part of the exchange; nothing where it was not measured yet."""
-    if not (RESULTS / "h200-exchange.json").exists():
-        return []
-    result = load("h200-exchange.json")
-    two = load("h200-x2-exchange.json") if (RESULTS / "h200-x2-exchange.json").exists() else None
-    return [*_exchange_tables.in_short(result, two), *missed(result, *([two] if two else [])), ""]
-
-
-def exchange_document() -> str:
-    """What stands between the marks of docs/exchange.md; nothing where it was not measured yet."""
-    if not (RESULTS / "h200-exchange.json").exists():
-        return ""
-    return "\n".join(_exchange_tables.whole(load("h200-exchange.json")))
-
-
-def missed(*results: dict[str, Any]) -> list[str]:
-    """The checks that did not pass, each with its figure."""
-    failed = [f"{name}: {what}" for result in results for name, (ok, what) in result["checks"].items() if not ok]
-    return ["", "**Missed:**", "", *(f"- {line}" for line in failed)] if failed else []
-
-
-def ledger() -> list[str]:
-    text = load("h200-main-job.json")["mixed_workload"]["ledger"]
-    lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
+    result, two = load("h200-exchange.json"), load("h200-x2-exchange.json")
     return [
-        "The ledger after [examples/mixed_workload.py](examples/mixed_workload.py) (TensorFlow prepares images,",
-        "PyTorch trains, CuPy, JAX and Numba work on the scores, a PyCUDA kernel smooths them):",
+        "## Exchange",
         "",
-        "```",
-        *lines,
-        "```",
+        "Every pair is in [exchange.md](exchange.md).",
+        "",
+        *_exchange_tables.in_short(result, two),
+        "",
+        *origin("h200-exchange.json", result),
+        "",
+        *origin("h200-x2-exchange.json", two),
     ]
 
 
-def tables() -> str:
-    parts = (main_job(), [""], all_frameworks(), [""], watch(), exchange(), doctor(), gpu_tests(), [""], ledger(), [""])
-    return "\n".join([line for part in parts for line in part] + light())
+def exchange_document() -> str:
+    """What stands between the markers of docs/exchange.md."""
+    result = load("h200-exchange.json")
+    return "\n".join(_exchange_tables.whole(result, f" **{STALE}**" if stale(result) else ""))
+
+
+def overview() -> list[str]:
+    """Every result, whether it is current, and how many of its checks passed."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.json")):
+        result = load(path.name)
+        about, checks = result["about"], result.get("checks", {})
+        gpus = f"{about['gpus']} × {about['gpu']}" if about["gpu"] else "no GPU"
+        passed = sum(1 for ok, _ in checks.values() if ok)
+        counted = f"{passed} of {len(checks)}" if checks else "–"
+        state = "STALE" if stale(result) else "current"
+        rows.append(f"| {linked(path.name)} | {gpus} | {about['date'][:10]} | {counted} | {state} |")
+    return ["| result | on | measured | checks passed | |", "| --- | --- | --- | --- | --- |", *rows]
+
+
+def results() -> str:
+    """What stands between the markers of docs/results.md."""
+    parts = (overview, main_job, all_frameworks, watch, exchange, doctor, gpu_tests, light)
+    return "\n\n".join("\n".join(part()) for part in parts)
+
+
+def readme_ledger() -> str:
+    result = load("h200-main-job.json")
+    text = result["mixed_workload"]["ledger"]
+    lines = [line.rstrip() for line in text.split("\nnote:")[0].splitlines()]
+    old = f" {STALE}" if stale(result) else ""
+    return "\n".join(
+        [
+            "```",
+            *lines,
+            "```",
+            "",
+            f"Printed by [mixed_workload.py](examples/mixed_workload.py) on {about_gpu(result)}, after work in all six",
+            f"({linked('h200-main-job.json', '')}).{old}",
+        ]
+    )
+
+
+def about_gpu(result: dict[str, Any]) -> str:
+    return f"an {result['about']['gpu']}, driver {result['about']['driver']}"
+
+
+def readme_table() -> str:
+    """At most twelve rows, each with the result that it comes from."""
+    names = ("main-job", "all-frameworks", "watch", "exchange", "light")
+    job, six, watched, handed, start = (load(f"h200-{name}.json") for name in names)
+    alone, after = job["scenarios"]["without_memguard"], job["scenarios"]["together"]
+    readings = after["readings"] + job["scenarios"]["torch_and_pycuda"]["readings"]
+    exact = sum(1 for reading in readings if reading["sum_minus_total"] == 0)
+    together, loop = six["scenarios"]["together"], six["scenarios"].get("loop")
+    ops, speed = watched["scenarios"]["small ops"]["ratio"], handed["scenarios"]["speed"]
+    slowest = max(one["memguard"]["median_us"] for one in speed["speed"].values())
+    host = sorted(_exchange_tables.host_ms(speed, pair) for pair in speed["speed"])
+
+    def stops(name: str) -> str:
+        one = after["driven"][name]
+        return f"{_exchange_tables.PLAIN[name]} at {one['most_held'] / MIB:,.0f} of {one['cap'] / MIB:,.0f} MiB"
+
+    def process(nvml: dict[str, Any]) -> str:
+        return f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']:,} samples"
+
+    rows = [
+        (
+            "Without memguard: TensorFlow, then PyTorch and PyCUDA",
+            f"TensorFlow takes {alone['tensorflow_took'] / MIB:,.0f} MiB; PyTorch dies with "
+            f"`{short(alone['torch']['exception'])}`, PyCUDA with `{short(alone['pycuda']['exception'])}`",
+            "main-job",
+        ),
+        (
+            "With a limit of 40 GiB, each asking until it is refused",
+            f"{stops('tensorflow')}, {stops('torch')}, {stops('pycuda')}, each with its own error",
+            "main-job",
+        ),
+        ("The process meanwhile, by NVML every 50 ms", process(after["nvml"]), "main-job"),
+        ("Ledgers that sum to NVML's total, to the byte", f"{exact} of {len(readings)}", "main-job"),
+        (
+            "`import tensorflow` before `import torch`",
+            f"PyTorch dies of signal {-job['scenarios']['order_control']['returncode']}; with memguard it sees "
+            f"{job['scenarios']['order_cured']['multiprocessors']} multiprocessors",
+            "main-job",
+        ),
+        (
+            f"All six, caps of {together['sum_of_caps'] / GIB:.2f} GiB in a limit of 40 GiB",
+            process(together["nvml"]),
+            "all-frameworks",
+        ),
+    ]
+    if loop:
+        rows.append(
+            (
+                "Five minutes at those caps",
+                f"{loop['allocated']:,} allocations, {sum(loop['refused'].values()):,} refusals; unaccounted memory "
+                f"drifts by {loop['unaccounted_drift'] / MIB:.0f} MiB",
+                "all-frameworks",
+            )
+        )
+    rows += [
+        (
+            "A leak of 1 GiB/s, 20 GiB below the cap",
+            f"announced {watched['scenarios']['leak']['announced_before_oom_s']} s before the error",
+            "watch",
+        ),
+        (
+            "Small PyTorch operations with the monitor at 10 Hz",
+            f"{ops['median']:.4f} times as long (95 %: {ops['low']:.4f}–{ops['high']:.4f})",
+            "watch",
+        ),
+        (
+            f"{speed['bytes'] / GIB:.0f} GiB to another framework, {len(speed['speed'])} pairs",
+            f"at most {slowest:.0f} µs; through the host {host[0]:,.0f} to {host[-1]:,.0f} ms",
+            "exchange",
+        ),
+        (
+            "`memguard.init`, no framework imported (aim: 50 ms)",
+            f"{start['init']['init_s']['median'] * 1e3:.0f} ms",
+            "light",
+        ),
+    ]
+    lines = []
+    for what, measured, name in rows:
+        old = " STALE" if stale(load(f"h200-{name}.json")) else ""
+        lines.append(f"| {what} | {measured} | [{name}](benchmarks/results/h200-{name}.json){old} |")
+    tests = [(path.name, load(path.name)) for path in sorted(RESULTS.glob("*gpu-tests.json"))]
+    found = "; ".join(outcomes(result) for _, result in tests)
+    old = " STALE" if any(stale(result) for _, result in tests) else ""
+    links = ", ".join(f"[{name.removesuffix('.json')}](benchmarks/results/{name})" for name, _ in tests)
+    lines.append(f"| The tests in `tests/gpu` | {found} | {links}{old} |")
+    everything, about = [load(path.name) for path in RESULTS.glob("*.json")], job["about"]
+    failed = sum(1 for result in everything for ok, _ in result.get("checks", {}).values() if not ok)
+    return "\n".join(
+        [
+            "| | measured | result |",
+            "| --- | --- | --- |",
+            *lines,
+            "",
+            f"On {about_gpu(job)}. TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.",
+            *([STALE] if any(stale(result) for result in everything) else []),
+            f"[docs/results.md](docs/results.md) has all figures, and the {failed} checks that were missed.",
+        ]
+    )
+
+
+PLACES = {
+    "README.md": (("ledger", readme_ledger), ("results", readme_table)),
+    "docs/results.md": (("results", results),),
+    "docs/exchange.md": (("exchange", exchange_document),),
+}
+"""What is generated: for each file the names of its markers, and what makes the text between them."""
+
+
+def generated(document: str, text: str) -> str:
+    """The text of a document with its generated parts made anew."""
+    for name, make in PLACES[document]:
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def status() -> list[str]:
-    """One line for each result: measured when, on what, and whether memguard has changed since (`source_hash`)."""
-    current = {source_hash(), source_hash(whole=True)}
+    """One line for each result: measured when, on what, and whether memguard has changed since."""
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
-        about = json.loads(path.read_text())["about"]
-        fresh = about["memguard_hash"] in current
-        state = "current" if fresh else "STALE: memguard/ has changed since"
+        result = load(path.name)
+        about, state = result["about"], STALE if stale(result) else "current"
         lines.append(f"{path.name}: {about['gpu'] or 'no GPU'}, {about['date'][:10]}: {state}")
     return lines
-
-
-def _put(path: Path, begin: str, shown: str, end: str) -> None:
-    text = path.read_text()
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    path.write_text(f"{head}{begin}\n{shown}\n{end}{tail}")
 
 
 def main() -> int:
     if "--status" in sys.argv:
         print("\n".join(status()))
         return 0
-    if "--write" in sys.argv:
-        _put(ROOT / "README.md", BEGIN, tables(), END)
-        _put(ROOT / "docs" / "exchange.md", EXCHANGE_BEGIN, exchange_document(), EXCHANGE_END)
-        return 0
-    print(tables())
+    for document in PLACES:
+        path = ROOT / document
+        path.write_text(generated(document, path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -2,9 +2,9 @@
 
     python examples/exchange_all_six.py [--cpu]
 
-Each framework gets the array from the one before it and sums it up. What PyTorch gets at the end lies where it began.
-The exit code is 1 where something was copied or a sum is wrong. With `--cpu` the way is that of host memory:
-TensorFlow, JAX, NumPy.
+Each framework gets the array from the one before it and computes its sum. The array that PyTorch gets at the end has
+the address of the first one. The exit code is 1 if something was copied or a sum is wrong. `--cpu` runs it on host
+arrays: TensorFlow, JAX, NumPy.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def main() -> int:
         start = torch.arange(4096, dtype=torch.float32, device="cpu" if on_host else "cuda")
         expected, array, fine = SUMS["torch"](start), start, True
         for name in way:
-            array = exchange.to(array, name, copy=False)  # NumPy's views of JAX's arrays are read-only, and stay so
+            array = exchange.to(array, name, copy=False)  # NumPy's view of JAX's array is read-only
             found, route = SUMS[name](array), exchange.last_route()
             print(f"{route}; {name} sums {found:.0f}")
             fine &= route.way == "shared" and found == expected
         there = array.data_ptr() == start.data_ptr()
-        del array  # in PyCUDA's context, of which the views were made
+        del array  # while PyCUDA's context, in which its view was made, is current
     print(f"all shared, all sums right: {fine}; at the end in the same memory: {there}")
     return 0 if fine and there else 1
 

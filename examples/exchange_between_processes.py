@@ -1,10 +1,10 @@
-"""A GPU array from one process to another, from PyTorch to CuPy, without the host in between.
+"""A GPU array from one process to another, from PyTorch to CuPy, without going through the host.
 
     python examples/exchange_between_processes.py
 
-The first process exports a tensor and starts the second with the handle in its environment. What the second writes is
-seen by all who attach; the tensor itself is untouched, as a copy was exported. Each process would have its budget:
-`memguard.init("budget.yaml")` in the first line of each.
+The first process exports a tensor and starts the second with the handle in its environment. All processes that attach
+it see what the second writes. The tensor itself does not change, because a copy was exported. In a real program each
+process has a budget: `memguard.init("budget.yaml")` in the first line of each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A CuPy array that TensorFlow reads where it lies: no host, no file, no CUDA IPC.
+"""TensorFlow reads a CuPy array in place: no host, no file, no CUDA IPC.
 
     python examples/exchange_cupy_to_tensorflow.py
 
-Shows: the array is still being computed, on a stream of its own, when it is handed over, and TensorFlow reads it
-finished; the dtype comes along; what has gaps is copied on the GPU where that is asked for. Each step is checked, and
-the exit code is 1 where one fails. CuPy has no arrays on the host, so there is no `--cpu`.
+Shows: the array is handed over while a stream still computes it, and TensorFlow reads the finished values; the dtype
+stays; an array with gaps is copied on the GPU if you ask for it. Each step is checked, and the exit code is 1 if one
+fails. CuPy has no host arrays, so there is no `--cpu`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     rows, columns = 2048, 4096
     with cupy.cuda.Stream(non_blocking=True):
         table = cupy.zeros((rows, columns))  # float64
-        for _ in range(200):  # still under way below: no other stream waits for this one by itself
+        for _ in range(200):  # still running below: no other stream waits for this one unless it is told to
             table += 1
         seen = exchange.to(table, "tensorflow")
         print(exchange.last_route())

@@ -2,11 +2,11 @@
 
     python examples/exchange_pycuda_and_tensorflow.py
 
-Shows: `exchange.pycuda_context` makes TensorFlow's context PyCUDA's, so that there is no second one; a PyCUDA kernel
-reads TensorFlow's result and TensorFlow reads the kernel's, both without a copy. Each step is checked, and the exit
-code is 1 where one fails. PyCUDA has no arrays on the host, so there is no `--cpu`; its kernels need nvcc.
+Shows: `exchange.pycuda_context` makes TensorFlow's context current for PyCUDA, so there is no second one; a PyCUDA
+kernel reads TensorFlow's result, and TensorFlow reads the kernel's, both without a copy. Each step is checked, and the
+exit code is 1 if one fails. PyCUDA has no host arrays, so there is no `--cpu`; its kernels need nvcc.
 
-tensorflow_pycuda_contexts.py has what is usually advised about contexts, and what is true of it.
+tensorflow_pycuda_contexts.py has the usual advice about contexts, and what is true of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     import tensorflow as tf
 
     with tf.device("/GPU:0"):
-        squares = tf.square(tf.range(256, dtype=tf.float32))  # TensorFlow first, or PyCUDA: the order is all one
+        squares = tf.square(tf.range(256, dtype=tf.float32))  # TensorFlow or PyCUDA first: the order does not matter
 
     with exchange.pycuda_context(0) as context:
         import pycuda.driver as drv
@@ -53,7 +53,7 @@ def main() -> int:
         shared = exchange.to(seen, "pycuda").ptr == halves.ptr
         expected = tf.constant(np.arange(256, dtype=np.float32) ** 2 / 2)
         right = bool(tf.reduce_all(seen == expected))
-        del read, halves, seen  # PyCUDA's memory is given back on the thread and in the context that it is of
+        del read, halves, seen  # PyCUDA frees memory in the thread and the context where it was allocated
 
     print(f"one context: {one_context}; the same memory: {shared}; values right: {right}")
     return 0 if one_context and shared and right else 1

@@ -1,9 +1,9 @@
-"""A PyTorch matrix that TensorFlow reads where it lies, and TensorFlow's product that PyTorch reads where it lies.
+"""TensorFlow reads a PyTorch matrix in place, and PyTorch reads TensorFlow's product in place.
 
     python examples/exchange_torch_to_tensorflow.py [--cpu]
 
-Shows: one call each way and no copy; what is refused, with its remedy; that the memory lives as long as its last view,
-though its owner is gone. Each step is checked, and the exit code is 1 where one fails. `--cpu` runs it on host arrays.
+Shows: one call each way and no copy; a refusal with its remedy; that the memory lives as long as its last view, even
+after its owner is gone. Each step is checked, and the exit code is 1 if one fails. `--cpu` runs it on host arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ budget = {
 def main() -> int:
     device = "cpu" if "--cpu" in sys.argv[1:] else "cuda"
     if device == "cuda":
-        memguard.init(budget)  # without a limit TensorFlow takes the whole card
+        memguard.init(budget)  # without a limit TensorFlow takes the whole GPU
     import tensorflow as tf
     import torch
 
@@ -35,7 +35,7 @@ def main() -> int:
     shared = exchange.to(seen, "torch").data_ptr() == address
 
     if device == "cuda":
-        print(memguard.ledger())  # PyTorch's memory is charged to PyTorch, and once
+        print(memguard.ledger())  # the memory is charged once, to PyTorch
 
     try:
         exchange.to(matrix.T, "tensorflow")

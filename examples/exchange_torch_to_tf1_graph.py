@@ -2,12 +2,12 @@
 
     python examples/exchange_torch_to_tf1_graph.py [--cpu]
 
-A graph takes arrays as its arguments: hand them over outside, and pass them. TensorFlow 1 code with variables and
-tf.compat.v1 operations becomes such a function by `tf.compat.v1.wrap_function`. There is no session and no feed_dict:
-`Session.run` takes NumPy arrays, so host memory.
+A graph takes arrays as its arguments: hand them over outside, and pass them. `tf.compat.v1.wrap_function` makes such a
+function of TensorFlow 1 code with variables and tf.compat.v1 operations. There is no session and no feed_dict:
+`Session.run` takes NumPy arrays, which is host memory.
 
-Shows: eight dtypes; that the graph gets the very memory; that an error in the graph leaves nothing behind. Each step is
-checked, and the exit code is 1 where one fails. `--cpu` runs it on host arrays.
+Shows: eight dtypes; that the graph gets the same memory; that an error in the graph leaves nothing behind. Each step is
+checked, and the exit code is 1 if one fails. `--cpu` runs it on host arrays.
 """
 
 from __future__ import annotations

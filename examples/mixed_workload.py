@@ -92,7 +92,7 @@ def train(batches: int) -> tuple[list[float], Any]:
 
 
 def standardise(scores: Any) -> Any:
-    """CuPy, on PyTorch's scores where they are (DLPack): log-odds with mean 0 and deviation 1."""
+    """CuPy, on PyTorch's scores in place (DLPack): log-odds with mean 0 and deviation 1."""
     import cupy
 
     score = cupy.clip(cupy.from_dlpack(scores), 1e-6, 1 - 1e-6)
@@ -125,7 +125,7 @@ def mark(calibrated: Any) -> Any:
     from numba import cuda
 
     if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+        np.row_stack = np.vstack  # numba-cuda 0.30 uses a name that NumPy 2.5 removed
 
     @cuda.jit
     def pull(score: Any, out: Any) -> None:
@@ -141,7 +141,7 @@ def mark(calibrated: Any) -> Any:
 
 
 def post_process(marked: Any) -> np.ndarray:
-    """PyCUDA: a kernel of our own over Numba's array, read where it is."""
+    """PyCUDA: a kernel of our own over Numba's array, read in place."""
     import pycuda.gpuarray as gpuarray
     from pycuda.compiler import SourceModule
 
@@ -204,7 +204,7 @@ def with_memguard(record: str | None) -> int:
 
 
 def without_memguard() -> int:
-    """The same job; then NVML's figure for this process, which is all that anybody says about it."""
+    """The same job; then NVML's figure for this process, the only one that there is without memguard."""
     import pynvml
 
     code = 0
@@ -219,7 +219,7 @@ def without_memguard() -> int:
         (p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()), 0
     )
     free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
-    print(f"this process holds {own >> 20} MiB by NVML, {free >> 20} MiB are free; nobody says which framework has it")
+    print(f"this process holds {own >> 20} MiB by NVML, {free >> 20} MiB are free; nothing says which framework has it")
     return code
 
 

@@ -1,22 +1,22 @@
-"""TensorFlow and PyCUDA in one process: three ways that are recommended on the web, and what is true of each.
+"""TensorFlow and PyCUDA in one process: three ways that the web recommends, and what is true of each.
 
     python examples/tensorflow_pycuda_contexts.py autoinit | make-context | limited | block | own
 
-The first three are the recommended code with one line added, `memguard.init(...)`. With it all three do their work in
-one CUDA context, TensorFlow's, and neither library can take more than its part. `block` does the same without touching
-the thread's contexts but for a block, which is what suits a library; `own` opts out (`context: own` in the budget), and
-the ledger then shows the second context with its cost.
+The first three are the recommended code with one line added, `memguard.init(...)`. With it all three work in one
+CUDA context, TensorFlow's, and neither library can take more than its part. `block` does the same and changes the
+thread's contexts for one block only, which suits a library. `own` opts out (`context: own` in the budget), and the
+ledger then shows the second context with its cost.
 
 What is wrong with the usual advice:
 
 - "Get TensorFlow's context with tf.compat.v1.experimental.get_cuda_context_handle() and wrap it in
   pycuda.driver.Context(handle)": neither exists. TensorFlow works in the device's *primary* context, and PyCUDA
-  joins it with `Device.retain_primary_context()`, which is what memguard makes `make_context()` and
-  `pycuda.autoinit` do, and what `memguard.exchange.pycuda_context()` does for a block, with or without a budget.
+  joins it with `Device.retain_primary_context()`. memguard makes `make_context()` and `pycuda.autoinit` do that, and
+  `memguard.exchange.pycuda_context()` does it for a block, with or without a budget.
 - "Initialise TensorFlow first": the order does not matter. Without a limit TensorFlow takes the whole card at its
-  first operation, whoever was first (141,350 of 143,156 MiB on an H200), and PyCUDA is then out of memory.
-- "It is a question of peer access": peer access is about two GPUs. On one, two contexts only cost memory: 518 MiB
-  for the second on an H200. Memory of one can be read from the other there; streams and kernels cannot be used.
+  first operation, whichever came first (141,350 of 143,156 MiB on an H200), and PyCUDA is then out of memory.
+- "It is a question of peer access": peer access is about two GPUs. On one GPU a second context only costs memory,
+  518 MiB on an H200. Each context can read the other's memory there, but not use its streams and kernels.
 - "memory_limit caps the process": it caps TensorFlow's pool. The context and cuBLAS and cuDNN come on top.
 """
 
@@ -61,7 +61,7 @@ def add_one() -> float:
 
 
 def autoinit() -> float:
-    """`import pycuda.autoinit` beside TensorFlow: with the budget it is served by the primary context."""
+    """`import pycuda.autoinit` beside TensorFlow: under the budget it gives the primary context."""
     import pycuda.autoinit  # noqa: F401
 
     tensorflow_work()
@@ -69,7 +69,7 @@ def autoinit() -> float:
 
 
 def make_context() -> float:
-    """An explicit context, after TensorFlow's first operation: the place of the handle that does not exist."""
+    """An explicit context after TensorFlow's first operation, instead of the handle that does not exist."""
     tensorflow_work()
     cuda.init()
     context = cuda.Device(0).make_context()
@@ -98,7 +98,7 @@ def block() -> float:
 
 
 def own() -> float:
-    """`context: own`: `pycuda.autoinit` makes its second context as ever, and the ledger says what it costs."""
+    """`context: own`: `pycuda.autoinit` makes its second context, and the ledger says what that costs."""
     return autoinit()
 
 

@@ -101,7 +101,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
             budget.problem(
                 ("devices",),
                 "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be asked for here",
-                "pip install cuda-bindings, or name the GPUs by UUID (`nvidia-smi -L`)",
+                "name the GPUs by UUID (`nvidia-smi -L`), or run `memguard doctor` to see why CUDA does not start",
             )
         )
     for device in devices:

@@ -137,19 +137,29 @@ class UnderPressure(MemguardError):
 class CannotShare(MemguardError):
     """An array cannot be handed to another framework as it was asked for. Nothing was copied, nothing is lost.
 
-    `source` and `target` are frameworks; `target` is None where no other would get it either. `copied` where a copy
-    was asked for.
+    `producer` is the framework of the array, `consumer` the one that it should go to: None if no framework could have
+    it. `copied` is true if a copy was asked for. `source` and `target` are older names of `producer` and `consumer`.
     """
 
-    ag_pass_through = True  # TensorFlow shows it as it is where it is raised inside a tf.function
+    ag_pass_through = True  # TensorFlow does not rewrite it when it is raised inside a tf.function
 
-    def __init__(self, source: str, target: str | None, reason: str, remedy: str, copied: bool = False) -> None:
-        self.source, self.target, self.reason, self.remedy, self.copied = source, target, reason, remedy, copied
-        pair = source if target is None else f"{source} to {target}"
+    def __init__(self, producer: str, consumer: str | None, reason: str, remedy: str, copied: bool = False) -> None:
+        self.producer, self.consumer, self.reason, self.remedy, self.copied = producer, consumer, reason, remedy, copied
+        pair = producer if consumer is None else f"{producer} to {consumer}"
         super().__init__(f"{pair}: cannot {'copy' if copied else 'share'} this array: {reason}\n    fix: {remedy}")
 
+    @property
+    def source(self) -> str:
+        """The same as `producer`."""
+        return self.producer
+
+    @property
+    def target(self) -> str | None:
+        """The same as `consumer`."""
+        return self.consumer
+
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.source, self.target, self.reason, self.remedy, self.copied)
+        return type(self), (self.producer, self.consumer, self.reason, self.remedy, self.copied)
 
 
 class NotActive(MemguardError):

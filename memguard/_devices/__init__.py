@@ -1,1 +1,1 @@
-"""The only doors to NVML and libcuda, and the simulated devices."""
+"""The only doors to NVML (`nvml.py`) and libcuda (`libcuda.py`), and the simulated GPUs."""

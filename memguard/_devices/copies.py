@@ -1,34 +1,36 @@
-"""Copies by the driver: on a GPU, between two, and between a GPU and the host through pinned memory."""
+"""Copies by the driver: within a GPU, between two GPUs, and from a GPU to the host through pinned memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from typing import Any
+from ctypes import c_void_p
 
-from memguard._devices import contexts, streams
+from memguard._devices import contexts
+from memguard._devices.libcuda import Library, check
 from memguard._units import MIB
 from memguard.errors import DeviceError
 
 STAGE = 16 * MIB
-"""Bytes of each of the two pinned buffers that a copy from a GPU to the host goes through."""
+"""Bytes of each of the two pinned buffers for a copy from a GPU to the host."""
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
-    """Copy between two addresses on GPUs (`cuMemcpy`), the same one or two, and wait for it. `ordinal` is one of them.
+    """Copy between two addresses on one GPU or two (`cuMemcpy`), and wait for it. `ordinal` is one of the GPUs.
 
-    Measured: between two GPUs it makes this process a context on the other one, 518 MiB on an H200.
+    Measured: a copy between two GPUs makes this process a context on the other one, 518 MiB on an H200.
     """
-    cuda = streams.loaded()
+    cuda = contexts.driver()
     with contexts.entered(_context(ordinal)), contexts.beside_captures():
-        contexts.check("cuMemcpy", cuda.cuMemcpy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)))
-        contexts.check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # from GPU to GPU the host does not wait
+        check("cuMemcpy", cuda.cuMemcpy(to, source, nbytes))
+        check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # cuMemcpy does not wait for GPU to GPU
 
 
 def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
-    """Copy from the GPU `ordinal` to pageable memory, through two pinned buffers: one is filled, the other emptied."""
-    cuda = streams.loaded()
+    """Copy from the GPU `ordinal` to pageable memory, through two pinned buffers: one fills while the other empties."""
+    cuda = contexts.driver()
     with (
         contexts.entered(_context(ordinal)),
         contexts.beside_captures(),
@@ -40,15 +42,10 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
             parts = [(start, min(STAGE, nbytes - start)) for start in range(0, nbytes, STAGE)]
             for number, (start, size) in enumerate([*parts, (nbytes, 0)]):
                 if number:
-                    contexts.check("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
+                    check("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
                 if size:
-                    fetched = cuda.cuMemcpyDtoHAsync_v2(
-                        ctypes.c_void_p(buffers[number % 2]),
-                        ctypes.c_uint64(source + start),
-                        ctypes.c_size_t(size),
-                        stream,
-                    )
-                    contexts.check("cuMemcpyDtoHAsync", fetched)
+                    code = cuda.cuMemcpyDtoHAsync_v2(buffers[number % 2], source + start, size, stream)
+                    check("cuMemcpyDtoHAsync", code)
                 if number:
                     before, length = parts[number - 1]
                     ctypes.memmove(to + before, buffers[(number - 1) % 2], length)
@@ -57,7 +54,7 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
 
 
 def _context(ordinal: int) -> int:
-    """The context to copy in: this thread may have none, also where its framework has just been used."""
+    """The context to copy in. The thread may have none current, even if its framework has just been used."""
     context = contexts.primary(ordinal) or contexts.current_handle()
     if context is None:
         raise DeviceError(f"cuda:{ordinal} has no context in this process\n    fix: make an array on it first")
@@ -65,16 +62,16 @@ def _context(ordinal: int) -> int:
 
 
 @contextlib.contextmanager
-def _pinned(cuda: Any, size: int) -> Iterator[int]:
-    address = ctypes.c_void_p()
-    contexts.check("cuMemHostAlloc", cuda.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0))
+def _pinned(cuda: Library, size: int) -> Iterator[int]:
+    address = c_void_p()
+    check("cuMemHostAlloc", cuda.cuMemHostAlloc(address, size, 0))
     try:
         yield address.value or 0
     finally:
-        cuda.cuMemFreeHost(address)
+        cuda.cuMemFreeHost(address.value)
 
 
-def _stream(cuda: Any) -> ctypes.c_void_p:
-    stream = ctypes.c_void_p()
-    contexts.check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), 1))  # CU_STREAM_NON_BLOCKING
-    return stream
+def _stream(cuda: Library) -> int:
+    stream = c_void_p()
+    check("cuStreamCreate", cuda.cuStreamCreate(stream, _NON_BLOCKING))
+    return stream.value or 0

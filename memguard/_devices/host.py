@@ -1,4 +1,4 @@
-"""The one shape in which everything above sees GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
+"""The interface through which the rooms above see GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from memguard._types import Device, MemoryInfo
 class Host(Protocol):
     """A machine with GPUs, as one process sees it. No call creates a context or initialises CUDA here.
 
-    Every call raises DeviceError, and nothing else, where it cannot answer.
+    A call that cannot answer raises DeviceError and nothing else.
     """
 
     simulated: bool
 
     @property
     def pid(self) -> int:
-        """This process, as the process list of `processes` names it."""
+        """This process's PID in `processes`."""
         ...
 
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
-        """The GPUs that CUDA shows this process, in its order where CUDA could be asked, else in NVML's.
+        """The GPUs that CUDA shows this process, in CUDA's order if CUDA could be asked, else in NVML's.
 
-        `ordinals` asks for CUDA's numbering even where that costs a child process.
+        `ordinals` asks for CUDA's numbering even if that takes a child process.
         """
         ...
 
     def memory(self, device: Device) -> MemoryInfo:
-        """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 where the driver has it)."""
+        """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 if the driver has it)."""
         ...
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
-        """Bytes each process holds on the device (NVML compute processes); None where NVML will not say."""
+        """Bytes each process holds on the device (NVML compute processes); None if NVML gives none."""
         ...
 
     def context_active(self, device: Device) -> bool | None:
-        """Whether this process's primary context exists on the device; None where that cannot be known."""
+        """Whether this process's primary context exists on the device; None if unknown."""
         ...
 
     def multiprocessors(self, uuid: str) -> int | None:
-        """The driver's count of multiprocessors, to check what a framework believes; None where unknown."""
+        """The driver's count of multiprocessors, to check what a framework believes; None if unknown."""
         ...
 
     def close(self) -> None:
-        """Give the doors back. A later call opens them again."""
+        """Release NVML. A later call opens it again."""
         ...

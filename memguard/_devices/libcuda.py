@@ -1,144 +1,214 @@
-"""CUDA before anything has initialised it, and its memory pools. The only door to `cuda-bindings` (optional).
+"""The one door to libcuda: opens `libcuda.so.1` and knows the types of each function that memguard calls.
 
-Where CUDA is initialised `contexts` asks the driver itself: importing the bindings takes up to 0.2 s.
-
-No call here runs `cuInit` in this process: that takes 215 ms on an H200 and makes CUDA unusable in
-forked children. Where CUDA is not initialised yet, a short child process is asked instead.
+Functions and structures have their names in `cuda.h` (read: CUDA 13.0), with the suffix (`_v2`) under which the library
+exports them. A driver may be too old for a function: `hasattr(cuda, "cuCtxRecordEvent")` tells.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import logging
+import ctypes
+import operator
 import os
-import subprocess
-import sys
+from collections.abc import Callable, Mapping
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Any
 
-from memguard._devices import contexts
-from memguard._devices.contexts import CudaDevice
+from memguard._units import gpu_uuid
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
-_CHILD_TIMEOUT = 60.0
+_NAME = "libcuda.so.1"
 
 
-def available() -> bool:
-    """Whether `cuda-bindings` is installed."""
-    try:
-        spec = importlib.util.find_spec("cuda")  # only the top level: a submodule's would import a user's own cuda.py
-    except (ImportError, ValueError):
-        return False
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    return any(os.path.isdir(os.path.join(folder, "bindings")) for folder in folders)
+class CUmemLocation(Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
 
 
-def hides_all(visible_devices: str | None) -> bool:
-    """Whether this CUDA_VISIBLE_DEVICES shows no GPU on any machine. Whatever else it says, only CUDA knows."""
-    return visible_devices in ("", "-1", "NoDevFiles")
+class CUmemAllocationProp(Structure):
+    """`allocFlags` are always 0 here: no compression, no RDMA."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("requestedHandleTypes", c_int),
+        ("location", CUmemLocation),
+        ("win32HandleMetaData", c_void_p),
+        ("allocFlags", c_ubyte * 8),
+    )
 
 
-def visible(*, ask_child: bool = True) -> tuple[CudaDevice, ...] | None:
-    """The devices CUDA shows this process, by ordinal; None where it could not be asked.
+class CUmemAccessDesc(Structure):
+    _fields_ = (("location", CUmemLocation), ("flags", c_int))
 
-    Honours CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER because CUDA itself answers. A child process costs
-    about 0.4 s and takes `cuda-bindings`; only where CUDA is not initialised here and `ask_child` allows it.
+
+class CUipcMemHandle(Structure):
+    _fields_ = (("reserved", c_ubyte * 64),)
+
+
+class CUmemPoolProps(Structure):
+    """`maxSize` came with CUDA 12.2, `usage` with 12.6: before, these bytes were reserved and had to be 0."""
+
+    _fields_ = (
+        ("allocType", c_int),
+        ("handleTypes", c_int),
+        ("location", CUmemLocation),
+        ("win32SecurityAttributes", c_void_p),
+        ("maxSize", c_size_t),
+        ("usage", ctypes.c_ushort),
+        ("reserved", c_ubyte * 54),
+    )
+
+
+class _OutAny:
+    """A `void *` to a ctypes object of any type."""
+
+    from_param = staticmethod(ctypes.byref)
+
+
+class _Int:
+    """A C int: ordinals, enumerators, flags. Measured: c_int takes 80 ns to convert one, this 10."""
+
+    from_param = staticmethod(operator.index)
+
+
+# Handles and addresses have the size of a pointer, and c_void_p is converted in a third of c_uint64's time.
+_Device = _Enum = _Flags = _Int
+_Context = _Event = _Stream = _Pool = _Address = _Handle = c_void_p
+_OutInt, _OutSize, _Out64, _OutPointer = POINTER(c_int), POINTER(c_size_t), POINTER(c_uint64), POINTER(c_void_p)
+
+SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "cuInit": (_Flags,),
+    "cuDriverGetVersion": (_OutInt,),
+    "cuGetErrorName": (_Enum, POINTER(c_char_p)),
+    # devices
+    "cuDeviceGetCount": (_OutInt,),
+    "cuDeviceGet": (_OutInt, _Int),
+    "cuDeviceGetUuid": (_OutAny, _Device),
+    "cuDeviceGetUuid_v2": (_OutAny, _Device),
+    "cuDeviceGetName": (c_char_p, _Int, _Device),
+    "cuDeviceGetAttribute": (_OutInt, _Enum, _Device),
+    "cuDeviceTotalMem_v2": (_OutSize, _Device),
+    "cuDeviceCanAccessPeer": (_OutInt, _Device, _Device),
+    # contexts
+    "cuDevicePrimaryCtxGetState": (_Device, POINTER(c_uint), _OutInt),
+    "cuDevicePrimaryCtxRetain": (_OutPointer, _Device),
+    "cuDevicePrimaryCtxRelease_v2": (_Device,),
+    "cuCtxGetDevice": (_OutInt,),
+    "cuCtxGetCurrent": (_OutPointer,),
+    "cuCtxPushCurrent_v2": (_Context,),
+    "cuCtxPopCurrent_v2": (_OutPointer,),
+    "cuCtxSynchronize": (),
+    "cuCtxRecordEvent": (_Context, _Event),
+    "cuThreadExchangeStreamCaptureMode": (_OutInt,),
+    # streams and events
+    "cuStreamCreate": (_OutPointer, _Flags),
+    "cuStreamDestroy_v2": (_Stream,),
+    "cuStreamSynchronize": (_Stream,),
+    "cuStreamWaitEvent": (_Stream, _Event, _Flags),
+    "cuStreamIsCapturing": (_Stream, _OutInt),
+    "cuEventCreate": (_OutPointer, _Flags),
+    "cuEventDestroy_v2": (_Event,),
+    "cuEventRecord": (_Event, _Stream),
+    "cuEventQuery": (_Event,),
+    "cuEventSynchronize": (_Event,),
+    # memory
+    "cuPointerGetAttribute": (_OutAny, _Enum, _Address),
+    "cuMemGetAddressRange_v2": (_Out64, _OutSize, _Address),
+    "cuMemGetInfo_v2": (_OutSize, _OutSize),
+    "cuMemcpy": (_Address, _Address, c_size_t),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _Address, c_size_t, _Stream),
+    "cuMemsetD8_v2": (_Address, c_ubyte, c_size_t),
+    "cuMemHostAlloc": (_OutPointer, c_size_t, _Flags),
+    "cuMemFreeHost": (c_void_p,),
+    # memory that other processes can map
+    "cuMemGetAllocationGranularity": (_OutSize, POINTER(CUmemAllocationProp), _Enum),
+    "cuMemCreate": (_Out64, c_size_t, POINTER(CUmemAllocationProp), c_ulonglong),
+    "cuMemRelease": (_Handle,),
+    "cuMemExportToShareableHandle": (_OutAny, _Handle, _Enum, c_ulonglong),
+    "cuMemImportFromShareableHandle": (_Out64, c_void_p, _Enum),
+    "cuMemAddressReserve": (_Out64, c_size_t, c_size_t, _Address, c_ulonglong),
+    "cuMemAddressFree": (_Address, c_size_t),
+    "cuMemMap": (_Address, c_size_t, c_size_t, _Handle, c_ulonglong),
+    "cuMemUnmap": (_Address, c_size_t),
+    "cuMemSetAccess": (_Address, c_size_t, POINTER(CUmemAccessDesc), c_size_t),
+    "cuIpcGetMemHandle": (POINTER(CUipcMemHandle), _Address),
+    "cuIpcOpenMemHandle_v2": (_Out64, CUipcMemHandle, _Flags),
+    "cuIpcCloseMemHandle": (_Address,),
+    # memory pools
+    "cuDeviceGetMemPool": (_OutPointer, _Device),
+    "cuDeviceSetMemPool": (_Device, _Pool),
+    "cuMemPoolCreate": (_OutPointer, POINTER(CUmemPoolProps)),
+    "cuMemPoolDestroy": (_Pool,),
+    "cuMemPoolSetAttribute": (_Pool, _Enum, _OutAny),
+    "cuMemPoolGetAttribute": (_Pool, _Enum, _OutAny),
+    "cuMemPoolTrimTo": (_Pool, c_size_t),
+}
+"""The parameters of each function. All return a CUresult."""
+
+
+class Library:
+    """libcuda. Its functions are attributes, bound at first use; each returns a CUresult, 0 for success.
+
+    What goes in is a plain integer (handles and addresses too), what comes out a ctypes object, passed as it is:
+    `cuda.cuDeviceGet(device, 0)` passes `&device`. AttributeError if the driver has no such function.
     """
-    if contexts.initialised():
-        return contexts.visible()
-    return _ask_child() if ask_child and available() else None
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name not in SIGNATURES:
+            raise AttributeError(f"{name} is not in memguard._devices.libcuda.SIGNATURES")
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = SIGNATURES[name], c_int
+        setattr(self, name, function)  # from now on an ordinary attribute: this method is not asked again
+        return function  # type: ignore[no-any-return]
 
 
-class CappedPool:
-    """A memory pool with `maxSize`, made the device's current one: what `cudaMallocAsync` then takes from.
+_library: Library | None = None
 
-    Measured: PyTorch's async backend stops at exactly `maxSize` of it and raises its own OutOfMemoryError,
-    while the fraction alone let the default pool hold 4 % more.
-    """
 
-    def __init__(self, ordinal: int, max_size: int) -> None:
-        d = self._d = _driver()
-        self._device = d.CUdevice(ordinal)
-        properties = d.CUmemPoolProps()
-        properties.allocType = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = ordinal
-        properties.maxSize = max_size
-        self._before = _check(d, "cuDeviceGetMemPool", d.cuDeviceGetMemPool(self._device))
-        self._pool = _check(d, "cuMemPoolCreate", d.cuMemPoolCreate(properties))
+def already_loaded() -> Library | None:
+    """libcuda if this process has loaded it. Loads nothing and initialises nothing."""
+    global _library
+    if _library is None:
+        # A CDLL of our own: types set on it are not seen by others who use libcuda through ctypes.
         try:
-            keep = d.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-            # As PyTorch sets it on the default pool: freed memory stays until it is trimmed.
-            _check(d, "release threshold", d.cuMemPoolSetAttribute(self._pool, keep, d.cuuint64_t(2**64 - 1)))
-            _check(d, "cuDeviceSetMemPool", d.cuDeviceSetMemPool(self._device, self._pool))
-        except BaseException:
-            d.cuMemPoolDestroy(self._pool)
-            raise
-
-    def reserved(self) -> int:
-        """Bytes the pool holds from the driver."""
-        return self._attribute("CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT")
-
-    def used(self) -> int:
-        """Bytes of live allocations."""
-        return self._attribute("CU_MEMPOOL_ATTR_USED_MEM_CURRENT")
-
-    def trim(self) -> None:
-        """Give the unused part back to the driver."""
-        self._d.cuMemPoolTrimTo(self._pool, 0)
-
-    def restore(self) -> None:
-        """Make the former pool current again; this one goes once its last allocation is freed."""
-        current = _check(self._d, "cuDeviceGetMemPool", self._d.cuDeviceGetMemPool(self._device))
-        if int(current) == int(self._pool):
-            _check(self._d, "cuDeviceSetMemPool", self._d.cuDeviceSetMemPool(self._device, self._before))
-        self._d.cuMemPoolDestroy(self._pool)
-
-    def _attribute(self, name: str) -> int:
-        attribute = getattr(self._d.CUmemPool_attribute, name)
-        return int(_check(self._d, name, self._d.cuMemPoolGetAttribute(self._pool, attribute)))
+            _library = Library(ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4)))
+        except OSError:
+            return None
+    return _library
 
 
-def _driver() -> Any:
-    from cuda.bindings import driver
+def load() -> Library:
+    """libcuda, loaded if need be. OSError if that fails.
 
-    return driver
-
-
-def _check(driver: Any, what: str, result: tuple[Any, ...]) -> Any:
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"CUDA: {what}: {result[0].name}\n    fix: run `nvidia-smi` and check the driver")
-    return result[1] if len(result) > 1 else None
-
-
-def _ask_child() -> tuple[CudaDevice, ...] | None:
-    code = "from memguard._devices import libcuda; libcuda._answer_parent()"
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_TIMEOUT,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-        return tuple(CudaDevice(*fields) for fields in json.loads(answer.stdout.splitlines()[-1]))
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip()
-        _log.debug("CUDA could not be asked: %s", said.splitlines()[-1] if said else type(error).__name__)
-        return None
+    Only for processes of our own (the doctor's survey, the child that asks CUDA's order), and for a process that
+    attaches another's memory and so asks for CUDA.
+    """
+    global _library
+    if _library is None:
+        _library = Library(ctypes.CDLL(_NAME))
+    return _library
 
 
-def _answer_parent() -> None:
-    driver = _driver()
-    (code,) = driver.cuInit(0)
-    if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:  # CUDA_VISIBLE_DEVICES hides every GPU
-        print("[]")
-        return
-    _check(driver, "cuInit", (code,))
-    found = contexts.visible()
-    if found is None:
-        raise DeviceError("the bindings have initialised another libcuda than libcuda.so.1")
-    print(json.dumps([(d.ordinal, d.uuid, d.multiprocessors) for d in found]))
+def error_name(code: int) -> str | None:
+    """`CUDA_ERROR_NO_DEVICE` for 100 (`cuGetErrorName`); None if the driver does not know the code."""
+    name = c_char_p()
+    if _library is not None and hasattr(_library, "cuGetErrorName"):
+        _library.cuGetErrorName(code, name)
+    return name.value.decode(errors="replace") if name.value else None
+
+
+def check(call: str, code: int) -> None:
+    """Raises DeviceError if `code`, which the function `call` returned, is not success."""
+    if code:
+        name = error_name(code)
+        error = f"{name} (error {code})" if name else f"error {code}"
+        raise DeviceError(f"CUDA: {call}: {error}\n    fix: run `nvidia-smi` and check the driver")
+
+
+def device_uuid(cuda: Library, device: int) -> str:
+    """The device's UUID in NVML's form (`GPU-…`). DeviceError if CUDA does not give it."""
+    raw = (c_ubyte * 16)()
+    call = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"  # drivers before 470
+    check(call, getattr(cuda, call)(raw, device))
+    return gpu_uuid(bytes(raw))

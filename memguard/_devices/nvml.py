@@ -1,9 +1,9 @@
-"""NVML, the only door to it. Reading NVML creates no context and initialises no CUDA.
+"""The one door to NVML, but for the doctor's survey. Reading NVML creates no context and does not initialise CUDA.
 
-Quirks handled here, each a read or measured fact: NVML must be initialised again after a fork, and after others in
-this process shut it down; its count contains GPUs that it then gives no handle for;
-`NVMLLibraryMismatchError` is no `NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU
-set-ups; drivers 535.43 to 535.85 swap fields of the process list, so their bytes are not believed.
+Quirks handled here, each read or measured: NVML must be initialised again after a fork, and after other code in this
+process shut it down; its count includes GPUs that it then gives no handle for; `NVMLLibraryMismatchError` is no
+`NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of
+the process list, so their bytes are ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FIXES = {
     "NVMLError_ResetRequired": "reset the GPU (`nvidia-smi --gpu-reset`), or reboot the machine",
     "NVMLError_NotSupported": "this GPU does not report it, as those that share the machine's memory do not: "
     "choose another one with CUDA_VISIBLE_DEVICES",
-    "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: start it anew",
+    "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: restart it",
 }
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
@@ -52,14 +52,16 @@ _LIBRARY = "NVMLError_LibraryNotFound"
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None) -> str:
-    """What to do where NVML's library cannot be loaded: from what is there instead of it.
+    """The fix if NVML's library cannot be loaded, judged by what the machine has.
 
-    `control` is /dev/nvidiactl, `module` a loaded kernel module, `amd` what there is of AMD's, as words.
+    `control`: /dev/nvidiactl exists. `module`: the kernel module is loaded. `amd`: what AMD hardware or software was
+    found, in words.
     """
     if control:
         return (
-            "the driver is there (/dev/nvidiactl) and its library libnvidia-ml.so.1 is not: start the container with "
-            "--gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute; outside of one install the driver's libraries"
+            "the driver is there (/dev/nvidiactl), but its library libnvidia-ml.so.1 is missing: start the container "
+            "with --gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute; outside a container install the driver's "
+            "libraries"
         )
     if module:
         return "the machine has an NVIDIA driver and this container no GPU: start it with --gpus all"
@@ -68,7 +70,7 @@ def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None) 
     if amd:
         return (
             f"there is {amd} here, and memguard budgets NVIDIA GPUs only: run without it, or try a budget with "
-            "memguard.init(..., simulate='h200'); where there is an NVIDIA GPU too, install its driver"
+            "memguard.init(..., simulate='h200'); if there is an NVIDIA GPU too, install its driver"
         )
     return "install the NVIDIA driver; in a container start it with --gpus all"
 
@@ -89,14 +91,14 @@ def _exists(path: str) -> bool:
 def _amd() -> str | None:
     if _exists("/sys/class/kfd"):
         return "an AMD GPU (ROCm)"
-    version = sys.modules.get("torch.version")  # imported or not at all: nothing is loaded to say it
+    version = sys.modules.get("torch.version")  # only if it is imported already
     return "a PyTorch built for ROCm (AMD GPUs)" if getattr(version, "hip", None) else None
 
 
 class Nvml:
     """NVML for one process. Thread-safe. Every failure is a DeviceError that names the cause and the fix."""
 
-    _slow_said = False  # once in a process, not for each door
+    _slow_warned = False  # one warning per process, not per instance
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,16 +107,16 @@ class Nvml:
         self._indices: dict[str, int] = {}
         self._refused: dict[int, str] = {}
         self._v2: dict[str, bool] = {}
-        self._bytes_believed = True
+        self._bytes_trusted = True
         self._doing = ""
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; less those in `refused`."""
+        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`."""
         return self._call("", self._devices)
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Why GPUs are missing from `devices`: each a text with its fix. NVML counts those that it will not show."""
+        """Why GPUs are missing from `devices`: a text with its fix for each. NVML counts GPUs that it does not open."""
         return tuple(text for _, text in sorted(self._refused.items()))
 
     def memory(self, uuid: str) -> MemoryInfo:
@@ -122,20 +124,20 @@ class Nvml:
         return self._call(f"memory of {uuid}", lambda n: self._memory(n, uuid))
 
     def processes(self, uuid: str) -> dict[int, int | None]:
-        """Bytes by PID of every compute process; None where NVML gives no bytes. 40 µs on an H200."""
+        """Bytes by PID of every compute process; None if NVML gives no bytes. 40 µs on an H200."""
         return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(n, uuid)))
 
     def mig(self, uuid: str) -> bool:
-        """Whether the GPU is divided by MIG, whose parts this version does not know."""
+        """Whether MIG divides the GPU. This version does not support the parts."""
         return self._call(f"MIG mode of {uuid}", lambda n: self._mig(n, self._handle(n, uuid)))
 
     def close(self) -> None:
-        """Give NVML back (nvmlShutdown). The next call initialises it again."""
+        """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
             if self._pid == os.getpid():
                 import pynvml
 
-                with contextlib.suppress(pynvml.NVMLError):  # the driver went away: nothing is left to give back
+                with contextlib.suppress(pynvml.NVMLError):  # the driver is gone: nothing is left to shut down
                     pynvml.nvmlShutdown()
             self._pid = None
             self._handles.clear()
@@ -148,10 +150,10 @@ class Nvml:
         started = time.monotonic()
         try:
             with self._lock:
-                started = time.monotonic()  # what others waited for is theirs to say
+                started = time.monotonic()  # waiting for another thread's call is not ours to report
                 return self._ask(pynvml, what, work)
         finally:
-            self._say_slow(what, time.monotonic() - started)  # without the lock: a log handler may call us
+            self._warn_slow(what, time.monotonic() - started)  # not under the lock: a log handler may call us
 
     def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
         try:
@@ -160,7 +162,7 @@ class Nvml:
             self._doing = what
             try:
                 return work(n)
-            except n.NVMLError_Uninitialized:  # somebody in this process shut it down once too often
+            except n.NVMLError_Uninitialized:  # other code in this process shut it down
                 self._start(n)
                 self._doing = what
                 return work(n)
@@ -174,13 +176,13 @@ class Nvml:
         )
         return f"NVML: {error}{f' ({self._doing})' if self._doing else ''}\n    fix: {fix}"
 
-    def _say_slow(self, what: str, seconds: float) -> None:
-        if seconds < _SLOW or self._slow_said:
+    def _warn_slow(self, what: str, seconds: float) -> None:
+        if seconds < _SLOW or self._slow_warned:
             return
-        Nvml._slow_said = True
+        Nvml._slow_warned = True
         _log.warning(
-            "NVML is slow: %.1f s for one call (%s); fix: where `nvidia-smi` is slow too, turn persistence mode on "
-            "(`nvidia-smi -pm 1`: without it each start wakes the GPUs) and look at `dmesg | grep Xid`",
+            "NVML is slow: %.1f s for one call (%s); fix: if `nvidia-smi` is slow too, turn persistence mode on "
+            "(`nvidia-smi -pm 1`: without it each start wakes the GPUs) and check `dmesg | grep Xid`",
             seconds,
             what or "list of GPUs",
         )
@@ -194,7 +196,7 @@ class Nvml:
             with contextlib.suppress(n.NVMLError):
                 n.nvmlShutdown()
             raise
-        self._pid = os.getpid()  # last: what failed on the way starts anew
+        self._pid = os.getpid()  # last, so that a failure on the way starts again from the beginning
 
     def _probe(self, n: Any) -> None:
         self._handles.clear()
@@ -204,19 +206,19 @@ class Nvml:
             try:
                 handle = n.nvmlDeviceGetHandleByIndex(index)
                 uuid = n.nvmlDeviceGetUUID(handle)
-            except n.NVMLError_NoPermission as error:  # NVML counts GPUs of others too (SLURM, containers)
+            except n.NVMLError_NoPermission as error:  # NVML counts other users' GPUs too (SLURM, containers)
                 self._refused[index] = self._text(error)
                 continue
             self._handles[uuid], self._indices[uuid] = handle, index
         self._doing = "driver version"
         version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
-        self._bytes_believed = not (535, 43) <= version <= (535, 85)
+        self._bytes_trusted = not (535, 43) <= version <= (535, 85)
 
     def _handle(self, n: Any, uuid: str) -> Any:
         if uuid not in self._handles:
             with contextlib.suppress(n.NVMLError):
                 n.nvmlShutdown()
-            self._pid = None  # the next call looks again: it may have been missing for a moment
+            self._pid = None  # the next call initialises NVML again: the GPU may be back
             gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
             raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
         return self._handles[uuid]
@@ -231,7 +233,7 @@ class Nvml:
             except n.NVMLError_NoPermission:
                 if not self._mig(n, handle):
                     raise
-                self._refused[self._indices[uuid]] = divided(name, uuid)  # the whole of it is for root to read
+                self._refused[self._indices[uuid]] = divided(name, uuid)  # only root may read the whole GPU's memory
                 continue
             index, architecture = self._indices[uuid], self._architecture(n, handle)
             found.append(Device(uuid, name, index, info.total, info.reserved, architecture))
@@ -245,7 +247,7 @@ class Nvml:
                 self._v2[uuid] = True
                 return MemoryInfo(info.total, info.reserved, info.used, info.free)
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
-                if uuid in self._v2:  # it worked before: figures of another kind would not fit the plan
+                if uuid in self._v2:  # it worked before: v1's figures would not fit the plan
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
@@ -254,7 +256,7 @@ class Nvml:
     def _processes(self, n: Any, handle: Any) -> dict[int, int | None]:
         found: dict[int, int | None] = {}
         for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
-            size = process.usedGpuMemory if self._bytes_believed else None
+            size = process.usedGpuMemory if self._bytes_trusted else None
             before = found.get(process.pid, 0)
             found[process.pid] = None if size is None or before is None else before + size
         return found

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memguard._devices import contexts, libcuda
+from memguard._devices import contexts, cuda_order
 from memguard._devices.nvml import Nvml, divided
 from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
@@ -22,7 +22,7 @@ _ELSEWHERE = {
 
 
 class RealHost:
-    """`Host` over NVML and libcuda; before CUDA is initialised only where `cuda-bindings` is installed."""
+    """`Host` over NVML and CUDA. A child process asks for CUDA's order if CUDA is not initialised here."""
 
     simulated = False
 
@@ -35,7 +35,7 @@ class RealHost:
             )
         self._nvml = Nvml()
         self._lock = threading.Lock()
-        self._cuda: tuple[contexts.CudaDevice, ...] | None = None
+        self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 
     @property
     def pid(self) -> int:
@@ -55,27 +55,24 @@ class RealHost:
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
-        if libcuda.hides_all(hidden) and not contexts.initialised():  # CUDA read the variable when it was initialised
+        if cuda_order.hides_all(hidden) and not contexts.initialised():  # an initialised CUDA read the variable before
             raise DeviceError(_shows_none(hidden, len(all_of_them)))
         alone = len(all_of_them) == 1 and not refused
         asked = self._ask(child=hidden is not None or (ordinals and not alone))
         if asked is None:
             if hidden is not None:
-                missing = "pip install cuda-bindings"
-                fix = "see why CUDA fails here (PyTorch says it)" if libcuda.available() else missing
                 _log.warning(
                     "CUDA_VISIBLE_DEVICES=%s, but CUDA could not be asked which GPUs that means: budgeting all %d. "
-                    "fix: %s",
+                    "fix: run `memguard doctor` to see why CUDA does not start",
                     hidden,
                     len(all_of_them),
-                    fix,
                 )
             return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
         if not asked:
             raise DeviceError(_shows_none(hidden, len(all_of_them)))
         by_uuid = {device.uuid: device for device in all_of_them}
         for gpu in asked:
-            if gpu.uuid not in by_uuid:  # a part of one, or one that NVML keeps to itself: it would have no cap
+            if gpu.uuid not in by_uuid:  # a MIG part, or a GPU that NVML does not list: it would have no cap
                 parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
                 unlisted = f"CUDA shows {gpu.uuid}, and NVML does not\n    fix: compare with `nvidia-smi -L`"
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))
@@ -95,16 +92,16 @@ class RealHost:
         return None if ordinal is None else contexts.active(ordinal)
 
     def multiprocessors(self, uuid: str) -> int | None:
-        """The driver's own count, to check what a framework believes; None where CUDA cannot be asked."""
+        """The driver's own count, to check what a framework believes; None if CUDA cannot be asked."""
         return next((c.multiprocessors for c in self._ask(child=False) or () if c.uuid == uuid), None)
 
     def close(self) -> None:
         self._nvml.close()
 
-    def _ask(self, *, child: bool) -> tuple[contexts.CudaDevice, ...] | None:
+    def _ask(self, *, child: bool) -> tuple[contexts.VisibleDevice, ...] | None:
         with self._lock:
-            if self._cuda is None:  # what CUDA shows cannot change once it was initialised
-                self._cuda = libcuda.visible(ask_child=child)
+            if self._cuda is None:  # after cuInit, what CUDA shows cannot change
+                self._cuda = cuda_order.visible(ask_child=child)
             return self._cuda
 
 

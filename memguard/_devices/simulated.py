@@ -1,7 +1,7 @@
-"""GPUs that exist only as numbers: the one place with simulated device state.
+"""Simulated GPUs: the one place that holds their state.
 
-H200 figures are measured facts. The other totals come from public nvidia-smi output and were not measured by us;
-their driver reserves vary with the driver version and are typical values.
+The H200's figures are measured. The other totals come from public nvidia-smi output and were not measured by us; their
+driver reserves vary with the driver version and are typical values.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from memguard._units import MIB, format_size
 from memguard.errors import DeviceError
 
 CONTEXT = 518 * MIB
-"""The primary CUDA context, once per process and device. Measured fact: 518 MiB with PyCUDA on an H200."""
+"""The primary CUDA context, once per process and device. Measured: 518 MiB with PyCUDA on an H200."""
 PID = (1 << 22) + 1
-"""The simulated process: one above the largest PID that Linux gives out, so it can be nobody's."""
+"""The simulated process: one above the largest PID of Linux, so that no real process has it."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What NVML says of one kind of GPU. `total` and `reserved` (the driver's own part) are bytes."""
+    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes."""
 
     name: str
     architecture: str
@@ -34,7 +34,7 @@ class Model:
 
 
 CATALOGUE: Mapping[str, Model] = {
-    "h200": Model("NVIDIA H200", "hopper", 143_771 * MIB, 615 * MIB, 132),  # measured fact
+    "h200": Model("NVIDIA H200", "hopper", 143_771 * MIB, 615 * MIB, 132),  # measured
     "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132),
     "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108),
     "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108),
@@ -46,7 +46,7 @@ CATALOGUE: Mapping[str, Model] = {
 
 
 class SimulatedOutOfMemory(RuntimeError):
-    """A simulated device has not that many bytes free. `requested` and `free` are bytes."""
+    """A simulated device has fewer bytes free than were requested. `requested` and `free` are bytes."""
 
     def __init__(self, message: str, requested: int, free: int) -> None:
         self.requested, self.free = requested, free
@@ -54,7 +54,7 @@ class SimulatedOutOfMemory(RuntimeError):
 
 
 def model(name: str) -> Model:
-    """The catalogue's model of that short name or NVML name. DeviceError names the known ones and the nearest."""
+    """The catalogue's model with that short name or NVML name. DeviceError lists the known ones and the nearest."""
     wanted = name.strip().lower()
     for key, entry in CATALOGUE.items():
         if wanted in (key, entry.name.lower()):
@@ -86,8 +86,8 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls by which simulated frameworks take memory. Thread-safe.
 
-    `names` are catalogue names, NVML names or `Model`s, one for each device. Figures are exact bytes: it
-    is for the frameworks to take the 2 MiB pages in which a real driver hands memory out.
+    `names` are catalogue names, NVML names or `Model`s, one per device. Figures are exact bytes: the simulated
+    frameworks round to the 2 MiB pages in which a real driver allocates.
     """
 
     simulated = True
@@ -114,7 +114,7 @@ class SimulatedHost:
         return tuple(state.device for state in self._states.values())
 
     def memory(self, device: Device) -> MemoryInfo:
-        """As NVML v2 gives it: total = reserved + used + free, to the byte."""
+        """As NVML v2 reports it: total = reserved + used + free, to the byte."""
         with self._state(device) as state:
             free, true = state.free, state.device
             return MemoryInfo(true.total, true.reserved, true.usable - free, free)
@@ -132,10 +132,10 @@ class SimulatedHost:
         return self._states[uuid].multiprocessors if uuid in self._states else None
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def take(self, device: Device, nbytes: int) -> None:
-        """This process takes memory from the driver. SimulatedOutOfMemory where it is not free."""
+        """This process takes memory from the driver. SimulatedOutOfMemory if it is not free."""
         with self._state(device) as state:
             self._check(state, nbytes)
             state.taken += nbytes
@@ -149,7 +149,7 @@ class SimulatedHost:
             state.taken -= nbytes
 
     def open_context(self, device: Device, nbytes: int = CONTEXT) -> bool:
-        """Open this process's primary context; False where it is open already (it is shared)."""
+        """Open this process's primary context; False if it is open already (it is shared)."""
         with self._state(device) as state:
             if state.context is not None:
                 return False
@@ -159,7 +159,7 @@ class SimulatedHost:
             return True
 
     def occupy(self, device: Device, pid: int, nbytes: int) -> None:
-        """Another process now holds `nbytes` in all; 0 means that it is gone."""
+        """Another process now holds `nbytes` in all; 0 if it has ended."""
         if pid == PID:
             raise ValueError("occupy is for other processes; this one uses take and give")
         with self._state(device) as state:

@@ -1,13 +1,13 @@
-"""What the driver is and says, read in a process of its own: libraries of a broken driver crash and hang.
+"""What the driver is and reports, for the doctor. Runs in a process of its own: a broken driver's libraries crash and
+hang.
 
-`survey` is called there and reports parts as they are read, in the words of `checkup.facts.Driver`. Unlike the other
-doors here it initialises CUDA, and takes every failure for an answer.
+`survey` reports each part as soon as it is read, with the fields of `memguard._doctor.facts.Driver`. Unlike the rest
+of this room it initialises CUDA, and a failure is an answer like any other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import glob
 import json
@@ -17,9 +17,11 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from ctypes import c_int, c_size_t, create_string_buffer
 from typing import Any
 
-from memguard._units import gpu_uuid
+from memguard._devices import libcuda
+from memguard.errors import DeviceError
 
 _CAPABILITY, _MULTIPROCESSORS = (75, 76), 16  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
@@ -30,20 +32,20 @@ _SWAPPED = ((535, 43), (535, 85))
 
 
 def main(fd: int, without: Iterable[int] = ()) -> None:
-    """Report to the pipe `fd`, a line of JSON for each part. `without`: processes that are no others'."""
+    """Report to the pipe `fd`, a line of JSON for each part. `without`: PIDs of the doctor's own, left out."""
     with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
         survey(lambda part: print(json.dumps(part), file=pipe, flush=True), frozenset(without))
 
 
-def survey(tell: Callable[[dict[str, Any]], None], without: frozenset[int]) -> None:
-    tell({"module": module(), "pci": pci(), "files": files()})
-    tell({"nvml": nvml(without)})
+def survey(report: Callable[[dict[str, Any]], None], without: frozenset[int]) -> None:
+    report({"module": module(), "pci": pci(), "files": files()})
+    report({"nvml": nvml(without)})
     for cuda in driver():
-        tell({"cuda": cuda})
+        report({"cuda": cuda})
 
 
 def module(root: str = "/") -> str | None:
-    """The kernel module's version; "" where it is loaded and does not say, None where there is none."""
+    """The kernel module's version; "" if it is loaded and gives none, None if it is not loaded."""
     with contextlib.suppress(OSError), open(os.path.join(root, "proc/driver/nvidia/version"), encoding="utf-8") as file:
         found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+\.\d+(?:\.\d+)?)", file.read())
         return found[1] if found else ""
@@ -54,7 +56,7 @@ def module(root: str = "/") -> str | None:
 
 
 def pci(root: str = "/") -> list[str]:
-    """Addresses of NVIDIA's display controllers on the bus."""
+    """PCI addresses of NVIDIA's display controllers."""
     found = []
     for folder in sorted(glob.glob(os.path.join(root, "sys/bus/pci/devices/*"))):
         with contextlib.suppress(OSError):
@@ -69,7 +71,7 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Whether each device file can be opened. Asked by opening: a container's device rules show nowhere else."""
+    """Whether each device file can be opened: by opening it, since a container's device rules show nowhere else."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -84,7 +86,7 @@ def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
 
 
 def nvml(without: frozenset[int]) -> dict[str, Any]:
-    """NVML, in the words of `checkup.facts.Nvml`."""
+    """NVML, with the fields of `memguard._doctor.facts.Nvml`."""
     try:
         import pynvml as n
     except ImportError as error:
@@ -104,16 +106,16 @@ def nvml(without: frozenset[int]) -> dict[str, Any]:
     except failures as error:
         return {**found, "error": type(error).__name__, "text": str(error)}
     version = tuple(int(part) for part in str(found.get("driver", "")).split(".")[:2] if part.isdigit())
-    believed = not _SWAPPED[0] <= version <= _SWAPPED[1]
+    trusted = not _SWAPPED[0] <= version <= _SWAPPED[1]
     for index in range(count):
-        found["devices"].append({"index": index, **_gpu(n, failures, index, without, believed)})
+        found["devices"].append({"index": index, **_gpu(n, failures, index, without, trusted)})
     with contextlib.suppress(*failures):
         n.nvmlShutdown()
     return found
 
 
 def _gpu(
-    n: Any, failures: tuple[type[Exception], ...], index: int, without: frozenset[int], believed: bool
+    n: Any, failures: tuple[type[Exception], ...], index: int, without: frozenset[int], trusted: bool
 ) -> dict[str, Any]:
     try:
         handle = n.nvmlDeviceGetHandleByIndex(index)
@@ -135,7 +137,7 @@ def _gpu(
         processes: dict[str, int | None] = {}
         for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid not in without:
-                size = process.usedGpuMemory if believed else None
+                size = process.usedGpuMemory if trusted else None
                 before = processes.get(str(process.pid), 0)
                 processes[str(process.pid)] = None if size is None or before is None else before + size
         found["processes"] = processes
@@ -145,76 +147,71 @@ def _gpu(
 def _memory(n: Any, quiet: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
     try:
         info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
-    except quiet:  # of drivers that lack it; their `used` contains the driver's reserve
+    except quiet:  # this driver lacks v2; `used` then includes the driver's reserve
         info = n.nvmlDeviceGetMemoryInfo(handle)
     return {"total": info.total, "used": info.used, "free": info.free}
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda, in the words of `checkup.facts.Cuda`: once more after each step, as the next one may not return."""
+    """libcuda, with the fields of `memguard._doctor.facts.Cuda`: once per step, as the next may not return."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = libcuda.load()
     except OSError as error:
         yield {**found, "error": str(error)}
         return
     found["path"] = mapped("libcuda")
-    number = ctypes.c_int()
-    with contextlib.suppress(AttributeError):  # no driver's library at all
-        if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
+    number = c_int()
+    with contextlib.suppress(AttributeError):  # a library of that name that is not the driver's
+        if cuda.cuDriverGetVersion(number) == 0:
             found["version"] = number.value
     yield dict(found)
     try:
-        found["init"] = _name(cuda, cuda.cuInit(0))
+        code = cuda.cuInit(0)
     except AttributeError as error:
         yield {**found, "error": str(error)}
         return
+    found["init"] = libcuda.error_name(code) or f"error {code}"
     yield dict(found)
-    if found["init"] == "CUDA_SUCCESS":
+    if code == 0:
         yield {**found, "devices": list(_devices(cuda))}
 
 
-def _devices(cuda: ctypes.CDLL) -> Iterator[dict[str, Any]]:
-    count, device, other, number = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    raw, name, size = (ctypes.c_ubyte * 16)(), ctypes.create_string_buffer(100), ctypes.c_size_t()
-    uuid = cuda.cuDeviceGetUuid_v2 if hasattr(cuda, "cuDeviceGetUuid_v2") else cuda.cuDeviceGetUuid
-    cuda.cuDeviceGetCount(ctypes.byref(count))
+def _devices(cuda: libcuda.Library) -> Iterator[dict[str, Any]]:
+    count, device, other, number = c_int(), c_int(), c_int(), c_int()
+    name, size = create_string_buffer(100), c_size_t()
+    cuda.cuDeviceGetCount(count)
     for ordinal in range(count.value):
 
         def attribute(which: int) -> int:
-            return number.value if cuda.cuDeviceGetAttribute(ctypes.byref(number), which, device) == 0 else 0
+            return number.value if cuda.cuDeviceGetAttribute(number, which, device.value) == 0 else 0
 
-        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or uuid(ctypes.byref(raw), device):
+        if cuda.cuDeviceGet(device, ordinal):
+            continue
+        try:
+            uuid = libcuda.device_uuid(cuda, device.value)
+        except DeviceError:
             continue
         peers = []
         for peer in range(count.value):
-            if peer != ordinal and cuda.cuDeviceGet(ctypes.byref(other), peer) == 0:
+            if peer != ordinal and cuda.cuDeviceGet(other, peer) == 0:
                 number.value = 0
-                if cuda.cuDeviceCanAccessPeer(ctypes.byref(number), device, other) == 0 and number.value:
+                if cuda.cuDeviceCanAccessPeer(number, device.value, other.value) == 0 and number.value:
                     peers.append(peer)
-        called = name.value.decode(errors="replace") if cuda.cuDeviceGetName(name, 100, device) == 0 else ""
-        known = gpu_uuid(bytes(raw))
+        called = name.value.decode(errors="replace") if cuda.cuDeviceGetName(name, len(name), device.value) == 0 else ""
         yield {
             "ordinal": ordinal,
-            "uuid": known.replace("GPU-", "MIG-", 1) if " MIG " in called else known,
+            "uuid": uuid.replace("GPU-", "MIG-", 1) if " MIG " in called else uuid,
             "name": called,
             "capability": [attribute(which) for which in _CAPABILITY],
             "multiprocessors": attribute(_MULTIPROCESSORS),
-            "total": size.value if cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else None,
+            "total": size.value if cuda.cuDeviceTotalMem_v2(size, device.value) == 0 else None,
             "peers": peers,
         }
 
 
-def _name(cuda: ctypes.CDLL, code: int) -> str:
-    text = ctypes.c_char_p()
-    with contextlib.suppress(AttributeError):
-        if cuda.cuGetErrorName(code, ctypes.byref(text)) == 0 and text.value:
-            return text.value.decode(errors="replace")
-    return f"error {code}"
-
-
 def mapped(name: str) -> str | None:
-    """The file of a library that this process has mapped, links resolved."""
+    """The file of a library that this process has mapped, with links resolved."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").split(None, 5)[5:]
@@ -224,7 +221,7 @@ def mapped(name: str) -> str | None:
 
 
 def candidates(search: str, cache: str, folders: Iterable[str] = _FOLDERS) -> list[str]:
-    """Every libcuda.so.1 that the loader could find, in its order: LD_LIBRARY_PATH, its cache, the usual folders."""
+    """Each libcuda.so.1 that the loader could find, in its order: LD_LIBRARY_PATH, its cache, the usual folders."""
     wide = ("x86-64", "AArch64") if sys.maxsize > 1 << 32 else ()
     cached = [
         line.rpartition(" => ")[2].strip()

@@ -66,7 +66,8 @@ def ordinals(framework: str, host: Host) -> dict[str, int]:
         return found
     if len(devices) == 1:
         return {devices[0].uuid: 0}
-    raise CapNotApplied(framework, "CUDA's numbering of the GPUs could not be asked", "pip install cuda-bindings")
+    why = "CUDA's numbering of the GPUs could not be asked"
+    raise CapNotApplied(framework, why, "run `memguard doctor` to see why CUDA does not start")
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Limit, Applied]:

@@ -168,7 +168,7 @@ class TensorFlow(Framework):
                 raise CapNotApplied(
                     self.name,
                     f"TensorFlow's {gpu.name} cannot be matched with a GPU of the budget",
-                    "pip install 'memguard[cuda]', so that CUDA's numbering can be asked for",
+                    "run `memguard doctor` to see why CUDA does not start",
                 )
             matched.append((gpu, uuid))
         return matched

@@ -1,11 +1,11 @@
-"""Hand a GPU array to another framework without a copy, in this process and to others.
+"""Hand a GPU array to another framework without a copy, in this process or to another one.
 
     y = memguard.exchange.to(x, "tensorflow")
 
-    handle = memguard.exchange.export(x)           # str(handle), or the pickled handle, goes to the other process
-    y = memguard.exchange.attach(handle, "cupy")   # there
+    handle = memguard.exchange.export(x)           # pass str(handle), or the pickled handle, to the other process
+    y = memguard.exchange.attach(handle, "cupy")   # in the other process
 
-No budget is needed for it; with one the ledger says who lends how much to whom. docs/exchange.md.
+It needs no budget. With one, the ledger says which framework lends how much to which. docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BETWEEN_PROCESSES = ("Handle", "attach", "export")
 __all__ = ["CannotShare", "Handle", "Route", "attach", "export", "last_route", "pycuda_context", "to"]
 
 
-if not TYPE_CHECKING:  # `to` needs no sockets
+if not TYPE_CHECKING:  # imported on first use: `to` needs no sockets
 
     def __getattr__(name: str) -> object:
         if name not in _BETWEEN_PROCESSES:

@@ -1,4 +1,4 @@
-"""What `to` may be given beside the array: checked before anything is read or made."""
+"""The arguments of `to` beside the array, checked before any array is read or made."""
 
 from __future__ import annotations
 
@@ -13,41 +13,48 @@ _MOST = 1 << 16
 """More GPUs than any process sees."""
 
 
-def check(copy: Any, device: Any, taker: Arrays) -> None:
-    """Raises ValueError for what `copy` and `device` cannot be, ImportError where the framework is not installed."""
+def is_ordinal(device: Any) -> bool:
+    """Whether `device` can be CUDA's ordinal of a GPU."""
+    return isinstance(device, int) and not isinstance(device, bool) and 0 <= device < _MOST
+
+
+def check(copy: Any, device: Any, consumer: Arrays) -> None:
+    """Raises ValueError for a wrong `copy` or `device`, ImportError if the framework is not installed."""
     if copy is not None and copy is not True and copy is not False:
         raise ValueError(f"copy={copy!r} is none of None, True and False\n    fix: copy=True, or leave it out")
-    if device is not None and (isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < _MOST):
+    if device is not None and not is_ordinal(device):
         raise ValueError(
-            f"device={device!r} is no number of a GPU\n"
+            f"device={device!r} is not the number of a GPU\n"
             "    fix: CUDA's ordinal, as device=0; without it the array stays on its GPU"
         )
-    if device is not None and not taker.taker.on_gpu:
-        raise ValueError(f"{taker.taker.title} never holds GPU memory\n    fix: leave device out")
-    if taker.module not in sys.modules and importlib.util.find_spec(taker.module) is None:
-        raise ImportError(f"{taker.taker.title} is not installed\n    fix: pip install {taker.module}")
+    if device is not None and not consumer.traits.on_gpu:
+        raise ValueError(f"{consumer.traits.title} never holds GPU memory\n    fix: leave device out")
+    if consumer.module not in sys.modules and importlib.util.find_spec(consumer.module) is None:
+        raise ImportError(f"{consumer.traits.title} is not installed\n    fix: pip install {consumer.module}")
 
 
-def handle(stream: Any, taker: Arrays) -> int | None:
-    """The handle of a stream, whoever made it. Raises ValueError for what is none."""
+def stream_handle(stream: Any, consumer: Arrays) -> int | None:
+    """The handle of a stream of any library. Raises ValueError for anything else."""
     if stream is None:
         return None
-    if not taker.told:
-        raise ValueError(f"{taker.name} chooses its streams itself: stream= cannot be given\n    fix: leave it out")
-    found = _found(stream)
+    if not consumer.takes_stream:
+        raise ValueError(f"{consumer.name} chooses its streams itself: stream= is not possible\n    fix: leave it out")
+    found = _handle(stream)
     if found is None or isinstance(stream, bool) or found < 0:
-        raise ValueError(f"{stream!r} is no stream\n    fix: a stream of the framework's, or its handle as an int")
+        raise ValueError(
+            f"{stream!r} is not a stream\n    fix: a stream object of the framework, or its handle as an int"
+        )
     return streams.Handle(found, stream)
 
 
-def _found(stream: Any) -> int | None:
+def _handle(stream: Any) -> int | None:
     if hasattr(stream, "__index__"):
         return int(stream)
     if hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
         return int((protocol() if callable(protocol) else protocol)[1])
     if any(word in type(stream).__name__.lower() for word in ("event", "memory", "pointer", "array")):
-        return None  # they have such attributes too
+        return None  # these have the attributes below too
     for name in ("cuda_stream", "ptr", "handle"):  # PyTorch's, CuPy's, PyCUDA's and Numba's
         value = getattr(stream, name, None)
         if value is not None:

@@ -1,7 +1,7 @@
-"""DLPack capsules, read and made with ctypes: the form in which PyTorch, TensorFlow, JAX and CuPy take memory.
+"""DLPack capsules, read and made with ctypes: the form in which PyTorch, TensorFlow, JAX and CuPy import memory.
 
-Unversioned ones (`dltensor`), which all four take; TensorFlow and JAX take no other (measured). The deleter of one
-may run on any thread, and takes the GIL there.
+The ones made here are unversioned (`dltensor`), which all four take; TensorFlow and JAX take no others (measured). The
+deleter of a capsule may run on any thread, and takes the GIL there.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import functools
 import struct
 from typing import Any
 
-from memguard.exchange.lifetimes import Loan
+from memguard.exchange.lifetimes import Lifetime
 from memguard.exchange.view import DTYPES, View, dtype_of_code, row_major
 
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
-
-
 _TENSOR = struct.Struct("@QiiiBBHQQQ")
-"""A `DLTensor`: address, device's kind and number, dimensions, dtype's code, bits and lanes, shape, strides, offset."""
+"""A `DLTensor`: address, device kind and number, dimensions, dtype code, bits and lanes, shape, strides, offset."""
 _VERSION = struct.Struct("@IIQQQ")
-"""What comes before it in a versioned capsule: major and minor version, context, deleter, flags."""
+"""What precedes it in a versioned capsule: major and minor version, context, deleter, flags."""
 _Tensor, _Version = ctypes.c_char * _TENSOR.size, ctypes.c_char * _VERSION.size
 _valid = ctypes.pythonapi.PyCapsule_IsValid
 _valid.restype, _valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
@@ -29,20 +27,21 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 _HEAD = struct.Struct("@QiiiB")
-"""How a `DLTensor` begins, up to the dtype's code."""
+"""The beginning of a `DLTensor`, up to the dtype code."""
 _Head = ctypes.c_char * _HEAD.size
 _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-"""NumPy's dtypes by size: what the elements mean is written into the capsule afterwards."""
+"""A NumPy dtype of each element size. The true dtype is written into the capsule afterwards."""
 
 
 class Unreadable(ValueError):
-    """A capsule that holds something other than an array as `View` can say it."""
+    """A capsule that holds no array that `View` can describe."""
 
 
 def read(capsule: Any) -> View:
-    """What a capsule that nobody has consumed yet holds. It keeps the memory; `device` is the capsule's own number.
+    """The array in a capsule that nobody has consumed yet. The capsule keeps the memory.
 
-    Raises Unreadable: a dtype that arrays here have not, packed lanes, another kind of device.
+    `device` is the number that the capsule has, which is the producer's own. Raises Unreadable for an unknown dtype,
+    packed lanes, or another kind of device.
     """
     readonly = False
     if _valid(capsule, b"dltensor"):
@@ -82,16 +81,17 @@ def _numbers(ndim: int) -> Any:
     return ctypes.c_int64 * ndim
 
 
-def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
-    """An unversioned capsule over the loan's memory; its consumer's last view ends the loan.
+def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
+    """An unversioned capsule over this memory. The consumer's last view of it ends the lifetime.
 
-    `device` is the number that the consumer knows the GPU by; None for the host. NumPy makes it, of an array that
-    nobody reads, and what NumPy cannot say is written over: a view may be freed while an exception is on its way, or
-    after the interpreter's end. A deleter in Python would lose the one and crash at the other; NumPy's does neither.
+    `device` is the number that the consumer knows the GPU by, None for the host. NumPy makes the capsule, from an array
+    that nobody reads, and the fields that NumPy cannot set are overwritten. The reason is NumPy's deleter: a view may
+    be freed while an exception propagates, or after the interpreter has ended. A deleter written in Python would lose
+    that exception, and would crash after the end.
     """
     import numpy
 
-    made = numpy.asarray(_Block(view, loan)).__dlpack__()
+    made = numpy.asarray(_Block(view, lifetime)).__dlpack__()
     head = _Head.from_address(_pointer(made, b"dltensor"))
     place = (CPU, 0) if device is None else (CUDA, device)
     _HEAD.pack_into(head, 0, view.address, *place, len(view.shape), DTYPES[view.dtype][0])
@@ -99,12 +99,12 @@ def capsule(view: View, loan: Loan, *, device: int | None) -> Any:
 
 
 class _Block:
-    """A loan's memory as NumPy takes it. It belongs to the array, and the array to the capsule."""
+    """The memory as NumPy imports it. The array keeps this object, and the capsule keeps the array."""
 
-    __slots__ = ("__array_interface__", "_loan")
+    __slots__ = ("__array_interface__", "_lifetime")
 
-    def __init__(self, view: View, loan: Loan) -> None:
-        self._loan = loan
+    def __init__(self, view: View, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
         self.__array_interface__ = {
             "shape": view.shape,
             "typestr": _WORDS[view.itemsize],
@@ -115,16 +115,16 @@ class _Block:
 
 
 class Exporter:
-    """What `from_dlpack` functions take. `before` makes a stream wait until the memory is ready."""
+    """An argument for `from_dlpack` functions. `before` makes a stream wait until the memory is ready."""
 
-    def __init__(self, view: View, loan: Loan, device: int | None, before: Any) -> None:
-        self._view, self._loan, self._device, self._before = view, loan, device, before
+    def __init__(self, view: View, lifetime: Lifetime, device: int | None, before: Any) -> None:
+        self._view, self._lifetime, self._device, self._before = view, lifetime, device, before
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
-        """`stream` as the protocol has it: -1 for no waiting, None for the legacy default stream."""
+        """`stream` is as in the protocol: -1 for no waiting, None for the legacy default stream."""
         if stream != -1:
             self._before(1 if stream is None else stream)
-        return capsule(self._view, self._loan, device=self._device)
+        return capsule(self._view, self._lifetime, device=self._device)

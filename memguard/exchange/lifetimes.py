@@ -1,9 +1,9 @@
-"""What is lent: memory of one framework that another has views of, from hand-over until the last view is gone.
+"""How long shared memory lives: from the hand-over until the consumer's last view is gone.
 
-A loan keeps the lender's array alive. Its end comes from a destructor, on any thread, inside any allocation: so
-nothing here takes a lock there, and nothing waits. Where the borrower's last work still runs then, the lender's
-stream is made to wait for it; a lender without a stream gets its memory back a moment later, from a thread of its
-own, and PyCUDA, whose memory must be freed where it was taken, on the thread that handed it over.
+A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so nothing
+there takes a lock or waits. If the consumer's last work still runs then, the producer's stream is made to wait for it.
+A producer without a stream gets its memory back a moment later, from a thread of this module. PyCUDA must free memory
+on the thread that allocated it, so it gets its memory back on the thread that handed it over.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from memguard.errors import DeviceError
 from memguard.exchange.view import View
 
 _log = logging.getLogger("memguard")
-_PATIENCE = 0.001
-"""Seconds between two looks at work that has to end before memory goes back."""
+_POLL = 0.001
+"""Seconds between two checks of work that must end before memory is released."""
 
 
 class Offer(NamedTuple):
-    """An array as its framework lends it: what it is, and what keeps the memory alive.
+    """An array as its framework, the producer, offers it: what it is, and what keeps its memory alive.
 
-    stream   the lender's: memory that goes back is used next on it; None where it has none to tell
-    context  that the memory belongs to, where it is not the GPU's primary one
-    thread   the only one that may let go of `owner`; None for any
+    stream   the producer's: it uses released memory next on this stream; None if it names none
+    context  the one that the memory belongs to, if that is not the GPU's primary one
+    thread   the only thread that may release `owner`; None for any
     done     whether its values are there already, so that nobody has to wait for them
     """
 
-    lender: str
+    producer: str
     view: View
     owner: Any
     stream: int | None = None
@@ -45,43 +45,43 @@ class Offer(NamedTuple):
     done: bool = False
 
 
-class Loan:
-    """One hand-over. `stream` is the borrower's, None where its work may be on any.
+class Lifetime:
+    """One hand-over. `stream` is the consumer's, None if its work may be on any.
 
-    `settles`: the borrower lets go only once its work is done (JAX; measured), so that nobody has to wait.
-    `context`: the borrower's, where that is not the GPU's primary one.
+    `releases_when_done`: the consumer releases memory only after its work on it is done (JAX; measured), so nobody has
+    to wait. `context`: the consumer's, if that is not the GPU's primary one.
     """
 
-    __slots__ = ("borrower", "context", "offer", "settles", "stream")
+    __slots__ = ("consumer", "context", "offer", "releases_when_done", "stream")
 
     def __init__(
         self,
         offer: Offer,
-        borrower: str,
+        consumer: str,
         stream: int | None = None,
-        settles: bool = False,
+        releases_when_done: bool = False,
         context: int | None = None,
     ) -> None:
-        self.offer, self.borrower, self.stream, self.settles = offer, borrower, stream, settles
+        self.offer, self.consumer, self.stream, self.releases_when_done = offer, consumer, stream, releases_when_done
         self.context = context
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # then this module's names may be gone
+        if not ending():  # after that the names of this module may be gone
             self.end()
 
     def cancel(self) -> None:
-        """Nobody has seen the memory: there is nothing to wait for."""
+        """The consumer never got the memory, so there is nothing to wait for."""
         _open.pop(id(self), None)
 
     def end(self) -> None:
-        """The last view is gone. Any thread, any moment; a second call does nothing."""
+        """The last view is gone. On any thread, at any moment; a second call does nothing."""
         if _open.pop(id(self), None) is None:
             return
         mark = None
-        if self.offer.view.device is not None and not self.settles:
-            mark = _under_way(self.offer, self.stream, self.context)
+        if self.offer.view.device is not None and not self.releases_when_done:
+            mark = _running_work(self.offer, self.stream, self.context)
         if mark is None and self.offer.thread in (None, threading.get_ident()):
-            return  # the owner goes with the loan
+            return  # the owner is released together with this object
         parked = _Parked(self.offer, mark)
         del self.offer
         _parked.append(parked)
@@ -89,8 +89,10 @@ class Loan:
 
 
 class _Parked:
-    """Memory that cannot go back yet. Whoever looks at it holds this and not the offer: its owner goes on the thread
-    that sets that to None.
+    """Memory that cannot be released yet.
+
+    Whoever checks it holds this object and not the offer: so the owner is released on the thread that sets `offer` to
+    None, and on no other.
     """
 
     __slots__ = ("mark", "offer", "thread")
@@ -101,29 +103,31 @@ class _Parked:
 
 
 class _Entry(NamedTuple):
-    lender: str
-    borrower: str
+    producer: str
+    consumer: str
     view: View
 
 
 kept: Counter[int] = Counter()
 """Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row has them."""
 _open: dict[int, _Entry] = {}
-"""What is lent, without what keeps it alive."""
+"""What is shared now, without what keeps it alive."""
 _parked: list[_Parked] = []
 
 
-def begin(offer: Offer, borrower: str, stream: int | None, settles: bool = False, context: int | None = None) -> Loan:
-    """A loan that lasts until its `end`, or until nothing refers to it any more."""
-    loan = Loan(offer, borrower, stream, settles, context)
-    _open[id(loan)] = _Entry(offer.lender, borrower, offer.view)
+def begin(
+    offer: Offer, consumer: str, stream: int | None, releases_when_done: bool = False, context: int | None = None
+) -> Lifetime:
+    """A lifetime that lasts until its `end`, or until nothing refers to it any more."""
+    lifetime = Lifetime(offer, consumer, stream, releases_when_done, context)
+    _open[id(lifetime)] = _Entry(offer.producer, consumer, offer.view)
     if _parked:
         sweep()
-    return loan
+    return lifetime
 
 
 def sweep() -> None:
-    """Let go of what is over: of this thread's, and of every thread's where that does not matter."""
+    """Release the parked memory whose work is done, as far as this thread may release it."""
     here = threading.get_ident()
     for _ in range(len(_parked)):
         try:
@@ -141,55 +145,60 @@ def sweep() -> None:
 
 
 def lent() -> dict[int, dict[str, dict[str, int]]]:
-    """Bytes lent now by GPU (CUDA's ordinal), lender and borrower. What is lent twice counts once for each borrower."""
+    """Bytes shared now, by GPU (CUDA's ordinal), producer and consumer: the ledger's `lent`.
+
+    A byte that two consumers have views of counts once for each.
+    """
     found: dict[int, dict[str, dict[str, list[tuple[int, int]]]]] = {}
     for entry in list(_open.values()):
         view = entry.view
         if view.device is not None and view.size:
-            lender = found.setdefault(view.device, {}).setdefault(entry.lender, {})
-            lender.setdefault(entry.borrower, []).append(view.extent)
+            producer = found.setdefault(view.device, {}).setdefault(entry.producer, {})
+            producer.setdefault(entry.consumer, []).append(view.extent)
     return {
-        device: {lender: {to: covered(parts) for to, parts in borrowers.items()} for lender, borrowers in rows.items()}
+        device: {name: {to: covered(parts) for to, parts in consumers.items()} for name, consumers in rows.items()}
         for device, rows in found.items()
     }
 
 
-def lent_by(lender: str, device: int) -> int:
-    """Bytes of the lender's memory that others have views of, each byte once."""
-    views = [entry.view for entry in list(_open.values()) if entry.lender == lender]
+def lent_by(producer: str, device: int) -> int:
+    """Bytes of the producer's memory that others have views of, each byte once."""
+    views = [entry.view for entry in list(_open.values()) if entry.producer == producer]
     return covered(view.extent for view in views if view.device == device and view.size)
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
     """Bytes that lie in at least one of the ranges."""
     total, reached = 0, 0
-    for first, behind in sorted(parts):
-        total += max(behind - max(first, reached), 0)
-        reached = max(reached, behind)
+    for first, end in sorted(parts):
+        total += max(end - max(first, reached), 0)
+        reached = max(reached, end)
     return total
 
 
-def _under_way(offer: Offer, stream: int | None, context: int | None = None) -> Mark | None:
-    """What the borrower still does, where the lender has no stream that could be made to wait for it."""
+def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | None:
+    """The consumer's work that still runs, if the producer has no stream that could wait for it; else None."""
     device = offer.view.device
     if device is None or not offer.view.size:
         return None
-    stream = None if stream == PER_THREAD else stream  # another thread than this may have used it
+    stream = None if stream == PER_THREAD else stream  # a thread other than this one may have used it
     try:
         if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
-            return None  # neither may wait for the other; who replays the graph keeps what it was captured with
+            return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
-            return None  # what is next done with the memory comes after it anyway
+            return None  # it is one stream, so whatever uses the memory next comes after that work anyway
         if offer.stream is None:
             mark = Mark(device, stream, context)
             return None if _passed(mark) else mark
         streams.follow(device, stream, offer.stream, context)
-        if (offer.stream or LEGACY) != LEGACY:  # a caching allocator uses it next where it was allocated: mostly there,
-            streams.follow(device, stream, LEGACY, context)  # whichever was current at the hand-over
+        # A caching allocator uses the memory next on the stream where it was allocated. Mostly that is the legacy
+        # default stream, whichever stream was current at the hand-over.
+        if (offer.stream or LEGACY) != LEGACY:
+            streams.follow(device, stream, LEGACY, context)
         return None
     except DeviceError as error:
         _log.debug("exchange: %s", error)
-    try:  # where nobody can be made to wait, it is looked at until it has passed
+    try:  # no stream can be made to wait, so the work is polled until it is done
         mark = Mark(device, stream, context)
     except DeviceError:
         return None
@@ -197,7 +206,7 @@ def _under_way(offer: Offer, stream: int | None, context: int | None = None) -> 
 
 
 def _passed(mark: Mark) -> bool:
-    """Closed once it is. An error counts as the end: the context is gone, and its memory with it."""
+    """Whether the work is done; closes the mark if so. An error counts as done: the context is gone, and its memory."""
     try:
         if not mark.passed():
             return False
@@ -208,7 +217,7 @@ def _passed(mark: Mark) -> bool:
 
 
 class _Sweeper:
-    """A daemon thread while something is parked that any thread may let go of."""
+    """A daemon thread that lives while memory is parked that any thread may release."""
 
     def __init__(self) -> None:
         self._running = False
@@ -217,9 +226,9 @@ class _Sweeper:
         if self._running or not any(parked.thread is None for parked in list(_parked)):
             return
         self._running = True
-        try:  # a thread of `threading` takes locks to begin, which may be held where a destructor runs
+        try:  # `threading` takes locks to start a thread, and the code that a destructor interrupts may hold them
             _thread.start_new_thread(self._begin, ())
-        except RuntimeError:  # the interpreter is ending
+        except RuntimeError:  # the interpreter is shutting down
             self._running = False
 
     def _begin(self) -> None:
@@ -231,11 +240,11 @@ class _Sweeper:
     def _run(self) -> None:
         try:
             while any(parked.thread is None for parked in list(_parked)):
-                time.sleep(_PATIENCE)
+                time.sleep(_POLL)
                 sweep()
         finally:
             self._running = False
-        self.wake()  # what came meanwhile
+        self.wake()  # for memory that was parked meanwhile
 
 
 _sweeper = _Sweeper()

@@ -1,8 +1,8 @@
-"""The GPU's primary context as PyCUDA's, on this thread, for a block.
+"""The GPU's primary context for PyCUDA, on this thread, for a block.
 
-PyCUDA keeps a stack of contexts for each thread, and ends the process where one is left on it when its thread ends,
-or at exit. So what is pushed here is counted for each thread, and popped at the latest then: of the main thread at
-exit, of another where Python lets go of its thread-local values, which comes before PyCUDA looks.
+PyCUDA keeps a stack of contexts for each thread. It aborts the process if a context is left there when the thread
+ends, or at exit. So the contexts pushed here are counted for each thread, and those left are popped in time: at exit
+for the main thread, and for another thread when Python frees its thread-local values, before PyCUDA checks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import threading
 from typing import Any
 
 from memguard.errors import DeviceError
+from memguard.exchange.arguments import is_ordinal
 
 _log = logging.getLogger("memguard")
 
 
 class _Open:
-    """What this thread has pushed and not popped, and its object of each GPU's primary context.
+    """How many contexts this thread has pushed and not popped, and its object for each GPU's primary context.
 
-    Each thread has an object of its own: PyCUDA frees what was made under one only on the thread that made the object.
+    Each thread needs objects of its own: PyCUDA frees memory only on the thread that made the context object.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class _Open:
         self.contexts: dict[int, Any] = {}
 
     def pop(self) -> None:
-        """One block ends. What its user has popped already is not popped again."""
+        """One block ends. It is no error if the user has popped its context already."""
         self.blocks -= 1
         drv = sys.modules.get("pycuda.driver")
         if drv is None:
@@ -56,25 +57,25 @@ class _Threads(threading.local):
 
 _threads = _Threads()
 _kept: dict[int, Any] = {}
-"""By GPU: a primary context that was used here stays, whoever lets go of it; making one takes a tenth of a second."""
+"""By GPU. A primary context that was used here is kept alive: making one takes a tenth of a second."""
 
 
 class pycuda_context:  # noqa: N801 (a context manager that is entered by its name, as contextlib's are)
-    """GPU `device`'s primary context as PyCUDA's on this thread, for a block; yields PyCUDA's `Context`.
+    """Makes the primary context of GPU `device` current for PyCUDA, on this thread, for a block. Yields its `Context`.
 
         with memguard.exchange.pycuda_context():
             array = pycuda.gpuarray.zeros(1000, numpy.float32)   # in the context of torch, TensorFlow, JAX, CuPy, Numba
 
     `device` is CUDA's ordinal. No second context is made, and no budget is needed. Blocks may be nested and entered
-    again; each thread has its own. A block that the main thread leaves open is closed at exit, one of another thread
-    when that ends. Join your threads: a daemon thread that is in a block while the interpreter ends may abort the
-    process, as PyCUDA does where a context is left. DeviceError where PyCUDA or the GPU is not there.
+    again; each thread has its own. An open block of the main thread is closed at exit, one of another thread when that
+    thread ends. Join your threads: a daemon thread that is in a block while the interpreter ends may abort the process,
+    because PyCUDA aborts if a context is left. Raises DeviceError if PyCUDA or the GPU is missing.
     """
 
     def __init__(self, device: int = 0) -> None:
-        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+        if not is_ordinal(device):
             raise DeviceError(
-                f"{device!r} is no number of a GPU\n    fix: pycuda_context(0), by CUDA's numbering in this process"
+                f"{device!r} is not the number of a GPU\n    fix: pycuda_context(0), CUDA's numbering in this process"
             )
         self.device = device
 
@@ -100,7 +101,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Once. PyCUDA's own modules pop at exit too: a pop takes whatever is on top, so that only their number counts."""
+    """Once. PyCUDA's own modules pop at exit too. A pop takes whatever is on top, so only the number of pops counts."""
     atexit.register(_close_here)
 
 

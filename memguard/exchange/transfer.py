@@ -1,4 +1,4 @@
-"""`to`: one framework's array as another's, shared where that is right, copied only where it was asked for."""
+"""`to`: makes one framework's array an array of another. Shares the memory, and copies only when asked to."""
 
 from __future__ import annotations
 
@@ -17,68 +17,80 @@ from memguard.exchange.compatibility import Layout
 from memguard.exchange.lifetimes import Offer
 
 _log = logging.getLogger("memguard")
-_CARRIERS = ("torch", "cupy")
-"""They take any strides, and copy into one piece what others cannot."""
+_COMPACTORS = ("torch", "cupy")
+"""Frameworks that take any strides, so they can make a compact copy for one that cannot."""
 _last = threading.local()
 
 
 class Route(NamedTuple):
     """How an array was handed over. `way` is `shared`, `copied`, `copied from cuda:0 to cuda:1`, and so on.
 
-    `reason` is why it was not shared, where a copy was asked for and sharing could not be.
+    `nbytes` counts the bytes of its elements. `reason` says why it could not be shared, if a copy was asked for and
+    needed. `source` and `target` are older names of `producer` and `consumer`.
     """
 
-    source: str
-    target: str
+    producer: str
+    consumer: str
     way: str
     nbytes: int
     reason: str = ""
 
+    @property
+    def source(self) -> str:
+        """The same as `producer`."""
+        return self.producer
+
+    @property
+    def target(self) -> str:
+        """The same as `consumer`."""
+        return self.consumer
+
     def __str__(self) -> str:
-        return f"{self.source} to {self.target}: {format_size(self.nbytes)} {self.way}"
+        return f"{self.producer} to {self.consumer}: {format_size(self.nbytes)} {self.way}"
 
 
 def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, device: int | None = None) -> Any:
     """`x` as an array of `framework`: torch, tensorflow, cupy, jax, pycuda or numba; numpy for host memory.
 
-    copy=None shares the memory, and raises CannotShare with reason and remedy where that is not right. copy=True
-    copies on the GPU, to another one with `device` (CUDA's ordinal), and through the host only to or from host memory;
-    `last_route()` says which way. copy=False shares or raises, read-only memory too: then writing is on you.
-    `stream` is the one that will use the result (a handle, or any object with `__cuda_stream__`); without it the
-    framework's current one, or the host where it has none to tell. The memory lives as long as any view of it.
+    copy=None shares the memory, and raises CannotShare with reason and remedy if that would not be safe. copy=True
+    copies on the GPU, to another GPU with `device` (CUDA's ordinal), and through the host only to or from host memory;
+    `last_route()` says which way. copy=False shares or raises; it also shares read-only memory, which you then must
+    not write to. `stream` is the stream that will use the result: a handle, or any object with `__cuda_stream__`.
+    Without it that is the framework's current stream, or the host waits if the framework names none. The memory lives
+    as long as any view of it.
     """
-    taker = registry.by_name(framework)
-    arguments.check(copy, device, taker)
-    giver, then = registry.of(x), arguments.handle(stream, taker)
-    own = giver is taker and not copy
-    if own and device is None and then is None:
+    consumer = registry.by_name(framework)
+    arguments.check(copy, device, consumer)
+    producer, stream = registry.of(x), arguments.stream_handle(stream, consumer)
+    own = producer is consumer and not copy
+    if own and device is None and stream is None:
         return x
-    offer = giver.offer(x)
-    if giver.immutable and copy is None and taker.keeps_readonly:
+    offer = producer.offer(x)
+    if producer.immutable and copy is None and consumer.keeps_readonly:
         offer = offer._replace(view=offer.view._replace(readonly=True))
     view = offer.view
-    where = view.device if own and device is None else taker.place(view, device)
-    own = own and view.device == where
-    asked = view._replace(readonly=False) if copy is False else view  # who says so may have read-only memory
-    hindrance = None if own else giver.reservation(x) or compatibility.obstacle(asked, taker.taker, where)
-    if hindrance is not None and not (copy and hindrance.copied):
-        raise CannotShare(offer.lender, taker.name, hindrance.reason, hindrance.remedy, copied=bool(copy))
+    place = view.device if own and device is None else consumer.place(view, device)
+    own = own and view.device == place
+    wanted = view._replace(readonly=False) if copy is False else view  # copy=False accepts read-only memory
+    obstacle = None if own else producer.obstacle(x) or compatibility.obstacle(wanted, consumer.traits, place)
+    if obstacle is not None and not (copy and obstacle.copied):
+        raise CannotShare(offer.producer, consumer.name, obstacle.reason, obstacle.remedy, copied=bool(copy))
     try:
         if own:
-            if then is not None:
-                giver.ready(offer, then)
+            if stream is not None:
+                producer.ready(offer, stream)
             return x
         if copy:
-            made, way = _copied(x, giver, taker, offer, where)
-            if then is not None and where is not None:  # the copy was made on the framework's own stream
-                streams.follow(where, taker.stream(where), then)
+            made, way = _copied(x, producer, consumer, offer, place)
+            if stream is not None and place is not None:  # the copy was made on the framework's own stream
+                streams.follow(place, consumer.stream(place), stream)
         else:
-            made, way = _shared(giver, taker, offer, then), "shared"
+            made, way = _shared(producer, consumer, offer, stream), "shared"
     except streams.Captured as error:
         raise CannotShare(
-            offer.lender, taker.name, str(error), "hand arrays over before the capture begins", copied=bool(copy)
+            offer.producer, consumer.name, str(error), "hand arrays over before the capture begins", copied=bool(copy)
         ) from error
-    _last.route = Route(offer.lender, taker.name, way, view.nbytes, hindrance.reason if hindrance else "")
+    _last.route = Route(offer.producer, consumer.name, way, view.nbytes, obstacle.reason if obstacle else "")
     _log.debug("exchange: %s", _last.route)
     return made
 
@@ -88,79 +100,87 @@ def last_route() -> Route | None:
     return getattr(_last, "route", None)
 
 
-def _shared(giver: Arrays, taker: Arrays, offer: Offer, then: int | None) -> Any:
+def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None) -> Any:
     device = offer.view.device
-    uses = then if then is not None or device is None else taker.stream(device)
-    loan = lifetimes.begin(offer, taker.name, uses, taker.taker.settles, taker.context(device))
+    uses = stream if stream is not None or device is None else consumer.stream(device)
+    lifetime = lifetimes.begin(offer, consumer.name, uses, consumer.traits.releases_when_done, consumer.context(device))
     try:
-        return taker.take(offer.view, loan, lambda stream: giver.ready(offer, stream), uses)
+        return consumer.import_view(offer.view, lifetime, lambda stream: producer.ready(offer, stream), uses)
     except BaseException:
-        loan.cancel()
+        lifetime.cancel()
         raise
 
 
-def _copied(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int | None) -> tuple[Any, str]:
-    """A copy in the target's own memory. What it cannot be shown is compacted first, by the framework it is of."""
+def _copied(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None) -> tuple[Any, str]:
+    """A copy in the consumer's own memory, and the way. The producer first compacts what the consumer cannot read."""
     view = offer.view
-    if view.device is not None and where is None:
-        giver.ready(offer, None)
-        return _downloaded(x, giver, offer), f"copied from cuda:{view.device} through pinned host memory"
-    if view.device is None and where is not None:
-        return _uploaded(x, giver, taker, offer, where), f"copied from the host to cuda:{where}"
-    if giver is taker:
-        if where != view.device or giver.waits == "host":
-            giver.ready(offer, None)
-        made = giver.copy(x, where)
+    if view.device is not None and place is None:
+        producer.ready(offer, None)
+        return _downloaded(x, producer, offer), f"copied from cuda:{view.device} through pinned host memory"
+    if view.device is None and place is not None:
+        return _uploaded(x, producer, consumer, offer, place), f"copied from the host to cuda:{place}"
+    if producer is consumer:
+        if place != view.device or producer.waits == "host":
+            producer.ready(offer, None)
+        made = producer.copy(x, place)
     else:
-        writable = offer._replace(view=view._replace(readonly=False))
-        if compatibility.obstacle(writable.view, taker.taker, view.device) or not (view.compact or taker.taker.strided):
-            giver, x, writable = compacted(x, giver, writable)
-            left = compatibility.obstacle(writable.view, taker.taker, view.device)
+        traits, writable = consumer.traits, _writable(offer)
+        if compatibility.obstacle(writable.view, traits, view.device) or not (view.compact or traits.strided):
+            producer, x, writable = compacted(x, producer, writable)
+            left = compatibility.obstacle(writable.view, traits, view.device)
             if left is not None:
-                raise CannotShare(writable.lender, taker.name, left.reason, left.remedy, copied=True)
-        if where != view.device:  # the copy may run on a stream of the other GPU
-            giver.ready(writable, None)
-        made = taker.copy(_shared(giver, taker, writable, None), where)  # on the target's own stream, as its views
-    if where is not None and where != view.device:  # on streams of both, which a loan knows nothing of
-        streams.follow(where, None, None)
-    return made, _way(view.device, where)
+                raise CannotShare(writable.producer, consumer.name, left.reason, left.remedy, copied=True)
+        if place != view.device:  # the copy may run on a stream of the other GPU
+            producer.ready(writable, None)
+        made = consumer.copy(_shared(producer, consumer, writable, None), place)  # on the stream that its views use
+    if place is not None and place != view.device:  # it runs on streams of both GPUs, of which a Lifetime knows nothing
+        streams.follow(place, None, None)
+    return made, _way(view.device, place)
 
 
-def _uploaded(x: Any, giver: Arrays, taker: Arrays, offer: Offer, where: int) -> Any:
-    """By the target, from a NumPy array: in that form all of them take host memory."""
+def _writable(offer: Offer) -> Offer:
+    """The offer without the read-only flag: a copy only reads it."""
+    return offer._replace(view=offer.view._replace(readonly=False))
+
+
+def _uploaded(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int) -> Any:
+    """The consumer uploads it from a NumPy array: all frameworks take host memory in that form."""
     numpy = registry.by_name("numpy")
-    if offer.view.dtype not in numpy.taker.dtypes:
+    if offer.view.dtype not in numpy.traits.dtypes:
         raise CannotShare(
-            offer.lender,
-            taker.name,
-            f"NumPy, by which it would go, has no dtype {offer.view.dtype}",
+            offer.producer,
+            consumer.name,
+            f"the upload goes through NumPy, which has no dtype {offer.view.dtype}",
             "bring it to a GPU in its own framework first",
             copied=True,
         )
     if not offer.view.compact:
-        giver, x, offer = compacted(x, giver, offer)
-    return taker.upload(_shared(giver, numpy, offer, None), where)
+        producer, x, offer = compacted(x, producer, offer)
+    return consumer.upload(_shared(producer, numpy, offer, None), place)
 
 
-def compacted(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any, Offer]:
-    """The array without gaps, whose it is and its offer: by its own framework, or by an imported one that can."""
-    carrier, x = _gathered(x, giver, offer._replace(view=offer.view._replace(readonly=False)))  # it is only read
-    return carrier, x, carrier.offer(x)
+def compacted(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any, Offer]:
+    """The array without gaps, its framework and its offer. Made by its own framework, or by an imported one that can.
+
+    CannotShare if none can.
+    """
+    maker, x = _compact_copy(x, producer, _writable(offer))
+    return maker, x, maker.offer(x)
 
 
-def _gathered(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
+def _compact_copy(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any]:
     view = offer.view
-    if giver.gathers is Layout.FORWARD or (giver.gathers is Layout.COMPACT and view.compact):
-        if giver.waits == "host":
-            giver.ready(offer, None)
-        return giver, giver.compact(x)
+    if producer.compacts is Layout.FORWARD or (producer.compacts is Layout.COMPACT and view.compact):
+        if producer.waits == "host":
+            producer.ready(offer, None)
+        return producer, producer.compact(x)
     forwards, axes = view.forwards()
-    for carrier in (registry.by_name(name) for name in _CARRIERS if name in sys.modules):
-        if compatibility.obstacle(forwards, carrier.taker, view.device) is None:
-            shown = _shared(giver, carrier, offer._replace(view=forwards), None)
-            return carrier, carrier.compact(carrier.flipped(shown, axes) if axes else shown)
+    for maker in (registry.by_name(name) for name in _COMPACTORS if name in sys.modules):
+        if compatibility.obstacle(forwards, maker.traits, view.device) is None:
+            shared = _shared(producer, maker, offer._replace(view=forwards), None)
+            return maker, maker.compact(maker.flip(shared, axes) if axes else shared)
     raise CannotShare(
-        offer.lender,
+        offer.producer,
         None,
         f"its strides are {view.strides}, its address {view.address:#x}, and no framework is imported that could copy "
         "it into one piece",
@@ -168,20 +188,20 @@ def _gathered(x: Any, giver: Arrays, offer: Offer) -> tuple[Arrays, Any]:
     )
 
 
-def _downloaded(x: Any, giver: Arrays, offer: Offer) -> Any:
+def _downloaded(x: Any, producer: Arrays, offer: Offer) -> Any:
     import numpy
 
     view = offer.view
     if not view.compact:
-        giver, x, offer = compacted(x, giver, offer)
-        giver.ready(offer, None)
+        producer, x, offer = compacted(x, producer, offer)
+        producer.ready(offer, None)
     made: Any = numpy.empty(view.shape, numpy.dtype(view.dtype))
     if view.size:
         copies.to_host(made.ctypes.data, offer.view.address, view.nbytes, view.device or 0)
     return made
 
 
-def _way(source: int | None, where: int | None) -> str:
-    if source == where:
+def _way(source: int | None, place: int | None) -> str:
+    if source == place:
         return "copied" if source is None else f"copied on cuda:{source}"
-    return f"copied from cuda:{source} to cuda:{where}"
+    return f"copied from cuda:{source} to cuda:{place}"

@@ -1,6 +1,6 @@
-"""A piece of memory as an array, whoever made it: address, shape, strides, dtype, device. Pure.
+"""Memory as an array, in terms of no framework: address, shape, strides, dtype, device. Pure.
 
-Strides count elements, as DLPack's do. Dtypes go by NumPy's and ml_dtypes' names.
+Strides count elements, as in DLPack. Dtypes have the names of NumPy and ml_dtypes.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ DTYPES: dict[str, tuple[int, int, str | None]] = {
     "float8_e5m2fnuz": (13, 8, None),
     "float8_e8m0fnu": (14, 8, None),
 }
-"""Each dtype's code and bits in DLPack (`DLDataTypeCode`), and its `typestr` where NumPy has one."""
-NUMPYS = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
-"""Those that NumPy and the array interfaces have."""
+"""Each dtype's code and bits in DLPack (`DLDataTypeCode`), and its `typestr` if NumPy has one."""
+NUMPY_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
+"""Those that NumPy and the array interfaces know."""
 NO_FLOAT8 = frozenset(name for name in DTYPES if not name.startswith("float8"))
 _BY_CODE = {(code, bits): name for name, (code, bits, _) in DTYPES.items()}
 _BY_TYPESTR = {typestr: name for name, (_, _, typestr) in DTYPES.items() if typestr is not None}
 
 
 def dtype_of_code(code: int, bits: int, lanes: int = 1) -> str | None:
-    """The dtype by DLPack's numbers; None where it is not one that arrays here have."""
+    """The dtype of these DLPack numbers; None if it is not in DTYPES."""
     return _BY_CODE.get((code, bits)) if lanes == 1 else None
 
 
 def dtype_of_typestr(typestr: str) -> str | None:
-    """The dtype by the array interface's `typestr`; None for structures, text, and another byte order."""
-    if typestr[1:] in ("b1", "i1", "u1"):  # byte order means nothing there
+    """The dtype of an array interface's `typestr`; None for structures, text and foreign byte order."""
+    if typestr[1:] in ("b1", "i1", "u1"):  # one byte has no byte order
         typestr = "|" + typestr[1:]
     return _BY_TYPESTR.get(typestr)
 
 
 @functools.lru_cache(maxsize=1024)
 def dtype_name(dtype: Any) -> str:
-    """The name of a NumPy dtype; of another byte order, what no dtype here is called."""
+    """The name of a NumPy dtype. One of foreign byte order gets a name that is not in DTYPES."""
     return str(dtype)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array of this shape that has no gaps, last dimension fastest."""
+    """The strides of an array of this shape without gaps, last dimension fastest."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
@@ -68,7 +68,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class View(NamedTuple):
-    """Memory as an array. `device` is CUDA's ordinal; None for host memory. Address and sizes in bytes."""
+    """Memory as an array. `device` is CUDA's ordinal, None for host memory. The address is in bytes."""
 
     address: int
     shape: tuple[int, ...]
@@ -83,17 +83,17 @@ class View(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements: what a copy takes."""
+        """Bytes of its elements, which is what a copy takes."""
         return self.size * self.itemsize
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First byte, and the first behind the last one, of what its elements lie in."""
+        """The range of bytes that its elements lie in: the first, and one past the last."""
         if not self.size:
             return self.address, self.address
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
@@ -111,7 +111,7 @@ class View(NamedTuple):
         if not self.size:
             return True
         step = 1
-        for stride, extent in sorted(_matters(self.shape, self.strides)):
+        for stride, extent in sorted(_relevant(self.shape, self.strides)):
             if stride != step:
                 return False
             step *= extent
@@ -120,15 +120,15 @@ class View(NamedTuple):
     @property
     def backwards(self) -> bool:
         """Whether a dimension runs towards lower addresses."""
-        return min(self.strides, default=0) < 0 and any(stride < 0 for stride, _ in _matters(self.shape, self.strides))
+        return min(self.strides, default=0) < 0 and any(stride < 0 for stride, _ in _relevant(self.shape, self.strides))
 
     @property
     def repeats(self) -> bool:
-        """Whether a dimension shows the same element again and again, as a broadcast one does."""
-        return 0 in self.strides and any(not stride for stride, _ in _matters(self.shape, self.strides))
+        """Whether a dimension repeats the same element, as a broadcast one does."""
+        return 0 in self.strides and any(not stride for stride, _ in _relevant(self.shape, self.strides))
 
     def forwards(self) -> tuple[View, tuple[int, ...]]:
-        """The same elements with no stride negative, and the axes that are turned round in that."""
+        """The same elements without negative strides, and the axes that this reverses."""
         axes = tuple(axis for axis, stride in enumerate(self.strides) if stride < 0)
         if not axes:
             return self, ()
@@ -144,11 +144,11 @@ class View(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Asked several times in each hand-over, and mostly of shapes that come again."""
+    """Cached: each hand-over asks several times, mostly about shapes that it has seen before."""
     usual = row_major(shape)
-    return strides == usual or 0 in shape or _matters(shape, strides) == _matters(shape, usual)
+    return strides == usual or 0 in shape or _relevant(shape, strides) == _relevant(shape, usual)
 
 
-def _matters(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Stride and extent of the dimensions of more than one element: the others' strides mean nothing."""
+def _relevant(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Stride and extent of each dimension of more than one element. The strides of the others mean nothing."""
     return [(stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent != 1]

@@ -1,5 +1,5 @@
 """The six frameworks' arrays in plain Python over `gpu_clocks`: on which streams their work is, what they wait for
-themselves when they lend and borrow, and when they let go (measured on an H200). Nothing else of them.
+themselves as producer and as consumer, and when they release memory (measured on an H200). Nothing else of them.
 
 `World.modules` is to be put into `sys.modules`. Of every array `work()` is a kernel that writes it and `look()` one
 that reads it, on its framework's stream.
@@ -14,7 +14,7 @@ import threading
 import types
 from typing import Any
 
-from capsules import Taken, produced
+from capsules import Consumed, produced
 from gpu_clocks import Driver
 
 NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
@@ -103,22 +103,22 @@ class Array:
         return made
 
 
-class Borrowed:
-    """What a capsule's taker keeps; `before` runs before it lets go."""
+class Imported:
+    """What the consumer of a capsule keeps. `before` runs before it releases the memory."""
 
-    def __init__(self, taken: Taken, before: Any) -> None:
-        self.taken, self.before = taken, before
+    def __init__(self, consumed: Consumed, before: Any) -> None:
+        self.consumed, self.before = consumed, before
 
     def __del__(self) -> None:
         self.before()
-        self.taken.done()
+        self.consumed.done()
 
 
-def borrow(cls: Any, capsule: Any, before: Any = lambda: None) -> Any:
-    taken = Taken(capsule)
-    dtype = next(name for name, numbers in DTYPES.items() if numbers[:2] == (taken.code, taken.bits))
-    strides = taken.strides if taken.strides is not None else row_major(taken.shape)
-    return cls(Borrowed(taken, before), taken.address, taken.shape, strides, dtype, taken.device)
+def imported(cls: Any, capsule: Any, before: Any = lambda: None) -> Any:
+    consumed = Consumed(capsule)
+    dtype = next(name for name, numbers in DTYPES.items() if numbers[:2] == (consumed.code, consumed.bits))
+    strides = consumed.strides if consumed.strides is not None else row_major(consumed.shape)
+    return cls(Imported(consumed, before), consumed.address, consumed.shape, strides, dtype, consumed.device)
 
 
 class Tensor(Array):
@@ -183,9 +183,9 @@ class ndarray(Array):  # noqa: N801
     @staticmethod
     def from_dlpack(x: Any) -> Any:
         if not hasattr(x, "__dlpack_device__"):  # a capsule, as its documentation has it
-            return borrow(ndarray, x)
+            return imported(ndarray, x)
         assert x.__dlpack_device__()[0] == 2
-        return borrow(ndarray, x.__dlpack__(stream=now.own["cupy"]))
+        return imported(ndarray, x.__dlpack__(stream=now.own["cupy"]))
 
 
 class ArrayImpl(Array):
@@ -217,7 +217,7 @@ class ArrayImpl(Array):
     def from_dlpack(x: Any) -> Any:
         world, stream = now, now.own["jax"]
         capsule = x.__dlpack__(stream=stream, max_version=(1, 1), copy=None)
-        return borrow(ArrayImpl, capsule, lambda: world.driver.wait_for(stream))
+        return imported(ArrayImpl, capsule, lambda: world.driver.wait_for(stream))
 
 
 class GPUArray(Array):
@@ -300,7 +300,7 @@ class World:
 
     def _torch(self) -> Any:
         current = lambda device: types.SimpleNamespace(cuda_stream=self.own["torch"])  # noqa: E731
-        ways = types.SimpleNamespace(from_dlpack=lambda capsule: borrow(Tensor, capsule))
+        ways = types.SimpleNamespace(from_dlpack=lambda capsule: imported(Tensor, capsule))
         return _module(
             "torch", Tensor=Tensor, strided="strided", contiguous_format="contiguous",
             cuda=types.SimpleNamespace(current_stream=current), utils=types.SimpleNamespace(dlpack=ways),
@@ -308,7 +308,7 @@ class World:
 
     def _tensorflow(self) -> Any:
         ways = types.SimpleNamespace(
-            to_dlpack=EagerTensor.to_dlpack, from_dlpack=lambda capsule: borrow(EagerTensor, capsule)
+            to_dlpack=EagerTensor.to_dlpack, from_dlpack=lambda capsule: imported(EagerTensor, capsule)
         )
         gpus = [types.SimpleNamespace(name=f"/physical_device:GPU:{number}") for number in (0, 1)]
         others = {name: type(name, (), {}) for name in ("Variable", "SparseTensor", "RaggedTensor")}

@@ -1,6 +1,6 @@
 """Every ordered pair of frameworks on models of their arrays and of the driver's streams: who waits for whom.
 
-`fake_arrays` and `gpu_clocks` say what is real about them. Values, real frameworks: tests/native and tests/gpu.
+`fake_arrays` and `gpu_clocks` say how the models follow the real ones. tests/native and tests/gpu have the real ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ HERE = Path(__file__).parent
 NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 PAIRS = list(itertools.permutations(NAMES, 2))
 ORDERS_ITSELF = {"tensorflow", "jax"}
-"""As lenders: TensorFlow waits when it exports, JAX makes the borrower's stream wait."""
+"""As producers: TensorFlow waits when it exports, JAX makes the consumer's stream wait."""
 ON_THE_HOST = {"tensorflow", "pycuda", "numba"}
-"""As borrowers: which of their streams comes next is not known."""
+"""As consumers: which of their streams comes next is not known."""
 TELLS = {"torch", "cupy"}
 """Lenders whose memory is used next on a stream that is known."""
 
-pairs = pytest.mark.parametrize(("lender", "borrower"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+pairs = pytest.mark.parametrize(("producer", "consumer"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     gc.collect()
     assert not lifetimes._open and not lifetimes._parked
     assert found.driver.stack == [clocks.PRIMARY], "every context that was pushed is popped"
-    assert not found.driver._memory, "everything was given back"
+    assert not found.driver._memory, "all memory was released"
 
 
 def settle(driver: Any) -> None:
-    """The GPU has done everything, and whoever waited for that has seen it."""
+    """The GPU finishes all work, and the parked memory is released."""
     driver.fails.clear()
     driver.finish()
     deadline = time.monotonic() + 10
@@ -75,49 +75,49 @@ def idle_and_live(driver: Any) -> tuple[list[int], list[int]]:
 
 
 @pairs
-def test_the_borrower_reads_after_the_lenders_work(world: Any, lender: str, borrower: str) -> None:
+def test_the_consumer_reads_after_the_producers_work(world: Any, producer: str, consumer: str) -> None:
     driver = world.driver
-    x = world.array(lender)
+    x = world.array(producer)
     work = x.work()
-    y = to(x, borrower)
+    y = to(x, consumer)
     y.look()
     y.work()
     assert driver.wrong == [] and y.ptr == x.ptr
     assert idle_and_live(driver)[0] == idle_and_live(driver)[1], "no event is lost"
-    assert driver.waits == (1 if borrower in ON_THE_HOST and lender not in ORDERS_ITSELF else 0)
-    assert (work in driver.over) == (borrower in ON_THE_HOST or lender == "tensorflow"), "the host waits only there"
-    assert registry.by_name(borrower).waits == ("host" if borrower in ON_THE_HOST else "stream")
+    assert driver.waits == (1 if consumer in ON_THE_HOST and producer not in ORDERS_ITSELF else 0)
+    assert (work in driver.over) == (consumer in ON_THE_HOST or producer == "tensorflow"), "the host waits only there"
+    assert registry.by_name(consumer).waits == ("host" if consumer in ON_THE_HOST else "stream")
 
 
 @pairs
-def test_without_the_order_the_models_see_it(
-    world: Any, lender: str, borrower: str, monkeypatch: pytest.MonkeyPatch
+def test_without_stream_order_the_models_report_an_error(
+    world: Any, producer: str, consumer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: if it were not kept, the test above would fail."""
+    """The control: without the order the test above would fail."""
     monkeypatch.setattr(streams, "follow", lambda *_: None)
     monkeypatch.setattr(type(registry.by_name("jax")), "ready", lambda *_: None)
-    x = world.array(lender)
+    x = world.array(producer)
     x.work()
-    y = to(x, borrower)
+    y = to(x, consumer)
     y.look()
-    assert bool(world.driver.wrong) == (lender != "tensorflow")
+    assert bool(world.driver.wrong) == (producer != "tensorflow")
     y.work()
 
 
 @pairs
-def test_the_lender_uses_its_memory_again_after_the_borrowers_work(world: Any, lender: str, borrower: str) -> None:
+def test_the_producer_uses_its_memory_again_after_the_consumers_work(world: Any, producer: str, consumer: str) -> None:
     driver = world.driver
-    x = world.array(lender)
+    x = world.array(producer)
     address = x.ptr
-    y = to(x, borrower)
+    y = to(x, consumer)
     y.look()
     del x
     assert address not in driver.freed, "the view keeps it"
     driver.asked.clear()
     del y
     gc.collect()
-    if lender in TELLS or borrower == "jax":
-        assert address in driver.freed, "at once: the stream waits, and nobody else"
+    if producer in TELLS or consumer == "jax":
+        assert address in driver.freed, "released at once: only the stream waits"
     else:
         assert address not in driver.freed
     assert not {"cuEventSynchronize", "cuCtxSynchronize"} & set(driver.asked), "a destructor never waits"
@@ -126,25 +126,25 @@ def test_the_lender_uses_its_memory_again_after_the_borrowers_work(world: Any, l
 
 
 @pairs
-def test_without_waiting_at_the_end_the_models_see_it(
-    world: Any, lender: str, borrower: str, monkeypatch: pytest.MonkeyPatch
+def test_without_waiting_at_the_end_the_models_report_an_error(
+    world: Any, producer: str, consumer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifetimes, "_under_way", lambda *_: None)
-    x = world.array(lender)
-    y = to(x, borrower)
+    monkeypatch.setattr(lifetimes, "_running_work", lambda *_: None)
+    x = world.array(producer)
+    y = to(x, consumer)
     y.look()
     del x, y
     gc.collect()
-    assert bool(world.driver.wrong) == (borrower != "jax")
+    assert bool(world.driver.wrong) == (consumer != "jax")
 
 
 @pairs
-def test_nothing_to_wait_for_waits_for_nothing(world: Any, lender: str, borrower: str) -> None:
-    """On an idle GPU, and the memory goes back with the view."""
-    x = world.array(lender)
+def test_on_an_idle_gpu_nobody_waits(world: Any, producer: str, consumer: str) -> None:
+    """And the memory is released with the view."""
+    x = world.array(producer)
     x.work()
     world.driver.finish()
-    y = to(x, borrower)
+    y = to(x, consumer)
     del x, y
     gc.collect()
     assert world.driver.waits == 0 and world.driver.wrong == []
@@ -152,14 +152,14 @@ def test_nothing_to_wait_for_waits_for_nothing(world: Any, lender: str, borrower
 
 
 @pairs
-def test_arrays_of_no_size_ask_for_no_order(world: Any, lender: str, borrower: str) -> None:
-    x = world.array(lender, (0, 4))
-    y = to(x, borrower)
+def test_empty_arrays_need_no_stream_order(world: Any, producer: str, consumer: str) -> None:
+    x = world.array(producer, (0, 4))
+    y = to(x, consumer)
     assert y.shape == (0, 4) and lifetimes.lent() == {}
     assert not {"cuEventRecord", "cuCtxRecordEvent", "cuEventSynchronize"} & set(world.driver.asked)
 
 
-def test_on_one_stream_nothing_is_asked_of_the_driver(world: Any) -> None:
+def test_on_one_stream_no_event_is_recorded(world: Any) -> None:
     world.own["cupy"] = world.own["torch"]
     x = world.array("torch")
     x.work()
@@ -170,9 +170,9 @@ def test_on_one_stream_nothing_is_asked_of_the_driver(world: Any) -> None:
     assert world.driver.wrong == [] and len(world.driver.freed) == 1
 
 
-@pytest.mark.parametrize("lender", [name for name in NAMES if name != "pycuda"])
+@pytest.mark.parametrize("producer", [name for name in NAMES if name != "pycuda"])
 @pytest.mark.parametrize("kind", ["int", "method", "attribute", "cuda_stream", "ptr", "handle"])
-def test_a_stream_that_is_named_waits_and_the_host_does_not(world: Any, lender: str, kind: str) -> None:
+def test_the_given_stream_waits_and_the_host_does_not(world: Any, producer: str, kind: str) -> None:
     driver = world.driver
     side = driver.stream()
     spelled: dict[str, Any] = {
@@ -183,12 +183,12 @@ def test_a_stream_that_is_named_waits_and_the_host_does_not(world: Any, lender: 
         "ptr": types.SimpleNamespace(ptr=side),
         "handle": types.SimpleNamespace(handle=ctypes.c_void_p(side)),
     }
-    x = world.array(lender)
+    x = world.array(producer)
     work = x.work()
     y = to(x, "pycuda", stream=spelled[kind])
     driver.read(side, y.ptr)
     assert driver.wrong == [] and "cuEventSynchronize" not in driver.asked
-    assert (work in driver.over) == (lender == "tensorflow")
+    assert (work in driver.over) == (producer == "tensorflow")
     driver.read(side, y.ptr)
     del x, y
     gc.collect()
@@ -199,7 +199,9 @@ def test_a_stream_that_is_named_waits_and_the_host_does_not(world: Any, lender: 
 
 @pytest.mark.parametrize("options", [{}, {"device": 0}, {"copy": False}, {"copy": False, "device": 0}])
 @pytest.mark.parametrize("name", ["torch", "cupy", "pycuda", "numba"])
-def test_a_frameworks_own_array_is_itself_and_the_stream_waits(world: Any, name: str, options: dict[str, Any]) -> None:
+def test_a_frameworks_own_array_is_returned_and_the_stream_waits(
+    world: Any, name: str, options: dict[str, Any]
+) -> None:
     driver = world.driver
     side = driver.stream()
     x = world.array(name)
@@ -211,17 +213,17 @@ def test_a_frameworks_own_array_is_itself_and_the_stream_waits(world: Any, name:
     driver.finish()
 
 
-@pytest.mark.parametrize("borrower", ["tensorflow", "jax"])
-def test_who_chooses_its_streams_is_told_none(world: Any, borrower: str) -> None:
+@pytest.mark.parametrize("consumer", ["tensorflow", "jax"])
+def test_frameworks_that_choose_their_streams_refuse_one(world: Any, consumer: str) -> None:
     x = world.array("torch")
     with pytest.raises(ValueError, match="chooses its streams itself") as refusal:
-        to(x, borrower, stream=world.driver.stream())
+        to(x, consumer, stream=world.driver.stream())
     assert "fix:" in str(refusal.value)
 
 
-def test_what_is_no_stream_is_refused(world: Any) -> None:
+def test_wrong_streams_and_frameworks_are_refused(world: Any) -> None:
     x = world.array("torch")
-    with pytest.raises(ValueError, match="is no stream"):
+    with pytest.raises(ValueError, match="is not a stream"):
         to(x, "cupy", stream="cuda:0")
     with pytest.raises(ValueError, match="did you mean 'tensorflow'"):
         to(x, "tensorflw")
@@ -229,7 +231,7 @@ def test_what_is_no_stream_is_refused(world: Any) -> None:
         to(x, "mxnet")
 
 
-def test_numbas_named_stream_is_waited_for_and_no_other(world: Any) -> None:
+def test_only_the_stream_that_numbas_array_names_is_waited_for(world: Any) -> None:
     driver = world.driver
     x, other = world.array("numba"), world.array("torch")
     x.named = world.own["numba"]
@@ -241,14 +243,14 @@ def test_numbas_named_stream_is_waited_for_and_no_other(world: Any) -> None:
     assert "cuCtxRecordEvent" not in driver.asked
 
 
-@pytest.mark.parametrize("borrower", ["torch", "tensorflow", "numba"])
-def test_memory_of_another_context_waits_for_that_one(world: Any, borrower: str) -> None:
+@pytest.mark.parametrize("consumer", ["torch", "tensorflow", "numba"])
+def test_work_in_another_context_is_waited_for(world: Any, consumer: str) -> None:
     driver = world.driver
     own = driver.context()
     world.own["pycuda"] = driver.stream(own)
     x = world.array("pycuda", context=own)
     x.work()
-    y = to(x, borrower)
+    y = to(x, consumer)
     y.look()
     assert driver.wrong == []
     del x, y
@@ -259,12 +261,12 @@ def test_memory_of_another_context_waits_for_that_one(world: Any, borrower: str)
 
 
 @pairs
-def test_views_of_views_keep_the_first_ones_memory(world: Any, lender: str, borrower: str) -> None:
-    x = world.array(lender)
+def test_views_of_views_keep_the_memory_of_the_first_array(world: Any, producer: str, consumer: str) -> None:
+    x = world.array(producer)
     address = x.ptr
-    y = to(x, borrower)
-    z = to(y, lender)
-    assert z.ptr == address and lifetimes.lent_by(lender, 0) == lifetimes.lent_by(borrower, 0) == 1024
+    y = to(x, consumer)
+    z = to(y, producer)
+    assert z.ptr == address and lifetimes.lent_by(producer, 0) == lifetimes.lent_by(consumer, 0) == 1024
     del x, y
     gc.collect()
     assert address not in world.driver.freed
@@ -275,7 +277,7 @@ def test_views_of_views_keep_the_first_ones_memory(world: Any, lender: str, borr
     assert address in world.driver.freed and world.driver.wrong == [] and lifetimes.lent() == {}
 
 
-def test_pycudas_memory_goes_back_on_its_own_thread(world: Any) -> None:
+def test_pycudas_memory_is_released_on_its_own_thread(world: Any) -> None:
     x = world.array("pycuda")
     address = x.ptr
     views = [to(x, "torch")]
@@ -287,10 +289,10 @@ def test_pycudas_memory_goes_back_on_its_own_thread(world: Any) -> None:
     assert address not in world.driver.freed
     y = world.array("torch")
     to(y, "cupy")
-    assert address in world.driver.freed and world.driver.wrong == [], "with the next hand-over of that thread"
+    assert address in world.driver.freed and world.driver.wrong == [], "released at the next hand-over on that thread"
 
 
-def test_what_is_lent_is_said_by_lender_and_borrower(world: Any) -> None:
+def test_lent_bytes_are_counted_by_producer_and_consumer(world: Any) -> None:
     x = world.array("torch", (256,), "uint8")
     views = [to(x, name) for name in NAMES if name != "torch"]
     assert lifetimes.lent() == {0: {"torch": dict.fromkeys(NAMES[1:], 256)}} and lifetimes.lent_by("torch", 0) == 256
@@ -305,25 +307,25 @@ def test_what_is_lent_is_said_by_lender_and_borrower(world: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("borrower", "made", "reason"),
+    ("consumer", "made", "reason"),
     [
-        ("tensorflow", {"strides": (1, 64)}, "row-major arrays without gaps only"),
+        ("tensorflow", {"strides": (1, 64)}, "only row-major arrays without gaps"),
         ("tensorflow", {"past": 4}, "multiples of 64 bytes, this one is 4 past"),
-        ("jax", {"strides": (8, 1)}, "without gaps only"),
+        ("jax", {"strides": (8, 1)}, "only arrays without gaps"),
         ("jax", {"past": 8}, "multiples of 16 bytes, this one is 8 past"),
         ("torch", {"strides": (-4, 1)}, "strides are negative"),
         ("numba", {"dtype": "bfloat16"}, "no arrays of dtype bfloat16"),
         ("pycuda", {"dtype": "bfloat16"}, "no arrays of dtype bfloat16"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_and_nothing_stays_lent(
-    world: Any, borrower: str, made: dict[str, Any], reason: str
+def test_what_cannot_be_shared_is_refused_and_nothing_stays_shared(
+    world: Any, consumer: str, made: dict[str, Any], reason: str
 ) -> None:
     x = world.array("cupy", **made)
     for copy in (None, False):
         with pytest.raises(CannotShare, match=reason) as refusal:
-            to(x, borrower, copy=copy)
-        assert (refusal.value.source, refusal.value.target) == ("cupy", borrower) and refusal.value.remedy
+            to(x, consumer, copy=copy)
+        assert (refusal.value.producer, refusal.value.consumer) == ("cupy", consumer) and refusal.value.remedy
     assert not lifetimes._open and "cuEventRecord" not in world.driver.asked
 
 
@@ -342,11 +344,11 @@ def test_another_gpu_is_refused_or_copied_to(world: Any) -> None:
     world.driver.finish()
 
 
-def test_numba_and_pycuda_take_what_lies_on_the_gpu_of_the_context_that_is_current(world: Any) -> None:
+def test_numba_and_pycuda_take_arrays_on_the_gpu_of_the_current_context(world: Any) -> None:
     x = world.array("torch", ordinal=1)
-    for borrower in ("pycuda", "numba"):
+    for consumer in ("pycuda", "numba"):
         with pytest.raises(CannotShare, match="it lies on cuda:1, not on cuda:0"):
-            to(x, borrower)
+            to(x, consumer)
     world.driver.stack.append(next(handle for handle, gpu in world.driver.contexts.items() if gpu == 1))
     assert to(x, "numba").ptr == x.ptr
     world.driver.stack.pop()
@@ -359,7 +361,7 @@ def test_memory_that_cuda_does_not_know_is_refused(world: Any) -> None:
         to(stale, "torch")
 
 
-def test_what_is_nobodys_array_is_refused(world: Any) -> None:
+def test_objects_that_are_no_arrays_are_refused(world: Any) -> None:
     for thing in (7, "x", [1.0], None, object()):
         with pytest.raises(CannotShare, match="has neither __cuda_array_interface__ nor __dlpack__"):
             to(thing, "torch")
@@ -374,35 +376,35 @@ def test_what_is_nobodys_array_is_refused(world: Any) -> None:
         ({"mask": object()}, "masked"),
     ],
 )
-def test_an_interface_that_says_no_array_is_refused(world: Any, changes: dict[str, Any], reason: str) -> None:
+def test_a_wrong_array_interface_is_refused(world: Any, changes: dict[str, Any], reason: str) -> None:
     memory = world.array("torch", (4,))
     interface = {"shape": (4,), "typestr": "<f4", "data": (memory.ptr, False), "version": 3, **changes}
     with pytest.raises(CannotShare, match=reason):
         to(types.SimpleNamespace(__cuda_array_interface__=interface), "torch")
 
 
-def test_read_only_memory_goes_to_those_who_cannot_write_or_by_ones_own_word(world: Any) -> None:
+def test_read_only_memory_is_shared_with_frameworks_that_cannot_write_or_with_copy_false(world: Any) -> None:
     memory = world.array("torch", (64,))
     interface = {"shape": (64,), "typestr": "<f4", "data": (memory.ptr, True), "version": 3}
     x = types.SimpleNamespace(__cuda_array_interface__=interface)
     assert to(x, "tensorflow").ptr == to(x, "jax").ptr == memory.ptr
-    for borrower in ("torch", "cupy", "numba", "pycuda"):
+    for consumer in ("torch", "cupy", "numba", "pycuda"):
         with pytest.raises(CannotShare, match="it is read-only"):
-            to(x, borrower)
-        assert to(x, borrower, copy=False).ptr == memory.ptr, "then writing is on them"
+            to(x, consumer)
+        assert to(x, consumer, copy=False).ptr == memory.ptr, "copy=False shares read-only memory"
     del x, interface
     gc.collect()
 
 
-@pytest.mark.parametrize("borrower", NAMES)
-def test_a_buffer_with_an_interface_and_no_stream_waits_for_the_context(world: Any, borrower: str) -> None:
+@pytest.mark.parametrize("consumer", NAMES)
+def test_a_buffer_with_an_interface_and_no_stream_waits_for_the_context(world: Any, consumer: str) -> None:
     """As RMM's, of version 0 of the interface."""
     memory, hidden = world.array("cupy", (64,), "uint8"), world.driver.stream()
     world.driver.write(hidden, memory.ptr)
 
     interface = {"shape": (64,), "typestr": "|u1", "data": (memory.ptr, False), "version": 0}
     rmm = type("DeviceBuffer", (), {"__module__": "rmm.pylibrmm", "__cuda_array_interface__": interface})
-    y = to(rmm(), borrower)
+    y = to(rmm(), consumer)
     y.look()
     assert world.driver.wrong == [] and lifetimes.lent_by("rmm", 0) == 64
     world.driver.finish()
@@ -410,14 +412,14 @@ def test_a_buffer_with_an_interface_and_no_stream_waits_for_the_context(world: A
     gc.collect()
 
 
-@pytest.mark.parametrize("borrower", NAMES)
-def test_a_buffer_with_dlpack_orders_itself_on_the_default_stream(world: Any, borrower: str) -> None:
+@pytest.mark.parametrize("consumer", NAMES)
+def test_a_buffer_with_dlpack_orders_itself_on_the_default_stream(world: Any, consumer: str) -> None:
     """As cuda.core's."""
     driver, hidden = world.driver, world.driver.stream()
     memory = world.array("cupy", (64,), "uint8")
     driver.write(hidden, memory.ptr)
 
-    y = to(Buffer(memory, lambda stream: driver.tell(stream, hidden)), borrower)
+    y = to(Buffer(memory, lambda stream: driver.tell(stream, hidden)), consumer)
     y.look()
     assert driver.wrong == [] and y.ptr == memory.ptr and lifetimes.lent_by("cuda", 0) == 64
     settle(driver)
@@ -440,26 +442,26 @@ class Buffer:
 # CUDA graphs
 
 
-@pytest.mark.parametrize(("lender", "borrower"), [pair for pair in PAIRS if TELLS & set(pair)])
-def test_a_stream_that_is_captured_waits_for_nobody_and_nobody_for_it(world: Any, lender: str, borrower: str) -> None:
+@pytest.mark.parametrize(("producer", "consumer"), [pair for pair in PAIRS if TELLS & set(pair)])
+def test_no_other_stream_waits_for_a_captured_one_nor_it_for_them(world: Any, producer: str, consumer: str) -> None:
     driver = world.driver
-    x = world.array(lender)
-    captured = {world.own[lender if lender in TELLS else borrower]}
+    x = world.array(producer)
+    captured = {world.own[producer if producer in TELLS else consumer]}
     driver.capturing |= captured
-    if lender == "tensorflow":  # it has waited itself, and no stream has to
-        to(x, borrower)
+    if producer == "tensorflow":  # it has waited itself, and no stream has to
+        to(x, consumer)
     else:
         with pytest.raises(CannotShare, match="CUDA graph is being captured") as refusal:
-            to(x, borrower)
+            to(x, consumer)
         assert "before the capture" in refusal.value.remedy
     assert driver.capturing == captured and not lifetimes._open, "the capture goes on"
     assert not {"cuCtxRecordEvent", "cuStreamWaitEvent"} & set(driver.asked)
     driver.capturing.clear()
-    to(x, borrower)
+    to(x, consumer)
 
 
 @pytest.mark.parametrize("name", ["torch", "cupy"])
-def test_a_frameworks_own_array_is_refused_a_stream_that_is_captured(world: Any, name: str) -> None:
+def test_a_captured_stream_is_refused_for_a_frameworks_own_array(world: Any, name: str) -> None:
     side = world.driver.stream()
     x = world.array(name)
     world.driver.capturing.add(side)
@@ -487,16 +489,16 @@ def test_two_captured_streams_of_one_graph_may_wait_for_each_other(world: Any) -
 # copies
 
 
-def test_copies_on_the_gpu_are_in_order_and_lie_elsewhere(world: Any) -> None:
-    for lender in NAMES:
-        for borrower in ("torch", "cupy", "pycuda", "numba"):
-            x = world.array(lender)
+def test_copies_on_the_gpu_are_in_order_and_have_memory_of_their_own(world: Any) -> None:
+    for producer in NAMES:
+        for consumer in ("torch", "cupy", "pycuda", "numba"):
+            x = world.array(producer)
             ctypes.memset(x.ptr, 7, x.nbytes)
             x.work()
-            y = to(x, borrower, copy=True)
+            y = to(x, consumer, copy=True)
             y.look()
             route = last_route()
-            assert world.driver.wrong == [], (lender, borrower)
+            assert world.driver.wrong == [], (producer, consumer)
             assert y.ptr != x.ptr and ctypes.string_at(y.ptr, y.nbytes) == b"\x07" * 1024
             assert route is not None and (route.way, route.reason, route.nbytes) == ("copied on cuda:0", "", 1024)
             settle(world.driver)
@@ -504,9 +506,9 @@ def test_copies_on_the_gpu_are_in_order_and_lie_elsewhere(world: Any) -> None:
     assert not lifetimes._open
 
 
-@pytest.mark.parametrize("lender", NAMES)
-def test_copies_to_the_host_go_through_pinned_memory(world: Any, lender: str) -> None:
-    x = world.array(lender, (1024, 5), "uint8")
+@pytest.mark.parametrize("producer", NAMES)
+def test_copies_to_the_host_go_through_pinned_memory(world: Any, producer: str) -> None:
+    x = world.array(producer, (1024, 5), "uint8")
     ctypes.memmove(x.ptr, bytes(range(256)) * 20, 5120)
     work = x.work()
     with pytest.raises(CannotShare, match="NumPy never holds GPU memory"):
@@ -515,7 +517,7 @@ def test_copies_to_the_host_go_through_pinned_memory(world: Any, lender: str) ->
     assert y.tobytes() == bytes(range(256)) * 20 and work in world.driver.over
     route = last_route()
     assert route is not None and route.way == "copied from cuda:0 through pinned host memory"
-    assert not world.driver.pinned, "and that is given back"
+    assert not world.driver.pinned, "the pinned memory is freed"
     world.driver.finish()
 
 
@@ -523,12 +525,12 @@ def test_copies_to_the_host_go_through_pinned_memory(world: Any, lender: str) ->
 
 
 @pairs
-def test_each_call_of_the_driver_may_fail(world: Any, lender: str, borrower: str) -> None:
+def test_each_call_of_the_driver_may_fail(world: Any, producer: str, consumer: str) -> None:
     driver = world.driver
-    x = world.array(lender)
+    x = world.array(producer)
     x.work()
     driver.asked.clear()
-    to(x, borrower)
+    to(x, consumer)
     quiet = {"cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2", "cuThreadExchangeStreamCaptureMode"}
     for call in sorted(set(driver.asked) - quiet):
         settle(driver)
@@ -539,7 +541,7 @@ def test_each_call_of_the_driver_may_fail(world: Any, lender: str, borrower: str
         x.work()
         driver.fails[call] = 719
         try:
-            to(x, borrower)
+            to(x, consumer)
         except (DeviceError, CannotShare) as error:
             assert "fix:" in str(error)
         settle(driver)
@@ -547,7 +549,7 @@ def test_each_call_of_the_driver_may_fail(world: Any, lender: str, borrower: str
         assert idle_and_live(driver)[0] == idle_and_live(driver)[1], f"{call}: no event is lost"
 
 
-def test_an_error_of_the_borrowers_leaves_nothing_lent(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_consumer_leaves_nothing_shared(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no")
 
@@ -555,20 +557,22 @@ def test_an_error_of_the_borrowers_leaves_nothing_lent(world: Any, monkeypatch: 
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", refuses)
     monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", refuses)
     x = world.array("jax")
-    for borrower in ("torch", "cupy"):
+    for consumer in ("torch", "cupy"):
         with pytest.raises(RuntimeError, match="no"):
-            to(x, borrower)
+            to(x, consumer)
         gc.collect()  # what the error's frames kept
         assert not lifetimes._open and not lifetimes._parked
-        assert not {"cuEventRecord", "cuCtxRecordEvent"} & set(world.driver.asked), "nobody saw it: nothing to wait for"
+        assert not {"cuEventRecord", "cuCtxRecordEvent"} & set(world.driver.asked), (
+            "no consumer got the memory, so nobody waits"
+        )
     address = x.ptr
     del x
     gc.collect()
     assert address in world.driver.freed
 
 
-def test_the_registry_asks_only_who_made_the_class(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subclass of the user's is still its framework's; nobody else is asked, so nobody is imported."""
+def test_the_registry_asks_only_the_frameworks_of_the_class(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's subclass still belongs to its framework. No other framework is asked, so none is imported."""
     base = type(world.array("torch"))
     cls = type("Mine", (base,), {"__module__": "my.package"})
     x = world.array("torch")
@@ -580,7 +584,7 @@ def test_the_registry_asks_only_who_made_the_class(world: Any, monkeypatch: pyte
     assert not {"cupy", "jax", "tensorflow"} & set(sys.modules)
 
 
-def test_an_offer_is_of_any_thread_but_pycudas(world: Any) -> None:
+def test_only_pycudas_offers_are_bound_to_a_thread(world: Any) -> None:
     for name in NAMES:
         x = world.array(name)
         offer: Offer = registry.by_name(name).offer(x)
@@ -605,9 +609,9 @@ def _elsewhere(world: Any, call: Any) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize("lender", ["torch", "tensorflow", "jax", "cupy", "numba", "pycuda"])
-def test_a_copy_to_the_host_needs_no_context_on_the_thread(world: Any, lender: str) -> None:
-    x = world.array(lender)
+@pytest.mark.parametrize("producer", ["torch", "tensorflow", "jax", "cupy", "numba", "pycuda"])
+def test_a_copy_to_the_host_needs_no_context_on_the_thread(world: Any, producer: str) -> None:
+    x = world.array(producer)
     x.work()
     found = _elsewhere(world, lambda: to(x, "numpy", copy=True))
     assert getattr(found, "shape", found) == x.shape
@@ -619,12 +623,12 @@ def test_numbas_own_copy_needs_no_context_on_the_thread(world: Any) -> None:
     assert found == x.shape
 
 
-@pytest.mark.parametrize(("lender", "borrower"), [("torch", "torch"), ("cupy", "cupy"), ("torch", "cupy")])
-def test_the_stream_that_is_named_waits_for_a_copy_too(world: Any, lender: str, borrower: str) -> None:
-    x = world.array(lender)
+@pytest.mark.parametrize(("producer", "consumer"), [("torch", "torch"), ("cupy", "cupy"), ("torch", "cupy")])
+def test_the_given_stream_waits_for_a_copy_too(world: Any, producer: str, consumer: str) -> None:
+    x = world.array(producer)
     x.work()
     side = world.driver.stream()
-    y = to(x, borrower, copy=True, stream=side)
+    y = to(x, consumer, copy=True, stream=side)
     world.driver.read(side, y.address)
     assert world.driver.wrong == []
     world.driver.finish()
@@ -648,41 +652,47 @@ def test_pycudas_work_in_a_context_of_its_own_is_waited_for_at_the_end(world: An
         world.driver.finish()
 
 
-@pytest.mark.parametrize(("lender", "borrower"), [("torch", "numpy"), ("torch", "pycuda"), ("pycuda", "pycuda")])
-def test_a_copy_in_a_capture_is_refused_as_any_hand_over(world: Any, lender: str, borrower: str) -> None:
-    x = world.array(lender)
+@pytest.mark.parametrize(("producer", "consumer"), [("torch", "numpy"), ("torch", "pycuda"), ("pycuda", "pycuda")])
+def test_a_copy_in_a_capture_is_refused_as_any_hand_over(world: Any, producer: str, consumer: str) -> None:
+    x = world.array(producer)
     world.driver.capturing.add(world.own["torch"])
     with pytest.raises(CannotShare) as refusal:
-        to(x, borrower, copy=True)
+        to(x, consumer, copy=True)
     assert "before the capture" in refusal.value.remedy and refusal.value.copied
     world.driver.capturing.clear()
     world.driver.finish()
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu", -1, True, 1.0, 1 << 40])
-def test_a_device_is_a_number(world: Any, device: Any) -> None:
+def test_a_device_must_be_the_number_of_a_gpu(world: Any, device: Any) -> None:
     x = world.array("torch")
-    with pytest.raises(ValueError, match=r"no number of a GPU\n    fix: CUDA's ordinal"):
+    with pytest.raises(ValueError, match=r"not the number of a GPU\n    fix: CUDA's ordinal"):
         to(x, "cupy", device=device)
 
 
 @pytest.mark.parametrize("copy", ["no", 0, 1, "True"])
-def test_copy_is_one_of_three(world: Any, copy: Any) -> None:
+def test_copy_must_be_none_true_or_false(world: Any, copy: Any) -> None:
     x = world.array("torch")
     with pytest.raises(ValueError, match="none of None, True and False"):
         to(x, "cupy", copy=copy)
 
 
 @pytest.mark.parametrize("stream", [True, -1, "0", types.SimpleNamespace(), type("Event", (), {"ptr": 7})()])
-def test_a_stream_is_one(world: Any, stream: Any) -> None:
+def test_a_stream_must_be_a_stream(world: Any, stream: Any) -> None:
     x = world.array("torch")
-    with pytest.raises(ValueError, match=r"is no stream\n    fix:"):
+    with pytest.raises(ValueError, match=r"is not a stream\n    fix:"):
         to(x, "cupy", stream=stream)
 
 
-def test_a_framework_is_named_and_installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framework_must_be_known_and_installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = world.array("torch")
-    for name, hint in {"tf": "'tensorflow'", "np": "'numpy'", "pytorch": "'torch'", "cuda": "one of"}.items():
+    for name, hint in {
+        "tf": "'tensorflow'",
+        "np": "'numpy'",
+        "pytorch": "'torch'",
+        "flax": "'jax'",
+        "cuda": "one of",
+    }.items():
         with pytest.raises(ValueError, match=hint):
             to(x, name)
     with pytest.raises(ValueError, match="by its name, not as Tensor"):

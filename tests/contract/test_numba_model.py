@@ -510,7 +510,7 @@ def test_rmm_is_not_limited_by_guessed_numbers(model: Model, rmm: Any, monkeypat
     unknown = tuple(dataclasses.replace(gpu, ordinal=None) for gpu in setting.host.devices())
     monkeypatch.setattr(setting.host, "devices", lambda *, ordinals=False: unknown)
     before = dict(rmm.resources)
-    with pytest.raises(CapNotApplied, match="pip install cuda-bindings"):
+    with pytest.raises(CapNotApplied, match="fix: run `memguard doctor`"):
         setting.apply()
     assert rmm.resources == before
 

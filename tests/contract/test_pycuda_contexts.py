@@ -339,9 +339,10 @@ def test_a_block_is_left_where_it_was_entered(setting: Setting) -> None:
     ("device", "said"),
     [
         (2, "there is no GPU 2 here\n    fix: CUDA shows this process 2 GPUs, 0 to 1"),
-        (-1, "-1 is no number of a GPU\n    fix: pycuda_context(0)"),
-        (True, "True is no number of a GPU"),
-        ("cuda:0", "'cuda:0' is no number of a GPU"),
+        (-1, "-1 is not the number of a GPU\n    fix: pycuda_context(0)"),
+        (True, "True is not the number of a GPU"),
+        ("cuda:0", "'cuda:0' is not the number of a GPU"),
+        (1 << 40, "1099511627776 is not the number of a GPU"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_said(setting: Setting, device: Any, said: str) -> None:

@@ -768,7 +768,7 @@ def test_gpus_without_cudas_numbering(model: Model, monkeypatch: pytest.MonkeyPa
     nameless = Device(gpu.uuid, gpu.name, 0, gpu.total, gpu.reserved, gpu.architecture, ordinal=None)
     monkeypatch.setattr(setting.host, "devices", lambda **_: (nameless, nameless))
     raw = setting.drv.mem_alloc
-    with pytest.raises(CapNotApplied, match="cuda-bindings"):
+    with pytest.raises(CapNotApplied, match="fix: run `memguard doctor`"):
         setting.framework.apply({gpu.uuid: GIB}, {})
     assert setting.drv.mem_alloc is raw
 

@@ -236,7 +236,7 @@ def test_capping_before_cuda_is_initialised_does_not_initialise_it(
         assert setting.resources()[0].get_allocation_limit() == 64 * MIB, "there is no other"
         return
     before = setting.resources()
-    with pytest.raises(CapNotApplied, match="pip install cuda-bindings"):
+    with pytest.raises(CapNotApplied, match="fix: run `memguard doctor`"):
         setting.apply()
     assert setting.resources() == before and setting.card.asked == 0
 

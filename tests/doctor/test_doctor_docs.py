@@ -45,9 +45,9 @@ def test_the_screen_in_the_index_is_what_is_really_printed() -> None:
     assert render.text(Checkup(load(name), findings(name)), brief=True) == shown
 
 
-def test_the_finding_in_the_readme_is_what_is_really_printed() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```text\n(error  .*?)\n```", readme, re.DOTALL)
+def test_the_finding_in_the_quick_start_is_what_is_really_printed() -> None:
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```text\n(error  .*?)\n```", quickstart, re.DOTALL)
     name = "h200-tensorflow-first.json"
     assert f"\n\n{shown}\n\n" in render.text(Checkup(load(name), findings(name)))
 

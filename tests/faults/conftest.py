@@ -1,6 +1,6 @@
 """The real nvidia-ml-py over a stub library, in processes of their own.
 
-gcc is needed: where it is missing these tests fail, so that nobody believes they ran.
+gcc is needed: without it these tests fail, so that they are never thought to have run.
 """
 
 from __future__ import annotations
@@ -56,6 +56,24 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return built[without]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the stub of libcuda."""
+    folder = tmp_path_factory.mktemp("cuda")
+    source = str(Path(__file__).with_name("cuda_stub.c"))
+    flags = ["-Wall", "-Werror", "-shared", "-fPIC"]
+    subprocess.run(["gcc", *flags, "-o", str(folder / "libcuda.so.1"), source], check=True)
+    return folder
+
+
+@pytest.fixture
+def without_cuda(tmp_path: Path, build: Callable[..., Path]) -> dict[str, str]:
+    """An environment with the stub of NVML and a libcuda that cannot be loaded, whatever this machine has."""
+    (tmp_path / "no-cuda").mkdir()
+    (tmp_path / "no-cuda" / "libcuda.so.1").write_text("no library")
+    return {"LD_LIBRARY_PATH": f"{tmp_path / 'no-cuda'}{os.pathsep}{build()}"}
 
 
 @pytest.fixture

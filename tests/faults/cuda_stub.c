@@ -1,5 +1,9 @@
-/* A libcuda.so.1 for tests: what the doctor's survey asks of it, and the calls of streams and copies at the end. CUDA_STUB_INIT is cuInit's code, CUDA_STUB_COUNT the
- * number of GPUs, CUDA_STUB_DOES what cuInit does before it answers: crash or hang. GPU 1 cannot reach GPU 0's memory. */
+/* A libcuda.so.1 for tests: what the doctor's survey and the child that asks CUDA's order call, then streams and
+ * copies, then memory pools.
+ *
+ * CUDA_STUB_INIT is cuInit's code, CUDA_STUB_COUNT the number of GPUs, CUDA_STUB_DOES what cuInit does before it
+ * returns: crash or hang. CUDA_STUB_VERSION is the driver's CUDA. GPU 1 cannot reach GPU 0's memory. If CUDA_STUB_UUIDS is
+ * set, it has the UUIDs of the GPUs (none: CUDA_ERROR_NO_DEVICE), and no device is counted before cuInit. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,24 +14,56 @@ static int number(const char *name, int otherwise) {
     return value ? atoi(value) : otherwise;
 }
 
-int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+static int started;
+
+/* The start of the UUID of GPU `device` in CUDA_STUB_UUIDS; 0 if it is not there. */
+static const char *listed(int device) {
+    const char *uuid = getenv("CUDA_STUB_UUIDS");
+    while (uuid && *uuid && device--) {
+        uuid = strchr(uuid, ',');
+        if (uuid) uuid++;
+    }
+    return uuid && *uuid ? uuid : 0;
+}
+
+int cuDriverGetVersion(int *version) { *version = number("CUDA_STUB_VERSION", 13000); return 0; }
 
 int cuInit(unsigned flags) {
     const char *does = getenv("CUDA_STUB_DOES");
     (void)flags;
     if (does && !strcmp(does, "crash")) *(volatile int *)0 = 1;
     if (does && !strcmp(does, "hang")) for (;;) pause();
+    if (getenv("CUDA_STUB_UUIDS") && !listed(0)) return 100;
+    started = number("CUDA_STUB_INIT", 0) == 0;
     return number("CUDA_STUB_INIT", 0);
 }
 
 int cuGetErrorName(int code, const char **name) {
-    *name = code == 0 ? "CUDA_SUCCESS" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : 0;
+    *name = code == 0 ? "CUDA_SUCCESS" : code == 100 ? "CUDA_ERROR_NO_DEVICE"
+        : code == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : 0;
     return *name ? 0 : 1;
 }
 
-int cuDeviceGetCount(int *count) { *count = number("CUDA_STUB_COUNT", 2); return 0; }
+int cuDeviceGetCount(int *count) {
+    *count = number("CUDA_STUB_COUNT", 2);
+    if (!getenv("CUDA_STUB_UUIDS")) return 0;
+    for (*count = 0; listed(*count); ++*count);
+    return started ? 0 : 3; /* CUDA_ERROR_NOT_INITIALIZED */
+}
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
-int cuDeviceGetUuid_v2(unsigned char *out, int device) { memset(out, 17 * (device + 1), 16); return 0; }
+int cuDeviceGetUuid_v2(unsigned char *out, int device) {
+    memset(out, 17 * (device + 1), 16);
+    const char *uuid = listed(device);
+    if (!uuid) return 0;
+    uuid += strlen("GPU-");
+    for (int i = 0; i < 16; i++, uuid += 2) {
+        unsigned byte;
+        if (*uuid == '-') uuid++;
+        sscanf(uuid, "%2x", &byte);
+        out[i] = (unsigned char)byte;
+    }
+    return 0;
+}
 int cuDeviceTotalMem_v2(size_t *out, int device) { *out = (size_t)(device + 1) << 30; return 0; }
 int cuDeviceCanAccessPeer(int *out, int device, int peer) { *out = device == 0 && peer == 1; return 0; }
 
@@ -41,8 +77,8 @@ int cuDeviceGetAttribute(int *out, int which, int device) {
     return device > 1;
 }
 
-/* Streams and copies. Every call is written down and may be told to fail, once or from now on: stub_fail. A stream's
- * work is over when stub_finish says so. */
+/* Streams and copies. Every call is recorded, and stub_fail makes calls of a name fail. A stream's work is over when
+ * stub_finish says so. */
 #define CALLS 64
 enum { EVENTS = 4096, DEEP = 64, NOT_READY = 600, INVALID = 1, NO_CONTEXT = 201 };
 static char asked[CALLS][40], failing[40];
@@ -193,3 +229,71 @@ int cuMemHostAlloc(void **out, size_t size, unsigned flags) {
     return 0;
 }
 int cuMemFreeHost(void *address) { CALL("cuMemFreeHost"); free(address); live_pinned--; return 0; }
+
+/* Memory pools of GPU 0. CUmemPoolProps as in cuda.h (CUDA 13.0). */
+struct pool_props {
+    int allocType, handleTypes, location_type, location_id;
+    void *win32SecurityAttributes;
+    size_t maxSize;
+    unsigned short usage;
+    unsigned char reserved[54];
+};
+static struct pool { size_t max; unsigned long long threshold, reserved, peak, used; } pools[8];
+static int made_pools = 1, live_pools, current_pool; /* pool 0 is the default one */
+#define POOL(number) ((void *)(0x7f0000b00000 + 64 * (size_t)(number)))
+
+static struct pool *pool_of(void *pool) {
+    size_t at = (size_t)pool - 0x7f0000b00000;
+    return at % 64 == 0 && at / 64 < (size_t)made_pools ? &pools[at / 64] : 0;
+}
+int stub_pools(void) { return live_pools; }
+int stub_current_pool(void) { return current_pool; }
+unsigned long long stub_pool_max(int pool) { return pools[pool].max; }
+unsigned long long stub_pool_threshold(int pool) { return pools[pool].threshold; }
+void stub_pool_use(int pool, unsigned long long reserved, unsigned long long used) {
+    pools[pool].reserved = reserved;
+    pools[pool].used = used;
+    if (reserved > pools[pool].peak) pools[pool].peak = reserved;
+}
+
+int cuDeviceGetMemPool(void **out, int device) {
+    CALL("cuDeviceGetMemPool");
+    *out = POOL(current_pool);
+    return device ? 101 : 0;
+}
+int cuDeviceSetMemPool(int device, void *pool) {
+    CALL("cuDeviceSetMemPool");
+    if (device || !pool_of(pool)) return INVALID;
+    current_pool = (int)(pool_of(pool) - pools);
+    return 0;
+}
+int cuMemPoolCreate(void **out, const struct pool_props *props) {
+    static const unsigned char zeros[54];
+    CALL("cuMemPoolCreate");
+    if (props->allocType != 1 || props->handleTypes || props->location_type != 1 || props->location_id) return INVALID;
+    if (props->win32SecurityAttributes || props->usage || memcmp(props->reserved, zeros, sizeof zeros)) return INVALID;
+    pools[made_pools].max = props->maxSize;
+    *out = POOL(made_pools++);
+    live_pools++;
+    return 0;
+}
+int cuMemPoolDestroy(void *pool) { CALL("cuMemPoolDestroy"); if (!pool_of(pool)) return INVALID; live_pools--; return 0; }
+int cuMemPoolSetAttribute(void *pool, int which, unsigned long long *value) {
+    CALL("cuMemPoolSetAttribute");
+    if (!pool_of(pool) || which != 4) return INVALID;
+    pool_of(pool)->threshold = *value;
+    return 0;
+}
+int cuMemPoolGetAttribute(void *pool, int which, unsigned long long *value) {
+    struct pool *found = pool_of(pool);
+    CALL("cuMemPoolGetAttribute");
+    if (!found || which < 4 || which > 7) return INVALID;
+    *value = which == 4 ? found->threshold : which == 5 ? found->reserved : which == 6 ? found->peak : found->used;
+    return 0;
+}
+int cuMemPoolTrimTo(void *pool, size_t keep) {
+    CALL("cuMemPoolTrimTo");
+    if (!pool_of(pool) || keep) return INVALID;
+    pool_of(pool)->reserved = pool_of(pool)->used;
+    return 0;
+}

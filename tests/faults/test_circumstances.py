@@ -1,17 +1,18 @@
-"""What machines do to a budget: nothing there, half of it there, slow, failing now and then, in another order."""
+"""A budget on troublesome machines: no driver, half a driver, a slow or failing NVML, GPUs in another order."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stub_gpus import GIB, ONE, TWO, UUIDS, Run
 
-from memguard._devices import libcuda
+from memguard._devices import cuda_order
 from memguard._devices.nvml import without_library
 
 BUDGET = "BUDGET = {'version': 1, 'frameworks': {'pycuda': {'share': '50%'}}}\n"
@@ -21,48 +22,25 @@ def rows():
 def sums():
     return [sum(row.bytes or 0 for row in part.rows) - part.device.total for part in memguard.ledger().devices]
 """
-HIDE = "sys.modules['cuda'] = None  # no cuda-bindings\n"
-BINDINGS = """
-import enum, os
-from memguard._devices import contexts
-class CUresult(enum.Enum):
-    CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE, CUDA_ERROR_UNKNOWN = 0, 100, 999
-SHOWN = [uuid for uuid in os.environ["CUDA_SHOWS"].split(",") if uuid]
-class Driver:  # as ctypes shows libcuda once it is initialised
-    def cuDeviceGetCount(self, count): count._obj.value = len(SHOWN)
-    def cuDeviceGet(self, device, ordinal): device._obj.value = ordinal
-    def cuDeviceGetUuid_v2(self, raw, device):
-        raw._obj[:] = bytes.fromhex(SHOWN[device.value].removeprefix("GPU-").replace("-", ""))
-    def cuDeviceGetAttribute(self, number, attribute, device): number._obj.value = 100 + device.value
-def cuInit(flags):
-    if os.environ["CUDA_SHOWS"] == "broken": raise SystemExit("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
-    if not SHOWN: return (CUresult.CUDA_ERROR_NO_DEVICE,)
-    contexts._initialised = Driver()
-    return (CUresult.CUDA_SUCCESS,)
-"""
+Shown = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def bindings(tmp_path: Path) -> Path:
-    """A folder with stand-ins for cuda-bindings: CUDA shows the GPUs that CUDA_SHOWS names."""
-    folder = tmp_path / "bindings"
-    (folder / "cuda" / "bindings").mkdir(parents=True)
-    for name in ("cuda", "cuda/bindings"):
-        (folder / name / "__init__.py").write_text("")
-    (folder / "cuda" / "bindings" / "driver.py").write_text(BINDINGS)
-    return folder
+def shown(cuda: Path, build: Callable[..., Path]) -> Shown:
+    """The environment of a process to which CUDA (the stub) shows these GPUs, in this order."""
 
+    def environment(*uuids: str, visible: str | None = "0") -> dict[str, str]:
+        env = {"LD_LIBRARY_PATH": f"{cuda}{os.pathsep}{build()}", "CUDA_STUB_UUIDS": ",".join(uuids)}
+        return env if visible is None else {**env, "CUDA_VISIBLE_DEVICES": visible}
 
-def shown(bindings: Path, *uuids: str, visible: str | None = "0") -> dict[str, str]:
-    env = {"PYTHONPATH": f"{bindings}{os.pathsep}{Path(__file__).parents[2]}", "CUDA_SHOWS": ",".join(uuids)}
-    return env if visible is None else {**env, "CUDA_VISIBLE_DEVICES": visible}
+    return environment
 
 
 # no library
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "fix"),
     [
         ({"control": True, "module": True}, "--gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute"),
         ({"control": True, "amd": "an AMD GPU"}, "--gpus all and NVIDIA_DRIVER_CAPABILITIES=utility,compute"),
@@ -72,12 +50,12 @@ def shown(bindings: Path, *uuids: str, visible: str | None = "0") -> dict[str, s
         ({}, "install the NVIDIA driver; in a container start it with --gpus all"),
     ],
 )
-def test_what_to_do_about_a_missing_library_is_up_to_what_is_there(there: dict[str, Any], said: str) -> None:
-    assert said in without_library(**{"control": False, "module": False, "wsl": False, "amd": None, **there})
+def test_the_fix_for_a_missing_library_depends_on_the_machine(there: dict[str, Any], fix: str) -> None:
+    assert fix in without_library(**{"control": False, "module": False, "wsl": False, "amd": None, **there})
 
 
 @pytest.mark.parametrize(
-    ("setup", "said"),
+    ("setup", "fix"),
     [
         ("there = {'/dev/nvidiactl'}", "NVIDIA_DRIVER_CAPABILITIES=utility,compute"),
         ("there = {'/proc/driver/nvidia/version'}", "the machine has an NVIDIA driver"),
@@ -87,7 +65,7 @@ def test_what_to_do_about_a_missing_library_is_up_to_what_is_there(there: dict[s
         ("sys.modules['torch.version'] = types.SimpleNamespace(hip=None)", "install the NVIDIA driver; in a container"),
     ],
 )
-def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Path, setup: str, said: str) -> None:
+def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Path, setup: str, fix: str) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnvidia-ml.so.1").write_text("no library")
     found = run(
@@ -103,7 +81,7 @@ def test_the_missing_library_is_explained_by_the_machine(run: Run, tmp_path: Pat
         library=tmp_path / "lib",
     )
     assert found["text"].startswith("NVML: ") and f"\n    fix: {found['text'].split('fix: ')[1]}" in found["text"]
-    assert said in found["text"] and not found["imported"]
+    assert fix in found["text"] and not found["imported"]
 
 
 # not every GPU may be opened
@@ -125,37 +103,37 @@ result["sums"] = sums()
     assert found["devices"] == [[UUIDS[1], 1, None]] and found["sums"] == [0]
 
 
-def test_gpus_none_of_which_may_be_opened(run: Run) -> None:
+def test_no_gpu_may_be_opened(run: Run) -> None:
     found = run(BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))", TWO, handle=4)
     assert "(GPU 0)\n    fix: run as a user who may open /dev/nvidia*" in found["text"]
 
 
-def test_a_gpu_that_cuda_shows_and_nvml_refuses_is_not_left_without_a_cap(run: Run, bindings: Path) -> None:
+def test_a_gpu_that_cuda_shows_and_nvml_refuses_is_not_left_without_a_cap(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    env = shown(bindings, *UUIDS, visible="0,1")
+    env = shown(*UUIDS, visible="0,1")
     assert "(GPU 1)\n    fix: run as a user who may open" in run(code, TWO, handle1=4, env=env)["text"]
-    env = shown(bindings, "GPU-33333333-3333-3333-3333-333333333333", UUIDS[0], visible="0,1")
+    env = shown("GPU-33333333-3333-3333-3333-333333333333", UUIDS[0], visible="0,1")
     assert "CUDA shows GPU-33333333-3333-3333-3333-333333333333, and NVML does not" in run(code, TWO, env=env)["text"]
 
 
-def test_the_memory_of_a_whole_gpu_that_mig_divides_is_for_root(run: Run, bindings: Path) -> None:
+def test_only_root_may_read_the_memory_of_a_gpu_that_mig_divides(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    for env in (None, shown(bindings, "GPU-33333333-3333-3333-3333-333333333333")):  # the UUID of the part
+    for env in (None, shown("GPU-33333333-3333-3333-3333-333333333333")):  # the UUID of the part
         text = run(code, mig0=1, denied0=4, env=env)["text"]
         assert "NVIDIA H200" in text and "MIG enabled" in text and "\n    fix: choose another GPU" in text
     text = run(code, mig0=0, denied0=4)["text"]
     assert "may open /dev/nvidia" in text and UUIDS[0] in text and "MIG" not in text
 
 
-def test_a_gpu_beside_one_that_mig_divides_is_budgeted_where_cuda_shows_only_it(run: Run, bindings: Path) -> None:
+def test_a_gpu_beside_one_that_mig_divides_is_budgeted_if_cuda_shows_only_it(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['devices'] = [part.device.uuid for part in memguard.init(BUDGET).plan.devices]"
-    found = run(code, TWO, mig0=1, denied0=4, env=shown(bindings, UUIDS[1], visible="1"))
+    found = run(code, TWO, mig0=1, denied0=4, env=shown(UUIDS[1], visible="1"))
     assert found["devices"] == [UUIDS[1]]
 
 
-def test_a_part_of_a_gpu_that_cuda_shows_is_refused_with_the_gpus_name(run: Run, bindings: Path) -> None:
+def test_a_part_of_a_gpu_that_cuda_shows_is_refused_with_the_gpus_name(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    found = run(code, TWO, mig1=1, env=shown(bindings, "GPU-33333333-3333-3333-3333-333333333333"))
+    found = run(code, TWO, mig1=1, env=shown("GPU-33333333-3333-3333-3333-333333333333"))
     assert f"Tesla T4 ({UUIDS[1]}) has MIG enabled" in found["text"]
 
 
@@ -172,28 +150,29 @@ def test_an_answer_that_fails_is_no_answer(run: Run, what: str) -> None:
 @pytest.mark.parametrize(("value", "none"), [("", True), ("-1", True), ("NoDevFiles", True)] + [
     (value, False) for value in (None, "0", " ", "-1,0", "-2", "GPU-1", "nodevfiles", "all")
 ])  # fmt: skip
-def test_only_what_is_certain_is_said_without_cuda(value: str | None, none: bool) -> None:
-    assert libcuda.hides_all(value) is none
+def test_which_values_hide_every_gpu_is_known_without_cuda(value: str | None, none: bool) -> None:
+    assert cuda_order.hides_all(value) is none
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
-@pytest.mark.parametrize("installed", [True, False])
-def test_hidden_gpus_are_said_whether_cuda_bindings_are_there_or_not(
-    run: Run, bindings: Path, value: str, installed: bool
+@pytest.mark.parametrize("there", [True, False])
+def test_hidden_gpus_are_reported_with_and_without_a_libcuda(
+    run: Run, shown: Shown, without_cuda: dict[str, str], value: str, there: bool
 ) -> None:
-    code = BUDGET + ("" if installed else HIDE) + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    found = run(code, TWO, env=shown(bindings, visible=value))
+    code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
+    env = shown(visible=value) if there else {**without_cuda, "CUDA_VISIBLE_DEVICES": value}
+    found = run(code, TWO, env=env)
     assert f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={value!r}); NVML sees 2" in found["text"]
     assert "fix: unset CUDA_VISIBLE_DEVICES" in found["text"]
 
 
-def test_what_was_hidden_after_cuda_had_been_initialised_is_not_hidden(run: Run) -> None:
+def test_a_variable_that_changes_after_cuda_was_initialised_hides_nothing(run: Run) -> None:
     found = run(
         BUDGET
         + """
-from memguard._devices import contexts, libcuda
+from memguard._devices import contexts, cuda_order
 contexts.initialised = lambda: True
-libcuda.visible = lambda ask_child=True: (libcuda.CudaDevice(0, json.loads(os.environ["GPU"]), 132),)
+cuda_order.visible = lambda ask_child=True: (contexts.VisibleDevice(0, json.loads(os.environ["GPU"]), 132),)
 contexts.active = lambda ordinal: False
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 result["count"] = len(memguard.init(BUDGET).plan.devices)
@@ -203,13 +182,13 @@ result["count"] = len(memguard.init(BUDGET).plan.devices)
     assert found["count"] == 1
 
 
-def test_a_name_that_no_gpu_has_is_asked_of_cuda(run: Run, bindings: Path) -> None:
+def test_only_cuda_knows_that_a_name_fits_no_gpu(run: Run, shown: Shown) -> None:
     code = BUDGET + "result['text'] = refused(lambda: memguard.init(BUDGET))"
-    found = run(code, TWO, env=shown(bindings, visible="GPU-nobody"))
+    found = run(code, TWO, env=shown(visible="GPU-nobody"))
     assert "CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES='GPU-nobody')" in found["text"]
 
 
-def test_gpus_that_cuda_numbers_otherwise_are_told_apart_by_uuid(run: Run, bindings: Path) -> None:
+def test_gpus_that_cuda_numbers_in_another_order_are_matched_by_uuid(run: Run, shown: Shown) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -220,7 +199,7 @@ result["used"] = [guard.host.memory(part.device).used for part in guard.plan.dev
 result["sums"] = sums()
 """,
         TWO,
-        env=shown(bindings, UUIDS[1], UUIDS[0], visible="1,0"),
+        env=shown(UUIDS[1], UUIDS[0], visible="1,0"),
     )
     first, second = found["plan"]
     assert first == [0, 1, "Tesla T4", UUIDS[1], 2 * GIB]
@@ -229,17 +208,17 @@ result["sums"] = sums()
 
 
 @pytest.mark.parametrize("ordinals", [True, False])
-def test_cudas_numbers_are_asked_for_where_the_budget_names_them(run: Run, bindings: Path, ordinals: bool) -> None:
+def test_cudas_numbers_are_asked_for_if_the_budget_uses_them(run: Run, shown: Shown, ordinals: bool) -> None:
     named = '"devices": {"1": {"limit": "2GiB"}}' if ordinals else ""
     code = BUDGET + (
         f"guard = memguard.init({{**BUDGET, {named}}})\n"
         "result['ordinals'] = [part.device.ordinal for part in guard.plan.devices]"
     )
-    found = run(code, TWO, env=shown(bindings, UUIDS[1], UUIDS[0], visible=None))
+    found = run(code, TWO, env=shown(UUIDS[1], UUIDS[0], visible=None))
     assert found["ordinals"] == ([0, 1] if ordinals else [None, None])
 
 
-def test_cuda_that_does_not_start_is_said_and_not_blamed_on_what_is_installed(run: Run, bindings: Path) -> None:
+def test_a_cuda_that_does_not_start_is_reported_with_the_way_to_find_out_why(run: Run, shown: Shown) -> None:
     found = run(
         BUDGET
         + """
@@ -248,18 +227,54 @@ logging.basicConfig(level=logging.DEBUG)
 result["count"] = len(memguard.init(BUDGET).plan.devices)
 """,
         TWO,
-        env={**shown(bindings, visible="1"), "CUDA_SHOWS": "broken"},
+        env={**shown(*UUIDS, visible="1"), "CUDA_STUB_INIT": "803"},
     )
     assert found["count"] == 2
-    assert "CUDA could not be asked: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in found["stderr"]
-    assert "budgeting all 2. fix: see why CUDA fails here" in found["stderr"]
+    assert "CUDA could not be asked: CUDA: cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in found["stderr"]
+    assert "budgeting all 2. fix: run `memguard doctor` to see why CUDA does not start" in found["stderr"]
+
+
+def test_a_machine_without_libcuda_is_reported_in_the_same_way(run: Run, without_cuda: dict[str, str]) -> None:
+    found = run(
+        BUDGET
+        + """
+import logging
+logging.basicConfig(level=logging.DEBUG)
+result["count"] = len(memguard.init(BUDGET).plan.devices)
+""",
+        TWO,
+        env={**without_cuda, "CUDA_VISIBLE_DEVICES": "1"},
+    )
+    assert found["count"] == 2 and "CUDA could not be asked: " in found["stderr"]
+    assert "libcuda.so.1" in found["stderr"] and "fix: run `memguard doctor`" in found["stderr"]
+
+
+def test_cudas_order_comes_from_a_child_without_any_extra_package(run: Run, shown: Shown, tmp_path: Path) -> None:
+    """The child imports no framework and no cuda-bindings, and this process neither loads libcuda nor runs cuInit."""
+    extra = tmp_path / "extra"
+    extra.mkdir()
+    for name in ("cuda", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba"):
+        (extra / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
+    found = run(
+        f"""
+        sys.path.insert(0, {str(extra)!r})
+        from memguard._devices import contexts, cuda_order
+        result["gpus"] = [[gpu.ordinal, gpu.uuid, gpu.multiprocessors] for gpu in cuda_order.visible()]
+        result["here"] = [contexts.initialised(), cuda_order.visible(ask_child=False)]
+        result["loaded"] = "libcuda" in open("/proc/self/maps").read()
+        """,
+        TWO,
+        env=shown(UUIDS[1], UUIDS[0], visible="1,0"),
+    )
+    assert found["gpus"] == [[0, UUIDS[1], 132], [1, UUIDS[0], 132]]
+    assert found["here"] == [False, None] and not found["loaded"]
 
 
 # figures that are not there
 
 
 @pytest.mark.parametrize("own", ["named without bytes", "of another namespace", "named"])
-def test_bytes_of_this_process_that_nvml_does_not_give(run: Run, own: str) -> None:
+def test_nvml_gives_no_bytes_for_this_process(run: Run, own: str) -> None:
     """WSL, vGPU: no bytes; a container: the PIDs of the host."""
     found = run(
         BUDGET
@@ -299,7 +314,7 @@ result["texts"] = [refused(call) for call in calls]
     assert all(UUIDS[1] in text and "fell off the bus" in text for text in found["texts"]), found["texts"]
 
 
-def test_nvml_that_others_shut_down_is_started_again(run: Run) -> None:
+def test_an_nvml_that_other_code_shut_down_is_started_again(run: Run) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -316,7 +331,7 @@ result["stays"] = memguard.shutdown()
     assert [entry[0] for entry in found["log"]] == ["init", "shutdown", "init", "shutdown"]
 
 
-def test_figures_of_one_kind_stay_of_one_kind(run: Run) -> None:
+def test_memory_figures_do_not_change_from_v2_to_v1(run: Run) -> None:
     """Memory as NVML v1 gives it counts the driver's part as used: it does not fit a plan that was made with v2."""
     found = run(
         BUDGET
@@ -364,7 +379,7 @@ def beside(work):
 """
 
 
-def test_a_slow_nvml_is_waited_for_said_once_and_blocks_nobody_else(run: Run) -> None:
+def test_a_slow_nvml_is_waited_for_warned_about_once_and_blocks_no_other_thread(run: Run) -> None:
     found = run(
         BUDGET
         + READINGS
@@ -384,8 +399,8 @@ result["sums"] = sums()
         took, longest = found[what]
         assert took >= 2 and longest < 1, what
     assert found["sums"] == [0]
-    (said,) = (line for line in found["stderr"].splitlines() if "NVML is slow" in line)
-    assert said.startswith("WARNING:memguard:NVML is slow: 2.") and "fix: " in said
+    (warning,) = (line for line in found["stderr"].splitlines() if "NVML is slow" in line)
+    assert warning.startswith("WARNING:memguard:NVML is slow: 2.") and "fix: " in warning
 
 
 def test_a_quick_nvml_is_not_called_slow(run: Run) -> None:
@@ -393,7 +408,7 @@ def test_a_quick_nvml_is_not_called_slow(run: Run) -> None:
     assert "slow" not in found["stderr"]
 
 
-def test_a_log_that_asks_memguard_does_not_lock_itself_out(run: Run) -> None:
+def test_a_log_handler_that_calls_memguard_does_not_deadlock(run: Run) -> None:
     found = run(
         BUDGET
         + """
@@ -453,7 +468,7 @@ result["stays"] = memguard.shutdown()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_other_call_over_them_too(run: Run, seed: int) -> None:
+def test_every_other_call_over_an_nvml_that_fails_at_random_too(run: Run, seed: int) -> None:
     found = run(
         BUDGET
         + READINGS

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memguard._devices import contexts, shared_memory, streams
+from memguard._devices import contexts, libcuda, shared_memory, streams
 from memguard.errors import CannotShare, DeviceError
 from memguard.exchange import lifetimes
 from memguard.exchange.ipc import server, sharing
@@ -23,7 +24,7 @@ UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
 class Driver:
-    """As ctypes shows libcuda. It holds what it gave out; the `fails`-th call that can fail does, with `code`."""
+    """In the place of libcuda. `held` has what was given out; the `fails`-th call that can fail does so with `code`."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[int]] = {"handle": [], "address": [], "map": [], "context": [], "block": []}
@@ -39,13 +40,13 @@ class Driver:
         return not any(self.held.values()) and not self.current
 
     def cuCtxGetCurrent(self, found: Any) -> int:
-        found._obj.value = self.current[-1] if self.current else None
+        found.value = self.current[-1] if self.current else None
         return 0
 
     def cuCtxPushCurrent_v2(self, context: Any) -> int:
         if code := self._may("cuCtxPushCurrent"):
             return code
-        self.current.append(context.value)
+        self.current.append(context)
         return 0
 
     def cuCtxPopCurrent_v2(self, found: Any) -> int:
@@ -56,17 +57,17 @@ class Driver:
         return 0
 
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
-        device._obj.value = ordinal
+        device.value = ordinal
         return self._may("cuDeviceGet")
 
     def cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> int:
-        active._obj.value = 1
+        active.value = 1
         return 0
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
         if code := self._may("cuDevicePrimaryCtxRetain"):
             return code
-        context._obj.value = 77
+        context.value = 77
         self.held["context"].append(77)
         return 0
 
@@ -75,99 +76,99 @@ class Driver:
         return 0
 
     def cuMemGetAllocationGranularity(self, size: Any, kind: Any, option: int) -> int:
-        assert (kind._obj.type, kind._obj.handles, kind._obj.place.kind) == (1, 1, 1)
-        size._obj.value = 2 * MIB
+        assert (kind.type, kind.requestedHandleTypes, kind.location.type) == (1, 1, 1)
+        size.value = 2 * MIB
         return self._may("cuMemGetAllocationGranularity")
 
     def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
-        free._obj.value, total._obj.value = 3 * MIB, 100 * MIB
+        free.value, total.value = 3 * MIB, 100 * MIB
         return 0
 
     def cuMemCreate(self, handle: Any, size: Any, kind: Any, flags: Any) -> int:
         if code := self._may("cuMemCreate"):
             return code
-        handle._obj.value = 500
+        handle.value = 500
         self.held["handle"].append(500)
         return 0
 
     def cuMemImportFromShareableHandle(self, handle: Any, fd: Any, kind: int) -> int:
         if code := self._may("cuMemImportFromShareableHandle"):
             return code
-        handle._obj.value = 500
+        handle.value = 500
         self.held["handle"].append(500)
         return 0
 
     def cuMemExportToShareableHandle(self, fd: Any, handle: Any, kind: int, flags: Any) -> int:
         if code := self._may("cuMemExportToShareableHandle"):
             return code
-        fd._obj.value = os.open(os.devnull, os.O_RDWR)
-        os.set_inheritable(fd._obj.value, True)
+        fd.value = os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(fd.value, True)
         return 0
 
     def cuMemRelease(self, handle: Any) -> int:
-        self.held["handle"].remove(handle.value)
+        self.held["handle"].remove(handle)
         return 0
 
     def cuMemAddressReserve(self, address: Any, size: Any, *_: Any) -> int:
         if code := self._may("cuMemAddressReserve"):
             return code
-        address._obj.value = 1 << 32
+        address.value = 1 << 32
         self.held["address"].append(1 << 32)
         return 0
 
     def cuMemAddressFree(self, address: Any, size: Any) -> int:
         assert not self.held["map"]
-        self.held["address"].remove(address.value)
+        self.held["address"].remove(address)
         return 0
 
     def cuMemMap(self, address: Any, size: Any, offset: Any, handle: Any, flags: Any) -> int:
-        assert handle.value in self.held["handle"]
+        assert handle in self.held["handle"]
         if code := self._may("cuMemMap"):
             return code
-        self.held["map"].append(address.value)
+        self.held["map"].append(address)
         return 0
 
     def cuMemUnmap(self, address: Any, size: Any) -> int:
-        self.held["map"].remove(address.value)
+        self.held["map"].remove(address)
         return 0
 
     def cuMemSetAccess(self, address: Any, size: Any, access: Any, count: Any) -> int:
-        assert (access._obj.flags, access._obj.place.kind, count.value) == (3, 1, 1)
+        assert (access.flags, access.location.type, count) == (3, 1, 1)
         return self._may("cuMemSetAccess")
 
     def cuMemsetD8_v2(self, address: Any, value: Any, size: Any) -> int:
-        self.cleared = (address.value, size.value)
+        self.cleared = (address, size)
         return self._may("cuMemsetD8")
 
     def cuMemcpy(self, to: Any, source: Any, size: Any) -> int:
-        assert to.value in self.held["map"]
-        self.copied = (to.value, source.value, size.value)
+        assert to in self.held["map"]
+        self.copied = (to, source, size)
         return self._may("cuMemcpy")
 
     def cuStreamSynchronize(self, stream: Any) -> int:
         return self._may("cuStreamSynchronize")
 
     def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: int) -> int:
-        assert bytes(handle.bytes) == b"h" * 64 and flags == 1
+        assert bytes(handle.reserved) == b"h" * 64 and flags == 1
         if code := self._may("cuIpcOpenMemHandle"):
             return code
-        address._obj.value = 1 << 33
+        address.value = 1 << 33
         self.held["block"].append(1 << 33)
         return 0
 
     def cuIpcCloseMemHandle(self, address: Any) -> int:
         assert self.current
-        self.held["block"].remove(address.value)
+        self.held["block"].remove(address)
         return 0
 
     def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:
         if code := self._may("cuIpcGetMemHandle"):
             return code
-        handle._obj.bytes[:] = b"h" * 64
+        handle.reserved[:] = b"h" * 64
         return 0
 
     def cuMemGetAddressRange_v2(self, start: Any, size: Any, address: Any) -> int:
-        start._obj.value, size._obj.value = address.value // MIB * MIB, self.block
+        start.value, size.value = address // MIB * MIB, self.block
         return self._may("cuMemGetAddressRange")
 
 
@@ -185,7 +186,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def failing(cuda: Driver, work: Callable[[], Any]) -> list[str]:
-    """`work` is done again and again, while one more of its calls fails each time; which ones they were."""
+    """Runs `work` again and again; each time the next of its calls fails. The names of these calls."""
     done = []
     while True:
         cuda.calls, cuda.fails = [""], len(done) + 1
@@ -210,9 +211,7 @@ def test_a_copy_that_fails_anywhere_leaves_nothing(cuda: Driver) -> None:
     assert cuda.nothing_held()
 
 
-def test_a_file_descriptor_that_cannot_be_kept_from_programs_is_closed(
-    cuda: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_descriptor_that_stays_inheritable_is_closed(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError("not now")
 
@@ -233,7 +232,7 @@ def test_a_copy_is_of_whole_pieces_and_the_rest_of_the_last_is_cleared(cuda: Dri
     assert cuda.nothing_held()
 
 
-def test_a_full_gpu_says_so(cuda: Driver) -> None:
+def test_a_full_gpu_is_an_error_with_its_free_bytes(cuda: Driver) -> None:
     cuda.code, cuda.fails = 2, 3
     with pytest.raises(shared_memory.NoRoom, match=r"no room for 4\.0 MiB: 3\.0 MiB free") as caught:
         shared_memory.duplicate(0, 4096, 3 * MIB)
@@ -283,35 +282,37 @@ def test_the_handle_of_a_block_is_asked_for_at_its_start(cuda: Driver) -> None:
     assert not cuda.current
 
 
-def test_a_driver_that_cannot_share_memory_says_so(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_cannot_share_memory_is_refused(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Driver, "cuMemCreate")
     with pytest.raises(DeviceError, match="too old"):
         shared_memory.duplicate(0, 4096, 3 * MIB)
 
 
-def test_without_a_driver_attaching_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attaching_without_a_driver_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object, **__: object) -> Any:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
     monkeypatch.setattr(contexts, "_initialised", None)
-    monkeypatch.setattr(shared_memory.ctypes, "CDLL", lambda *_, **__: (_ for _ in ()).throw(OSError("libcuda.so.1")))
+    monkeypatch.setattr(libcuda, "_library", None)
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
         shared_memory.ordinal(UUID)
 
 
 def test_a_fork_of_a_process_with_cuda_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forked:
-        def __init__(self, *_: object, **__: object) -> None: ...
-
         def cuInit(self, flags: int) -> int:
             return 3
 
     monkeypatch.setattr(contexts, "_initialised", None)
     monkeypatch.setattr(contexts, "_lost", True)
-    monkeypatch.setattr(shared_memory.ctypes, "CDLL", Forked)
+    monkeypatch.setattr(libcuda, "_library", Forked())
     with pytest.raises(DeviceError, match="forked"):
         shared_memory.ordinal(UUID)
 
 
 class Holder:
-    """An array of 3 MiB that says where it lies."""
+    """An array of 3 MiB with the CUDA array interface."""
 
     def __init__(self) -> None:
         data = (8 * MIB, False)

@@ -1,4 +1,4 @@
-"""Streams and copies over a stub of libcuda, through ctypes as they are: each of the driver's calls fails in turn.
+"""Streams and copies over a stub of libcuda, through the real ctypes: each of the driver's calls fails in turn.
 
 gcc is needed, as for the rest of this folder.
 """
@@ -107,7 +107,7 @@ def stubbed(libraries: dict[str, Path]) -> Stubbed:
 
 CLEAN = {"lost": 0, "pinned": 0, "streams": 0, "depth": 0, "mode": 0}
 GIVEN_BACK = {"cuThreadExchangeStreamCaptureMode", "cuStreamDestroy_v2", "cuMemFreeHost", "cuEventDestroy_v2"}
-"""Calls with which something is given back: where they fail there is nothing more to do."""
+"""Calls that give something back: if they fail, there is nothing more to do."""
 ASKED = {
     "stream to stream": {"cuEventRecord", "cuStreamWaitEvent"},
     "stream to default": {"cuEventRecord", "cuStreamWaitEvent"},
@@ -153,17 +153,17 @@ def test_each_call_that_fails_once_is_a_device_error_and_leaves_nothing(stubbed:
             for events in streams._idle.values():
                 while events:
                     stub.cuEventDestroy_v2(ctypes.c_void_p(events.pop()))
-            said = fails(call, {code}, way)
-            result[name][call] = [said, live()]
+            text = fails(call, {code}, way)
+            result[name][call] = [text, live()]
             fails("", 0, way)
             assert live() == result[name][call][1], "and afterwards all is well again"
     """)
     for name, calls in found.items():
         assert ASKED[name] - GIVEN_BACK <= set(calls)
-        for call, (said, live) in calls.items():
+        for call, (text, live) in calls.items():
             assert live == CLEAN, (name, call, live)
             if call in ASKED[name]:
-                assert said is not None and f"error {code}" in said and "fix:" in said, (name, call, said)
+                assert text is not None and f"error {code}" in text and "fix:" in text, (name, call, text)
 
 
 def test_what_cannot_be_given_back_changes_nothing(stubbed: Stubbed) -> None:
@@ -176,9 +176,9 @@ def test_what_cannot_be_given_back_changes_nothing(stubbed: Stubbed) -> None:
     assert found.pop("same") and set(map(tuple, found.values())) <= {(None, 0, 0)}
 
 
-def test_a_capture_that_was_ended_is_said_by_name(stubbed: Stubbed) -> None:
+def test_a_capture_that_was_ended_is_an_error_of_its_own(stubbed: Stubbed) -> None:
     found = stubbed("""
-    result["said"] = fails("cuCtxRecordEvent", 900, lambda: streams.follow(0, None, SIDE))
+    result["text"] = fails("cuCtxRecordEvent", 900, lambda: streams.follow(0, None, SIDE))
     try:
         streams.follow(0, SIDE, CAPTURED)
     except streams.Captured as error:
@@ -188,18 +188,18 @@ def test_a_capture_that_was_ended_is_said_by_name(stubbed: Stubbed) -> None:
     result["itself"], result["live"] = asked(), live()
     result["default"] = [streams.capturing(0, 0), streams.capturing(0, 1), streams.capturing(0, CAPTURED)]
     """)
-    assert "capture of a CUDA graph" in found["said"] and "being captured" in found["captured"]
+    assert "capture of a CUDA graph" in found["text"] and "being captured" in found["captured"]
     assert found["itself"] == [] and found["live"] == CLEAN, "one stream has nothing to wait for in itself"
     assert found["default"] == [False, False, True]
 
 
 def test_an_event_that_could_not_be_recorded_is_destroyed(stubbed: Stubbed) -> None:
     found = stubbed("""
-    result["said"] = fails("cuEventRecord", 719, lambda: Mark(0, SIDE))
+    result["text"] = fails("cuEventRecord", 719, lambda: Mark(0, SIDE))
     result["events"] = stub.stub_live(0)
     result["idle"] = sum(map(len, streams._idle.values()))
     """)
-    assert found["said"] is not None and found["events"] == found["idle"] == 0
+    assert found["text"] is not None and found["events"] == found["idle"] == 0
 
 
 def test_events_are_used_again(stubbed: Stubbed) -> None:
@@ -221,13 +221,13 @@ def test_a_driver_before_12_5_waits_for_the_whole_context(stubbed: Stubbed) -> N
         """
         streams.follow(0, None, SIDE)
         result["asked"], result["live"] = asked(), live()
-        result["said"] = fails("cuCtxSynchronize", 700, lambda: streams.follow(0, None, SIDE))
+        result["text"] = fails("cuCtxSynchronize", 700, lambda: streams.follow(0, None, SIDE))
         result["after"] = live()
         """,
         "old",
     )
     assert "cuCtxSynchronize" in found["asked"] and "cuEventCreate" not in found["asked"]
-    assert "error 700" in found["said"] and found["live"] == found["after"] == CLEAN
+    assert "error 700" in found["text"] and found["live"] == found["after"] == CLEAN
 
 
 def test_a_gpu_without_a_context_waits_for_nothing(stubbed: Stubbed) -> None:
@@ -296,11 +296,11 @@ def test_a_copy_that_fails_midway_gives_everything_back(stubbed: Stubbed, call: 
     try:
         copies.to_host(TO, AT, 4096, 0)
     except DeviceError as error:
-        result["said"] = str(error)
+        result["text"] = str(error)
     contexts._initialised = contexts_driver
     result["live"], result["calls"] = live(), len(done)
     """)
     if call == "cuStreamCreate":
         assert found["calls"] == 1 and found["live"] == CLEAN
     else:
-        assert "error 719" in found["said"] and found["live"] == CLEAN
+        assert "error 719" in found["text"] and found["live"] == CLEAN

@@ -41,7 +41,7 @@ def test_two_gpus(run: Run) -> None:
     assert [entry[0] for entry in found["log"]] == ["init", "shutdown"]
 
 
-def test_closed_doors_open_again(run: Run) -> None:
+def test_nvml_opens_again_after_close(run: Run) -> None:
     found = run(
         f"""
         nvml = Nvml()
@@ -71,7 +71,7 @@ def test_a_library_that_does_not_know_architectures(run: Run) -> None:
     assert run("result['is'] = Nvml().devices()[0].architecture", without=("ARCHITECTURE",))["is"] == "unknown"
 
 
-def test_threads_share_one_door(run: Run) -> None:
+def test_threads_share_one_nvml(run: Run) -> None:
     found = run(
         f"""
         import threading
@@ -211,7 +211,7 @@ def test_a_gpu_that_is_lost_from_the_start(run: Run) -> None:
     assert [entry[0] for entry in found["log"]] == ["init", "shutdown"] * 3 + ["init"], "NVML counts its users"
 
 
-def test_a_gpu_that_is_not_there_any_more(run: Run) -> None:
+def test_a_gpu_that_has_gone(run: Run) -> None:
     found = run(
         f"""
         nvml = Nvml()
@@ -278,7 +278,7 @@ def test_bytes_that_nvml_does_not_give_are_unknown(run: Run) -> None:
         ("534.99", True), ("525.60", True), ("580.159.03", True), ("a preview", True),
     ],
 )  # fmt: skip
-def test_drivers_that_swap_the_fields_are_not_believed(run: Run, driver: str, believed: bool) -> None:
+def test_bytes_of_drivers_that_swap_fields_are_ignored(run: Run, driver: str, believed: bool) -> None:
     found = run(f"result['found'] = list(Nvml().processes({UUIDS[0]!r}).items())", processes0=f"7:{GIB}", driver=driver)
     assert found["found"] == [[7, GIB if believed else None]]
 
@@ -320,7 +320,7 @@ def test_a_forked_child_starts_nvml_again_and_leaves_its_parents_alone(run: Run)
     assert found["log"] == [["init", parent], ["init", child], ["shutdown", child]]
 
 
-def test_a_forked_child_that_closes_an_untouched_door_shuts_nothing_down(run: Run) -> None:
+def test_a_forked_child_that_closes_an_unused_nvml_shuts_nothing_down(run: Run) -> None:
     found = run(
         """
         nvml = Nvml()
@@ -338,7 +338,7 @@ def test_a_forked_child_that_closes_an_untouched_door_shuts_nothing_down(run: Ru
 # a budget over it
 
 
-def test_a_budget_on_two_gpus_whose_processes_are_named_otherwise(run: Run) -> None:
+def test_a_budget_on_two_gpus_whose_processes_have_other_pids(run: Run) -> None:
     """A container: NVML lists PIDs of the host."""
     found = run(
         """
@@ -366,10 +366,9 @@ def test_a_card_that_others_fill_is_warned_about(run: Run) -> None:
     assert any("other processes hold 126.95 GiB" in note for note in found["notes"])
 
 
-def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run) -> None:
+def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run, without_cuda: dict[str, str]) -> None:
     found = run(
         """
-        sys.modules["cuda"] = None
         try:
             budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}}
             memguard.init({**budget, "devices": {"1": {"limit": "2GiB"}}})
@@ -377,14 +376,16 @@ def test_gpus_named_by_ordinal_need_cuda_to_be_asked(run: Run) -> None:
             result["text"] = str(error)
         """,
         TWO,
+        env=without_cuda,
     )
-    assert "CUDA ordinal" in found["text"] and "cuda-bindings" in found["text"]
+    assert "CUDA ordinal" in found["text"] and "memguard doctor" in found["text"]
 
 
 def test_the_only_gpu_is_the_first_one_without_asking(run: Run) -> None:
     found = run(
         """
-        sys.modules["cuda"] = None
+        import subprocess
+        subprocess.run = None  # no child is started
         budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}}
         guard = memguard.init({**budget, "devices": {"0": {"limit": "2GiB"}}})
         result["limit"] = guard.plan.devices[0].limit
@@ -393,35 +394,36 @@ def test_the_only_gpu_is_the_first_one_without_asking(run: Run) -> None:
     assert found["limit"] == 2 * GIB
 
 
-def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_and_it_is_said(run: Run) -> None:
+def test_hidden_gpus_that_cannot_be_told_apart_are_all_budgeted_with_a_warning(
+    run: Run, without_cuda: dict[str, str]
+) -> None:
     found = run(
         """
         import logging
         logging.basicConfig(level=logging.WARNING)
-        sys.modules["cuda"] = None
         guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"share": "50%"}}})
         result["count"] = len(guard.plan.devices)
         """,
         TWO,
-        env={"CUDA_VISIBLE_DEVICES": "1"},
+        env={**without_cuda, "CUDA_VISIBLE_DEVICES": "1"},
     )
     assert found["count"] == 2
-    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "cuda-bindings" in found["stderr"]
+    assert "CUDA_VISIBLE_DEVICES=1" in found["stderr"] and "memguard doctor" in found["stderr"]
 
 
 @pytest.mark.parametrize(
-    ("system", "said"),
+    ("system", "text"),
     [
         ("darwin", "this is macOS (darwin), which has no CUDA\n    fix: run on Linux; or try a budget with"),
         ("win32", "this is Windows (win32)\n    fix: run on Linux, or in WSL 2, which is Linux to memguard; or"),
         ("freebsd14", "this is freebsd14\n    fix: run on Linux; or"),
     ],
 )
-def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch, system: str, said: str) -> None:
+def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch, system: str, text: str) -> None:
     from memguard._devices.real import RealHost
     from memguard.errors import DeviceError
 
     monkeypatch.setattr(sys, "platform", system)
-    with pytest.raises(DeviceError, match=re.escape(said)) as caught:
+    with pytest.raises(DeviceError, match=re.escape(text)) as caught:
         RealHost()
     assert "memguard.init(..., simulate='h200')" in str(caught.value)

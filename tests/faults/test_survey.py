@@ -1,4 +1,4 @@
-"""The doctor's survey of the driver, over stub libraries: broken ones too."""
+"""The doctor's survey of the driver, over stub libraries, broken ones among them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ SURVEY = """
 from memguard._devices import survey
 survey.survey(result.update, frozenset({7}))
 """
-
-
-@pytest.fixture(scope="session")
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuda")
-    source = str(Path(__file__).with_name("cuda_stub.c"))
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), source], check=True)
-    return folder
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def test_an_nvml_that_cannot_start_says_why_by_name(surveyed: Callable[..., Driv
     assert found.cuda.init == "CUDA_SUCCESS"
 
 
-def test_a_gpu_that_is_refused_is_told_beside_the_others(surveyed: Callable[..., Driver]) -> None:
+def test_a_gpu_that_is_refused_is_reported_beside_the_others(surveyed: Callable[..., Driver]) -> None:
     first, second = surveyed(handle0=4).nvml.devices
     assert (first.index, first.error, first.uuid) == (0, "NVMLError_NoPermission", "")
     assert second.error is None and second.uuid == UUIDS[1]
@@ -83,7 +75,7 @@ def test_figures_that_an_old_driver_lacks_are_unknown(surveyed: Callable[..., Dr
     assert found.nvml.devices[0].used is not None and found.nvml.devices[0].mode is None
 
 
-def test_bytes_of_drivers_that_swap_them_are_not_believed(surveyed: Callable[..., Driver]) -> None:
+def test_bytes_of_drivers_that_swap_fields_are_ignored(surveyed: Callable[..., Driver]) -> None:
     found = surveyed(driver="535.54.03", processes0="8:2048")
     assert found.nvml.devices[0].processes == {"8": None}
 
@@ -113,7 +105,7 @@ def facts(tmp_path: Path, cuda: Path, nvml: Path, timeout: float, **env: str) ->
 @pytest.mark.parametrize(
     ("does", "init"), [("nothing", "CUDA_SUCCESS"), ("crash", "ended by SIGSEGV"), ("hang", "no answer in 3 s")]
 )
-def test_a_driver_that_crashes_or_hangs_is_told(
+def test_a_driver_that_crashes_or_hangs_is_reported(
     tmp_path: Path, cuda: Path, build: Callable[..., Path], does: str, init: str
 ) -> None:
     started = time.monotonic()

@@ -350,7 +350,7 @@ def test_a_frameworks_own_array_is_ready_for_the_stream_that_is_named(run: Run) 
 
 
 @pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
-def test_a_copy_to_the_other_gpu_is_made_after_the_lenders_work(run: Run) -> None:
+def test_a_copy_to_the_other_gpu_is_made_after_the_producers_work(run: Run) -> None:
     found = run(
         """
         import torch, cupy, jax, numpy as np, tensorflow as tf

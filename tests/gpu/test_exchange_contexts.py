@@ -1,4 +1,4 @@
-"""On a real GPU: no second context unless asked for, one that is there explained, loans counted once."""
+"""On a real GPU: no second context unless asked for, one that is there explained, shared memory counted once."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ result["after"] = rows()
     assert [found[name]["torch"][2] for name in ("before", "lent", "after")] == [None, GIB, None]
     assert found["lent"]["torch"][1] == "lends 1.00 GiB: to tensorflow 1.00 GiB"
     assert "* torch: lends 1.00 GiB: to tensorflow 1.00 GiB" in found["text"]
-    assert found["lent"]["torch"][0] == found["before"]["torch"][0], "charged once, to the lender"
+    assert found["lent"]["torch"][0] == found["before"]["torch"][0], "charged once, to the producer"
     for name in ("before", "lent", "after"):
         assert abs(found[name]["process"] - found["before"]["process"]) <= 4 * MIB
         assert abs(found[name]["unaccounted"][0]) <= ROOM

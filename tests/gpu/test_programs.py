@@ -343,8 +343,8 @@ result["cupy"] = cupy.get_default_memory_pool().get_limit()
 @pytest.mark.parametrize("on_busy", ["warn", "raise"])
 def test_a_busy_card(run: Run, on_busy: str) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import torch, sys\nx = torch.empty(100 << 30, dtype=torch.uint8, device='cuda')\n"
-         "print('held', flush=True)\nsys.stdin.read()"],
+        [sys.executable, "-c", "import torch, sys\nsize = torch.cuda.mem_get_info()[1] * 7 // 10\n"
+         "x = torch.empty(size, dtype=torch.uint8, device='cuda')\nprint('held', flush=True)\nsys.stdin.read()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert holder.stdin is not None and holder.stdout is not None

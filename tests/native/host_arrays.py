@@ -42,7 +42,7 @@ __all__ = [
     "values",
 ]
 
-gc.freeze()  # what the frameworks brought is not gone over each time
+gc.freeze()  # so that collections skip the objects of the frameworks
 NAMES = ("torch", "tensorflow", "jax", "numpy")
 PAIRS = list(itertools.permutations(NAMES, 2))
 
@@ -58,7 +58,7 @@ def aligned(values: Any, past: int = 0) -> Any:
 
 
 def make(framework: str, values: Any) -> Any:
-    """An array of the framework with these values, of which nobody else has the memory."""
+    """An array of the framework with these values, in memory of its own."""
     values = np.asarray(values)
     if framework == "torch":
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -75,7 +75,7 @@ def make(framework: str, values: Any) -> Any:
 
 
 def pointer(x: Any) -> int:
-    """Where it begins, by its framework's own word."""
+    """Its address, as its own framework says."""
     if isinstance(x, torch.Tensor):
         return x.data_ptr()
     if isinstance(x, jax.Array):
@@ -88,7 +88,7 @@ def pointer(x: Any) -> int:
 
 
 def values(x: Any) -> Any:
-    """As NumPy has them, byte for byte."""
+    """Its values as a NumPy array, byte for byte."""
     if isinstance(x, torch.Tensor):
         x = x.detach()
         name = str(x.dtype).removeprefix("torch.")
@@ -100,12 +100,12 @@ def values(x: Any) -> Any:
 
 
 def refused(call: Callable[[], object]) -> list[Any]:
-    """Source, target, reason and remedy of the CannotShare that a call raises, and what is lent then."""
+    """Producer, consumer, reason, remedy of the CannotShare that a call raises, and how many arrays it left shared."""
     before = set(lifetimes._open)
     try:
         call()
     except CannotShare as error:
-        return [error.source, error.target, error.reason, error.remedy, len(set(lifetimes._open) - before)]
+        return [error.producer, error.consumer, error.reason, error.remedy, len(set(lifetimes._open) - before)]
     raise AssertionError("it was not refused")
 
 

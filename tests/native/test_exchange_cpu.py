@@ -1,4 +1,4 @@
-"""The exchange between torch, TensorFlow, JAX and NumPy as they are, on arrays in host memory."""
+"""The exchange between the real torch, TensorFlow, JAX and NumPy, on arrays in host memory."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def beside_all() -> Iterator[Run]:
 
 def test_every_pair_shares_the_memory(beside_all: Run) -> None:
     found = beside_all("""
-result["ways"], result["seen"], result["lent"] = {}, {}, {}
-for lender, borrower in PAIRS:
+result["ways"], result["seen"], result["shared"] = {}, {}, {}
+for producer, consumer in PAIRS:
     expected = np.arange(24, dtype="float32").reshape(2, 3, 4)
-    x = make(lender, expected)
-    way = outcome(x, borrower, expected)
-    result["ways"][f"{lender} {borrower}"] = way
-    y = to(x, borrower)
-    entries = [(e.lender, e.borrower) for e in loans._open.values()]
-    if lender in ("torch", "numpy"):  # the others' arrays are constants
+    x = make(producer, expected)
+    way = outcome(x, consumer, expected)
+    result["ways"][f"{producer} {consumer}"] = way
+    y = to(x, consumer)
+    entries = [(e.producer, e.consumer) for e in lifetimes._open.values()]
+    if producer in ("torch", "numpy"):  # the others' arrays are constants
         x[1, 2, 3] = 77
-        result["seen"][f"{lender} {borrower}"] = float(values(y)[1, 2, 3])
-    assert loans.lent() == {}, "host memory is on no GPU"
+        result["seen"][f"{producer} {consumer}"] = float(values(y)[1, 2, 3])
+    assert lifetimes.lent() == {}, "host memory is on no GPU"
     del x, y
     gc.collect()
-    result["lent"][f"{lender} {borrower}"] = [entries, len(loans._open)]
+    result["shared"][f"{producer} {consumer}"] = [entries, len(lifetimes._open)]
 """)
     assert found["ways"] == {f"{a} {b}": "shared" for a, b in PAIRS}
     assert set(found["seen"].values()) == {77.0} and len(found["seen"]) == 6
-    assert found["lent"] == {f"{a} {b}": [[[a, b]], 0] for a, b in PAIRS}
+    assert found["shared"] == {f"{a} {b}": [[[a, b]], 0] for a, b in PAIRS}
 
 
-def test_an_array_of_the_framework_itself_is_itself(beside_all: Run) -> None:
+def test_an_array_of_the_framework_itself_is_returned(beside_all: Run) -> None:
     found = beside_all("""
 for name in NAMES:
     x = make(name, np.arange(6.0, dtype="float32"))
@@ -83,35 +83,35 @@ jax.config.update("jax_enable_x64", True)
 for dtype in DTYPES:
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     expected = np.array([1, 0, 1, 1, 0, 0, 1, 0]).astype(kind)
-    for lender, borrower in PAIRS:
-        key = f"{dtype} {lender} {borrower}"
+    for producer, consumer in PAIRS:
+        key = f"{dtype} {producer} {consumer}"
         try:
-            x = make(lender, expected)
+            x = make(producer, expected)
         except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
             result[key] = "lacks"
             continue
-        result[key] = outcome(x, borrower, expected)
+        result[key] = outcome(x, consumer, expected)
         if result[key] == "shared":
-            assert outcome(x, borrower, expected, copy=True) == "copied"
+            assert outcome(x, consumer, expected, copy=True) == "copied"
 """)
     from memguard.exchange.view import DTYPES
 
     wrong = {}
-    for dtype, (lender, borrower) in itertools.product(DTYPES, PAIRS):
-        way = found[f"{dtype} {lender} {borrower}"]
+    for dtype, (producer, consumer) in itertools.product(DTYPES, PAIRS):
+        way = found[f"{dtype} {producer} {consumer}"]
         lacking = {"tensorflow": NOT_TENSORFLOWS, "numpy": NOT_NUMPYS}
-        if dtype in lacking.get(lender, set()):
+        if dtype in lacking.get(producer, set()):
             fine = way in ("lacks", "shared") or f"has no arrays of dtype {dtype}" in way or "dlpack" in way
-        elif dtype in lacking.get(borrower, set()):
+        elif dtype in lacking.get(consumer, set()):
             fine = f"has no arrays of dtype {dtype} that can be handed over" in way
         else:
             fine = way == "shared"
         if not fine:
-            wrong[dtype, lender, borrower] = way
+            wrong[dtype, producer, consumer] = way
     assert wrong == {}
 
 
-def test_jax_without_its_64_bit_types_narrows_nothing_in_silence(beside_all: Run) -> None:
+def test_jax_without_its_64_bit_types_never_narrows_an_array(beside_all: Run) -> None:
     found = beside_all("""
 for dtype in ("int64", "uint64", "float64", "complex128"):
     x = aligned(np.arange(8).astype(dtype))
@@ -120,13 +120,13 @@ result["int32"] = outcome(aligned(np.arange(8).astype("int32")), "jax", np.arang
 """)
     assert found.pop("int32") == "shared"
     for dtype, refusals in found.items():
-        for source, target, reason, remedy, lent in refusals:
-            assert (source, target, lent) == ("numpy", "jax", 0)
+        for producer, consumer, reason, remedy, still_shared in refusals:
+            assert (producer, consumer, still_shared) == ("numpy", "jax", 0)
             assert f"a narrower copy of {dtype}" in reason and "jax_enable_x64" in remedy
 
 
 SHAPES = {
-    # what is done to an array of (4, 6) float32: who can be shown the result
+    # what is done to an array of (4, 6) float32: which frameworks can share the result
     "x[:0]": "torch tensorflow jax numpy",
     "x[:, :0]": "torch tensorflow jax numpy",
     "x.reshape(-1)[:1].reshape(())": "torch tensorflow jax numpy",
@@ -147,10 +147,10 @@ SHAPES = {
 
 def test_shapes_strides_and_addresses(beside_all: Run) -> None:
     found = beside_all(f"""
-for lender in ("torch", "numpy"):
+for producer in ("torch", "numpy"):
     for how in {list(SHAPES)!r}:
-        x = make(lender, np.arange(24, dtype="float32").reshape(4, 6))
-        if lender == "torch" and ("::-" in how or "np." in how):
+        x = make(producer, np.arange(24, dtype="float32").reshape(4, 6))
+        if producer == "torch" and ("::-" in how or "np." in how):
             how_torch = how.replace("np.broadcast_to(x[:1], (5, 6))", "x[:1].expand(5, 6)")
             if "::-" in how:
                 continue
@@ -160,19 +160,19 @@ for lender in ("torch", "numpy"):
             if "np." in how:
                 y.flags.writeable = True
         expected = np.array(values(y))
-        for borrower in NAMES:
-            if borrower != lender:
-                plain, copied = outcome(y, borrower, expected), outcome(y, borrower, expected, copy=True)
-                result[f"{{lender}} {{borrower}} {{how}}"] = [plain, copied, str(last_route().reason)]
-        assert not loans._open or gc.collect() >= 0
+        for consumer in NAMES:
+            if consumer != producer:
+                plain, copied = outcome(y, consumer, expected), outcome(y, consumer, expected, copy=True)
+                result[f"{{producer}} {{consumer}} {{how}}"] = [plain, copied, str(last_route().reason)]
+        assert not lifetimes._open or gc.collect() >= 0
         del y
     gc.collect()
-    result["open"] = len(loans._open)
+    result["open"] = len(lifetimes._open)
 """)
     assert found.pop("open") == 0 and len(found) == 3 * len(SHAPES) + 3 * (len(SHAPES) - 2)
     for key, (plain, copied, reason) in found.items():
-        borrower, how = key.split(" ", 2)[1:]
-        allowed = borrower in SHAPES[how].split()
+        consumer, how = key.split(" ", 2)[1:]
+        allowed = consumer in SHAPES[how].split()
         assert (plain == "shared") == allowed, (key, plain)
         assert copied == "copied", key
         assert reason == ("" if allowed else plain), key
@@ -180,14 +180,14 @@ for lender in ("torch", "numpy"):
             assert "strides" in plain or "multiples of 64 bytes" in plain, (key, plain)
 
 
-def test_what_was_imported_transposed_is_handed_on_as_it_lies(beside_all: Run) -> None:
+def test_an_array_that_was_imported_transposed_is_shared_transposed(beside_all: Run) -> None:
     found = beside_all("""
 x = make("torch", np.arange(24, dtype="float32").reshape(4, 6))
 expected = np.array(values(x.T))
 y = to(x.T, "jax")
 result["values"] = bool((values(y) == expected).all())
-for borrower in ("torch", "numpy", "tensorflow"):
-    result[borrower] = [outcome(y, borrower, expected), outcome(y, borrower, expected, copy=True)]
+for consumer in ("torch", "numpy", "tensorflow"):
+    result[consumer] = [outcome(y, consumer, expected), outcome(y, consumer, expected, copy=True)]
 result["strides"] = list(to(y, "torch").stride())
 """)
     assert found.pop("values") and found.pop("strides") == [1, 6]
@@ -199,8 +199,8 @@ def test_read_only_memory(beside_all: Run) -> None:
     found = beside_all("""
 x = aligned(np.arange(16, dtype="float32"))
 x.flags.writeable = False
-for borrower in ("torch", "tensorflow", "jax"):
-    result[borrower] = [outcome(x, borrower, x, copy=copy) for copy in (None, False, True)]
+for consumer in ("torch", "tensorflow", "jax"):
+    result[consumer] = [outcome(x, consumer, x, copy=copy) for copy in (None, False, True)]
 result["sliced"] = outcome(x[1::2], "torch", x[1::2], copy=False)
 late = outcome(x[1:], "tensorflow", x[1:], copy=False)
 result["misaligned"] = late
@@ -211,7 +211,7 @@ result["misaligned"] = late
 
 
 REFUSALS = {
-    # what is handed over: to whom, words of the reason, the remedy as code that works
+    # what is handed over: the consumer, words of the reason, the remedy as code that works
     "torch.zeros(16, requires_grad=True)": ("tensorflow", "requires a gradient", "x.detach()"),
     "torch.zeros(16, requires_grad=True) * 2": ("jax", "requires a gradient", "x.detach()"),
     "torch.nn.Parameter(torch.zeros(16))": ("numpy", "requires a gradient", "x.detach()"),
@@ -243,37 +243,37 @@ REFUSALS = {
 }
 
 
-def test_each_refusal_says_why_and_what_helps_and_leaves_nothing_lent(beside_all: Run) -> None:
+def test_each_refusal_says_why_and_what_helps_and_leaves_nothing_shared(beside_all: Run) -> None:
     found = beside_all(f"""
-for code, (borrower, reason, remedy) in {REFUSALS!r}.items():
+for code, (consumer, reason, remedy) in {REFUSALS!r}.items():
     x = eval(code)
-    refusals = [refused(lambda: to(x, borrower)), refused(lambda: to(x, borrower, copy=False))]
+    refusals = [refused(lambda: to(x, consumer)), refused(lambda: to(x, consumer, copy=False))]
     helped = None
     if remedy:
         y = eval(remedy)
-        helped = bool((values(to(aligned(y) if isinstance(y, np.ndarray) else y, borrower)) == values(y)).all())
+        helped = bool((values(to(aligned(y) if isinstance(y, np.ndarray) else y, consumer)) == values(y)).all())
     result[code] = [refusals, helped]
 """)
-    for code, (borrower, words, remedy) in REFUSALS.items():
+    for code, (consumer, words, remedy) in REFUSALS.items():
         refusals, helped = found[code]
         assert refusals[0] == refusals[1]
-        source, target, reason, fix, lent = refusals[0]
-        assert words in reason and fix and lent == 0, (code, refusals[0])
-        assert target in (None, borrower) and source
+        producer, other, reason, fix, still_shared = refusals[0]
+        assert words in reason and fix and still_shared == 0, (code, refusals[0])
+        assert other in (None, consumer) and producer
         assert helped == (True if remedy else None), code
 
 
-def test_a_gradient_is_no_hindrance_to_a_copy(beside_all: Run) -> None:
+def test_an_array_that_requires_a_gradient_can_be_copied(beside_all: Run) -> None:
     found = beside_all("""
 x = torch.arange(16.0, requires_grad=True)
-for borrower in ("tensorflow", "jax", "numpy"):
-    result[borrower] = [outcome(x, borrower, values(x), copy=True), last_route().reason]
+for consumer in ("tensorflow", "jax", "numpy"):
+    result[consumer] = [outcome(x, consumer, values(x), copy=True), last_route().reason]
 """)
     for way, reason in found.values():
         assert way == "copied" and "requires a gradient" in reason
 
 
-def test_jaxs_arrays_that_have_no_memory(beside_all: Run) -> None:
+def test_arrays_of_jax_without_memory_are_refused(beside_all: Run) -> None:
     found = beside_all("""
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 traced = []
@@ -297,23 +297,23 @@ result["shards"] = [values(to(s.data, "torch")).tolist() for s in x.addressable_
     assert all(found[name][:2] == ["jax", None] and found[name][4] == 0 for name in ("tracer", "deleted", "sharded"))
 
 
-def test_jax_does_not_donate_what_is_lent(beside_all: Run) -> None:
+def test_jax_does_not_donate_an_array_that_is_shared(beside_all: Run) -> None:
     found = beside_all("""
-for borrower in ("torch", "tensorflow", "numpy"):
+for consumer in ("torch", "tensorflow", "numpy"):
     for shape in (16, (4, 4)):
         x = jnp.arange(16, dtype="float32").reshape(shape)
-        y = to(x, borrower)
+        y = to(x, consumer)
         try:
             jax.jit(lambda a: a * 2, donate_argnums=0)(x).block_until_ready()
         except Exception as error:
             assert "external reference" in str(error), error
-        result[f"{borrower} {shape}"] = values(y).reshape(-1).tolist() == list(range(16))
+        result[f"{consumer} {shape}"] = values(y).reshape(-1).tolist() == list(range(16))
 """)
     assert set(found.values()) == {True} and len(found) == 6, "nothing is written over"
 
 
 def test_jaxs_work_is_waited_for(beside_all: Run) -> None:
-    """On the CPU too JAX gives an array back before it is computed."""
+    """On the CPU, too, JAX returns an array before it is computed."""
     found = beside_all("""
 @jax.jit
 def slow(a):
@@ -321,9 +321,9 @@ def slow(a):
 a = jnp.full((300, 300), 0.01, "float32")
 slow(a).block_until_ready()
 expected = np.asarray(slow(a))
-for borrower in ("torch", "tensorflow", "numpy"):
-    result[borrower] = [bool((values(to(slow(a), borrower)) == expected).all()) for _ in range(3)]
-    result[borrower] += [bool((values(to(slow(a).reshape(-1), borrower)) == expected.reshape(-1)).all())]
+for consumer in ("torch", "tensorflow", "numpy"):
+    result[consumer] = [bool((values(to(slow(a), consumer)) == expected).all()) for _ in range(3)]
+    result[consumer] += [bool((values(to(slow(a).reshape(-1), consumer)) == expected.reshape(-1)).all())]
 """)
     assert set(map(tuple, found.values())) == {(True,) * 4} and len(found) == 3
 
@@ -374,11 +374,11 @@ del fed, back, y, one, symbolic, through
     assert found["function"] == [0, 2, 4] and found["py_function"] == [[1, 2, 3], [[True, True]]]
     assert found["wrap_function"] == [[0, 3, 6], True]
     for name in ("from", "into", "variable", "placeholder", "constant"):
-        _, _, reason, remedy, lent = found[name]
-        assert "graph" in reason and "outside tf.function" in remedy and lent == 0, (name, found[name])
+        _, _, reason, remedy, still_shared = found[name]
+        assert "graph" in reason and "outside tf.function" in remedy and still_shared == 0, (name, found[name])
 
 
-def test_a_variable_is_lent_as_it_stands(beside_all: Run) -> None:
+def test_a_variable_is_shared_with_its_present_value(beside_all: Run) -> None:
     found = beside_all("""
 x = tf.Variable(tf.range(16.0))
 y = to(x, "torch")
@@ -389,52 +389,52 @@ gc.collect()
 result["afterwards"] = [y.tolist() == list(range(16)), y.tolist() == list(range(1, 17))]
 """)
     assert found["same"] and found["values"]
-    assert found["afterwards"] == [True, False], "assigning gives the variable other memory as long as it is lent"
+    assert found["afterwards"] == [True, False], "assigning gives the variable other memory while it is shared"
 
 
 def test_the_memory_lives_as_long_as_any_view(beside_all: Run) -> None:
     found = beside_all("""
 import resource
 expected = np.arange(1 << 20, dtype="float32")
-for lender, borrower in PAIRS:
-    x = make(lender, expected)
-    y = to(x, borrower)
-    z = to(y, lender)
+for producer, consumer in PAIRS:
+    x = make(producer, expected)
+    y = to(x, consumer)
+    z = to(y, producer)
     del x, y
     gc.collect()
-    trash = [make(lender, np.full(1 << 20, -1, "float32")) for _ in range(4)]
+    trash = [make(producer, np.full(1 << 20, -1, "float32")) for _ in range(4)]
     del trash
-    assert (values(z) == expected).all(), (lender, borrower)
-    result[f"{lender} {borrower}"] = len(loans._open)
+    assert (values(z) == expected).all(), (producer, consumer)
+    result[f"{producer} {consumer}"] = len(lifetimes._open)
     del z
     gc.collect()
-    assert not loans._open
+    assert not lifetimes._open
 import weakref
-for lender in ("numpy",):  # of PyTorch's a tensor of its own is kept
-    for borrower in NAMES:
-        if borrower != lender:
-            x = make(lender, np.arange(16, dtype="float32"))
+for producer in ("numpy",):  # of PyTorch's a tensor of its own is kept
+    for consumer in NAMES:
+        if consumer != producer:
+            x = make(producer, np.arange(16, dtype="float32"))
             gone = weakref.ref(x)
-            y = to(x, borrower)
+            y = to(x, consumer)
             del x
             gc.collect()
             assert gone() is not None
             del y
             gc.collect()
-            assert gone() is None, (lender, borrower)
+            assert gone() is None, (producer, consumer)
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 big = np.zeros(4 << 20, "float32")
 growth = {}
-for lender, borrower in PAIRS:
+for producer, consumer in PAIRS:
     for round in range(26):
         if round == 10:
             before = resident()
-        y = to(make(lender, big), borrower)
+        y = to(make(producer, big), consumer)
         assert values(y)[-1] == 0
         del y
     gc.collect()
-    growth[f"{lender} {borrower}"] = (resident() - before) >> 20
+    growth[f"{producer} {consumer}"] = (resident() - before) >> 20
 result["growth"] = growth
 """)
     growth = found.pop("growth")
@@ -447,8 +447,8 @@ def test_many_hand_overs_leave_nothing(beside_all: Run) -> None:
 arrays = {name: make(name, np.arange(64, dtype="float32")) for name in NAMES}
 import resource, tracemalloc
 def once():
-    for lender, borrower in PAIRS:
-        to(arrays[lender], borrower)
+    for producer, consumer in PAIRS:
+        to(arrays[producer], consumer)
 for _ in range(50):
     once()
 gc.collect()
@@ -458,7 +458,7 @@ for _ in range(300):
     once()
 gc.collect()
 result["bytes"] = tracemalloc.get_traced_memory()[0] - before
-result["open"] = len(loans._open)
+result["open"] = len(lifetimes._open)
 """)
     assert found["open"] == 0 and found["bytes"] < 100_000, "of 3,600 hand-overs"
 
@@ -473,10 +473,10 @@ def work(seed):
     kept = []
     try:
         for number in range(300):
-            lender, borrower = pick.choice(PAIRS)
-            x = shared[lender] if pick.random() < 0.5 else make(lender, np.arange(64, dtype="float32"))
-            y = to(x, borrower, copy=pick.choice([None, False, True]))
-            assert last_route().target == borrower
+            producer, consumer = pick.choice(PAIRS)
+            x = shared[producer] if pick.random() < 0.5 else make(producer, np.arange(64, dtype="float32"))
+            y = to(x, consumer, copy=pick.choice([None, False, True]))
+            assert last_route().consumer == consumer
             kept.append(y)
             if len(kept) > 8:
                 gone = kept.pop(pick.randrange(len(kept)))
@@ -489,7 +489,7 @@ for thread in threads:
 for thread in threads:
     thread.join()
 gc.collect()
-result["errors"], result["open"] = errors, len(loans._open)
+result["errors"], result["open"] = errors, len(lifetimes._open)
 """)
     assert found == {"errors": [], "open": 0}
 
@@ -497,13 +497,13 @@ result["errors"], result["open"] = errors, len(loans._open)
 def test_views_made_on_one_thread_may_die_on_another(beside_all: Run) -> None:
     found = beside_all("""
 import threading
-for lender, borrower in PAIRS:
-    views = [to(make(lender, np.arange(64, dtype="float32")), borrower) for _ in range(5)]
+for producer, consumer in PAIRS:
+    views = [to(make(producer, np.arange(64, dtype="float32")), consumer) for _ in range(5)]
     thread = threading.Thread(target=views.clear)
     thread.start()
     thread.join()
 gc.collect()
-result["open"] = len(loans._open)
+result["open"] = len(lifetimes._open)
 """)
     assert found == {"open": 0}
 
@@ -527,7 +527,7 @@ result["device"] = refused(lambda: to(x, "jax", device=0))
     assert "it lies on the host, not on cuda:0" in found["device"][2]
 
 
-def test_capsules_of_torch_are_read_as_torch_has_them(beside_all: Run) -> None:
+def test_capsules_of_torch_are_read_as_torch_describes_them(beside_all: Run) -> None:
     found = beside_all("""
 from memguard.exchange import dlpack
 from memguard.exchange.adapters import registry
@@ -564,9 +564,9 @@ class Foreign:
     def __dlpack_device__(self):
         return self.of.__dlpack_device__()
 plain = aligned(np.arange(16, dtype="float32"))
-for borrower in NAMES:
-    z = to(Foreign(plain), borrower)
-    result[borrower] = [pointer(z) == plain.ctypes.data, bool((values(z) == plain).all()), last_route().source]
+for consumer in NAMES:
+    z = to(Foreign(plain), consumer)
+    result[consumer] = [pointer(z) == plain.ctypes.data, bool((values(z) == plain).all()), last_route().producer]
     del z
 class Broken(Foreign):
     def __dlpack__(self, **how):
@@ -574,15 +574,15 @@ class Broken(Foreign):
 result["broken"] = refused(lambda: to(Broken(plain), "torch"))
 """)
     assert found["subclass"] == "shared" and "not today" in found["broken"][2]
-    for borrower in NAMES:
-        assert found[borrower] == [True, True, "test"], "named by the module it is of"
+    for consumer in NAMES:
+        assert found[consumer] == [True, True, "test"], "named by the module it is of"
 
 
 TESTS = Path(__file__).parents[1]
 
 
-def test_the_models_of_the_arrays_have_nothing_that_the_frameworks_have_not(beside_all: Run) -> None:
-    """`tests/contract/fake_arrays.py`, by its names."""
+def test_the_fake_arrays_have_only_names_of_the_real_ones(beside_all: Run) -> None:
+    """`tests/contract/fake_arrays.py` against the real frameworks."""
     found = beside_all(f"""
 import sys
 sys.path += [{str(TESTS / "unit")!r}, {str(TESTS / "contract")!r}]
@@ -617,18 +617,18 @@ EXIT = """
 import os, sys
 from host_arrays import *
 kept = {}
-for lender, borrower in PAIRS:
-    x = make(lender, np.arange(64, dtype="float32"))
-    kept[lender, borrower] = [to(x, borrower), to(to(x, borrower), lender)]
+for producer, consumer in PAIRS:
+    x = make(producer, np.arange(64, dtype="float32"))
+    kept[producer, consumer] = [to(x, consumer), to(to(x, consumer), producer)]
 cycle = [to(torch.zeros(4), "numpy")]
 cycle.append(cycle)
 import builtins
 builtins.kept_for_ever = [to(torch.zeros(16), name) for name in ("tensorflow", "jax", "numpy")]
-print("views", sum(map(len, kept.values())), len(loans._open) >= 36)
+print("views", sum(map(len, kept.values())), len(lifetimes._open) >= 36)
 """
 
 
-def test_views_of_all_that_live_at_the_interpreters_end() -> None:
+def test_views_of_all_frameworks_may_outlive_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXIT], capture_output=True, text=True, timeout=120, env=environment()
     )
@@ -637,15 +637,15 @@ def test_views_of_all_that_live_at_the_interpreters_end() -> None:
     assert (done.returncode, done.stdout, said) == (0, "views 24 True\n", [])
 
 
-def test_a_tensor_that_gets_other_memory_does_not_take_it_from_under_a_view(beside_all: Run) -> None:
+def test_a_view_survives_when_its_tensor_gets_other_memory(beside_all: Run) -> None:
     found = beside_all("""
 ways = {}
-for borrower in ("numpy", "tensorflow", "jax"):
+for consumer in ("numpy", "tensorflow", "jax"):
     x = torch.full((1 << 16,), 7.0)
-    y = to(x, borrower)
+    y = to(x, consumer)
     x.data = torch.zeros(1)
     trash = [torch.full((1 << 16,), float(n)) for n in range(8)]
-    ways[f"data {borrower}"] = bool((values(y) == 7).all())
+    ways[f"data {consumer}"] = bool((values(y) == 7).all())
 layer = torch.nn.Linear(256, 256).requires_grad_(False)
 layer.weight.fill_(3.0)
 y = to(layer.weight, "numpy")
@@ -653,26 +653,26 @@ layer.double()
 trash += [torch.full((256, 256), float(n)) for n in range(8)]
 ways["module"] = bool((y == 3).all())
 result["ways"] = ways
-result["kept"] = len(loans._open)
+result["kept"] = len(lifetimes._open)
 """)
     assert all(found["ways"].values()), found["ways"]
 
 
-def test_what_no_capsule_can_say_is_refused(beside_all: Run) -> None:
+def test_arrays_of_too_many_dimensions_are_refused(beside_all: Run) -> None:
     found = beside_all("""
-for lender, x in (("torch", torch.ones([1] * 70)), ("tensorflow", tf.ones([1] * 200))):
-    for borrower in ("numpy", "jax"):
+for producer, x in (("torch", torch.ones([1] * 70)), ("tensorflow", tf.ones([1] * 200))):
+    for consumer in ("numpy", "jax"):
         try:
-            to(x, borrower)
+            to(x, consumer)
         except CannotShare as error:
-            result[f"{lender} {borrower}"] = error.reason, error.remedy
+            result[f"{producer} {consumer}"] = error.reason, error.remedy
 """)
     assert len(found) == 4
-    assert all("dimensions, and NumPy no more than 64" in reason and remedy == "reshape it"
+    assert all("dimensions, and NumPy allows at most 64" in reason and remedy == "reshape it"
                for reason, remedy in found.values())  # fmt: skip
 
 
-def test_a_refusal_inside_a_tf_function_is_itself(beside_all: Run) -> None:
+def test_a_refusal_inside_a_tf_function_stays_cannot_share(beside_all: Run) -> None:
     found = beside_all("""
 @tf.function
 def inside(x):

@@ -1,4 +1,4 @@
-"""Views that are freed while an error of the user's is on its way: the error arrives, and the memory goes back."""
+"""Views that are freed while an exception propagates: the user gets the exception, and the memory is released."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ def test_an_error_in_an_expression_with_a_view_in_it_is_the_users_own(with_torch
         import gc, numpy, weakref
         from memguard import exchange
         from memguard.exchange import lifetimes
-        class Lender(numpy.ndarray): pass
-        lender = numpy.arange(4.0).view(Lender)
-        alive = weakref.ref(lender)
+        class Producer(numpy.ndarray): pass
+        producer = numpy.arange(4.0).view(Producer)
+        alive = weakref.ref(producer)
         try:
-            exchange.to(lender, "torch") + exchange.to(numpy.arange(3.0), "torch")
+            exchange.to(producer, "torch") + exchange.to(numpy.arange(3.0), "torch")
         except BaseException as error:
             result["error"], result["text"] = type(error).__name__, str(error)
-        result["lent"] = len(lifetimes._open)
-        del lender
+        result["open"] = len(lifetimes._open)
+        del producer
         gc.collect()
         result["alive"] = alive() is not None
         """
     )
     assert found["error"] == "RuntimeError" and "size of tensor" in found["text"]
-    assert found["lent"] == 0 and not found["alive"]
+    assert found["open"] == 0 and not found["alive"]
 
 
 ENDING = """
 import numpy, torch
 from memguard import exchange
-lender = numpy.arange(4.0)
-views = [exchange.to(lender, "torch"), exchange.to(torch.arange(4.0), "numpy")]
+producer = numpy.arange(4.0)
+views = [exchange.to(producer, "torch"), exchange.to(torch.arange(4.0), "numpy")]
 loop = [views]
 loop.append(loop)
 class Late:
-    view = exchange.to(lender, "torch")
+    view = exchange.to(producer, "torch")
     def __del__(self): self.view + 1
 late = Late()
 """

@@ -91,7 +91,7 @@ def test_most_of_the_page_runs_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", ["exchange_cupy_to_tensorflow", "exchange_pycuda_and_tensorflow"])
-def test_what_cannot_run_on_the_host_says_so(name: str) -> None:
+def test_examples_that_need_a_gpu_say_so(name: str) -> None:
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--cpu"],
         capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -73,8 +73,10 @@ def exchanging(x: object) -> None:
     try:
         exchange.to(x, "jax")
     except exchange.CannotShare as error:
-        assert_type(error.target, str | None)
-        assert_type((error.source, error.reason, error.remedy), tuple[str, str, str])
+        assert_type(error.consumer, str | None)
+        assert_type((error.producer, error.reason, error.remedy), tuple[str, str, str])
+        assert_type((error.source, error.target), tuple[str, str | None])  # the older names
+        error.source = "torch"  # type: ignore[misc]
     except memguard.CannotShare:  # the same
         pass
 

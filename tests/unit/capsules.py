@@ -1,4 +1,4 @@
-"""DLPack as its specification lays it out, byte by byte: capsules by others, and what others do with ours."""
+"""DLPack by its specification, byte by byte: capsules of other libraries, and how others consume ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def produced(
 ) -> Any:
     """A capsule as another library makes it; with a version a versioned one.
 
-    `deleted` runs with its deleter, or with a capsule that nobody took.
+    `deleted` runs with its deleter, or when a capsule that nobody consumed is freed.
     """
     dims = [(ctypes.c_int64 * max(len(shape), 1))(*numbers) for numbers in (shape, strides or ())]
     deleter = DELETER(lambda _: deleted())
@@ -56,8 +56,8 @@ def produced(
     return _new(ctypes.addressof(block), _NAMES[called], destructor)
 
 
-class Taken:
-    """What a library makes of an unversioned capsule: it takes it, and calls the deleter when it is done with it."""
+class Consumed:
+    """An unversioned capsule as a library consumes it: `done` calls the deleter."""
 
     def __init__(self, capsule: Any) -> None:
         self.managed = _pointer(capsule, b"dltensor")

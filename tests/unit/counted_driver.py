@@ -1,4 +1,4 @@
-"""A driver for the models of allocators: it counts what is taken from it."""
+"""A driver under the simulated allocators: it counts the bytes that they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from memguard._devices.simulated import SimulatedOutOfMemory
 
 
 class Driver:
-    """Counts what is taken; refuses above `room`."""
+    """Counts the bytes taken; refuses more than `room`."""
 
     def __init__(self, room: int = 1 << 60) -> None:
         self.room, self.taken = room, 0

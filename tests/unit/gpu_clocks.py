@@ -1,7 +1,7 @@
 """In the place of libcuda: GPUs whose streams are clocks. Each knows which work has to be over before its next begins.
 
-Work has a number, and is over when somebody has waited for it or `finish` says so: never by itself. What is read,
-written or freed out of order is written down in `wrong`. One process, any threads; two GPUs, and no peer access.
+Work has a number, and is over when somebody has waited for it or `finish` says so: never by itself. A read, a write
+or a free out of order is listed in `wrong`. One process, any threads; two GPUs, and no peer access.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOT_READY, INVALID, NO_CONTEXT, CAPTURE = 600, 1, 201, 900
 
 
 class Driver:
-    """`asked` has every call by name, `fails` the code of those that shall fail.
+    """`asked` has every call by name, `fails` the code of each call that fails.
 
     `waits` counts how often the host had to wait in one of them for work that was not over.
     """
@@ -130,7 +130,7 @@ class Driver:
             self.asked.append(name)
             if name in self.fails:
                 return self.fails[name]
-            code: int | None = found(*[_plain(arg) for arg in args])
+            code: int | None = found(*[0 if arg is None else arg for arg in args])  # None is NULL
             return code or 0
 
         return call
@@ -262,17 +262,8 @@ class Driver:
         ctypes.memmove(to, source, nbytes)
 
 
-def _plain(arg: Any) -> Any:
-    """What ctypes wraps: what `byref` points to, and numbers as such."""
-    if hasattr(arg, "_obj"):
-        return arg._obj
-    if hasattr(arg, "value"):
-        return arg.value or 0
-    return 0 if arg is None else arg
-
-
 def stand_in(monkeypatch: Any, driver: Driver | None = None) -> Driver:
-    """Put one where memguard keeps libcuda, and nowhere else; nothing is lent at first."""
+    """Put a driver where memguard keeps libcuda, and nowhere else; nothing is shared at first."""
     from memguard._devices import contexts, streams
     from memguard.exchange import lifetimes
 

@@ -1,7 +1,7 @@
-"""The doors of `exchange.export` and `attach` on a machine without a GPU: host memory that a memfd stands for.
+"""The driver calls of `exchange.export` and `attach` on a machine without a GPU: a memfd stands for GPU memory.
 
-`install` puts them in place, in this process or in one that a test starts (`CHILD`). A fake `cupy` makes NumPy arrays
-of what it is shown; the sockets, the processes and the counting are real.
+`install` replaces them, in this process or in one that a test starts (`CHILD`). A fake `cupy` makes NumPy arrays of the
+capsules that it gets. The sockets, the processes and the counts are real.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from capsules import Taken
+from capsules import Consumed
 
 from memguard._devices import contexts, copies, shared_memory, streams
 
@@ -34,7 +34,7 @@ free = 1 << 40
 
 
 class Array:
-    """An array on the GPU of nobody in particular, which NumPy keeps."""
+    """An array on the GPU that belongs to no known framework. NumPy keeps its memory."""
 
     def __init__(self, values: Any, readonly: bool = False) -> None:
         self.values = values
@@ -44,28 +44,28 @@ class Array:
         }  # fmt: skip
 
 
-class Shown:
-    """What the fake CuPy makes of a capsule: `values` lie in the memory that it was shown."""
+class FakeArray:
+    """What the fake CuPy makes of a capsule: `values` lie in its memory."""
 
     def __init__(self, capsule: Any) -> None:
-        self.taken = Taken(capsule)
-        values = (ctypes.c_char * self.nbytes).from_address(self.taken.address) if self.nbytes else b""
-        kind = {(2, 32): "f4", (0, 64): "i8"}[self.taken.code, self.taken.bits]
-        self.values = numpy.frombuffer(values, kind).reshape(self.taken.shape)
+        self.consumed = Consumed(capsule)
+        values = (ctypes.c_char * self.nbytes).from_address(self.consumed.address) if self.nbytes else b""
+        kind = {(2, 32): "f4", (0, 64): "i8"}[self.consumed.code, self.consumed.bits]
+        self.values = numpy.frombuffer(values, kind).reshape(self.consumed.shape)
 
     @property
     def nbytes(self) -> int:
-        return int(numpy.prod(self.taken.shape)) * self.taken.bits // 8
+        return int(numpy.prod(self.consumed.shape)) * self.consumed.bits // 8
 
     def __del__(self) -> None:
-        self.taken.done()
+        self.consumed.done()
 
 
 def cupy() -> types.ModuleType:
     made: Any = types.ModuleType("cupy")
     made.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     here = types.SimpleNamespace(ptr=7)
-    made.ndarray = made.from_dlpack = Shown
+    made.ndarray = made.from_dlpack = FakeArray
     made.cuda = types.SimpleNamespace(Device=Device, get_current_stream=lambda device: here)
     module: types.ModuleType = made
     return module

@@ -1,28 +1,33 @@
-"""CUDA's primary contexts on the calling thread: nothing without libcuda, and everything put back with it."""
+"""CUDA's primary contexts on the calling thread: without libcuda nothing happens, with it everything is put back."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from memguard._devices import contexts, libcuda
+from memguard._devices import contexts, cuda_order, libcuda
+from memguard._doctor.collect import this_process
 from memguard.errors import DeviceError
 
 
 @pytest.fixture(autouse=True)
-def nothing_seen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_found_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libcuda, "_library", None)
     monkeypatch.setattr(contexts, "_initialised", None)
     monkeypatch.setattr(contexts, "_lost", False)
+    monkeypatch.setattr(contexts, "_primaries", {})
 
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What is asked of the loader, which finds nothing."""
+    """The calls of a loader that finds no library."""
     asked: list[tuple[str, int]] = []
 
     def load(name: str, mode: int = 0) -> Any:
@@ -41,18 +46,18 @@ def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> N
     with contexts.beside_captures():
         ran.append("inside")
     assert ran == ["inside"] and set(no_library) == {("libcuda.so.1", os.RTLD_NOLOAD)}, (
-        "it is looked for, and never loaded"
+        "the library is looked for, and never loaded"
     )
 
 
-def test_an_error_comes_out_as_it_is(no_library: list[tuple[str, int]]) -> None:
+def test_an_error_in_a_block_comes_out_unchanged(no_library: list[tuple[str, int]]) -> None:
     for block in (lambda: contexts.pushed(0), contexts.beside_captures):
         with pytest.raises(ZeroDivisionError), block():
             raise ZeroDivisionError
 
 
 class LibCUDA:
-    """As ctypes shows libcuda, with two GPUs; writes down what is done. `fails` names the call that does."""
+    """libcuda as a ctypes.CDLL, with two GPUs; `done` lists what was called. `fails` names a call that fails."""
 
     def __init__(self, *, active: int = 1, fails: str = "", initialised: bool = True) -> None:
         self.active, self.fails, self.initialised = active, fails, initialised
@@ -65,13 +70,17 @@ class LibCUDA:
         def call(*arguments: Any) -> int:
             if name == "cuDeviceGetCount":
                 self.looked += 1
-                arguments[0]._obj.value = 2
+                arguments[0].value = 2
                 return 0 if self.initialised else 3
             if name == self.fails:
                 return 1
-            return int(getattr(self, f"_{name}")(*(getattr(a, "_obj", a) for a in arguments)) or 0)
+            return int(getattr(self, f"_{name}")(*arguments) or 0)
 
         return call
+
+    def _cuGetErrorName(self, code: int, name: Any) -> int:  # noqa: N802
+        name.value = b"CUDA_ERROR_INVALID_VALUE" if code == 1 else None
+        return int(code != 1)
 
     def _cuCtxGetDevice(self, ordinal: Any) -> int:  # noqa: N802
         if self.here is None:
@@ -87,28 +96,28 @@ class LibCUDA:
         device.value = ordinal
         return 0 if ordinal < 2 else 101
 
-    def _cuDeviceGetUuid_v2(self, raw: Any, device: Any) -> None:  # noqa: N802
-        raw[:] = bytes([device.value, 0, *range(2, 16)])
+    def _cuDeviceGetUuid_v2(self, raw: Any, device: int) -> None:  # noqa: N802
+        raw[:] = bytes([device, 0, *range(2, 16)])
 
-    def _cuDeviceGetAttribute(self, number: Any, attribute: int, device: Any) -> None:  # noqa: N802
+    def _cuDeviceGetAttribute(self, number: Any, attribute: int, device: int) -> None:  # noqa: N802
         assert attribute == 16, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"
-        number.value = 100 + device.value
+        number.value = 100 + device
 
     def _cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> None:  # noqa: N802
         active.value = self.active
 
-    def _cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:  # noqa: N802
-        context.value = 100 + device.value
-        self.done.append(f"retain {device.value}")
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> None:  # noqa: N802
+        context.value = 100 + device
+        self.done.append(f"retain {device}")
 
     def _cuCtxPushCurrent_v2(self, context: Any) -> None:  # noqa: N802
-        self.done.append(f"push {context.value}")
+        self.done.append(f"push {context}")
 
     def _cuCtxPopCurrent_v2(self, context: Any) -> None:  # noqa: N802
         self.done.append("pop")
 
-    def _cuDevicePrimaryCtxRelease_v2(self, device: Any) -> None:  # noqa: N802
-        self.done.append(f"release {device.value}")
+    def _cuDevicePrimaryCtxRelease_v2(self, device: int) -> None:  # noqa: N802
+        self.done.append(f"release {device}")
 
     def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802
         mode.value, self.mode = self.mode, mode.value
@@ -135,7 +144,7 @@ def test_the_current_gpu(library: Callable[..., LibCUDA]) -> None:
 def test_a_primary_context_is_remembered_until_it_is_asked_for_again(library: Callable[..., LibCUDA]) -> None:
     driver = library()
     assert [contexts.primary(1), contexts.primary(1)] == [101, 101]
-    assert driver.done == ["retain 1", "release 1"], "it is kept by nobody here"
+    assert driver.done == ["retain 1", "release 1"], "asking keeps no reference"
     assert contexts.primary_now(1) == 101 and len(driver.done) == 4
     driver.active = 0
     assert contexts.primary(1) == 101 and contexts.primary_now(1) is None and contexts.primary(1) is None
@@ -150,26 +159,24 @@ def test_ordinals_are_found_by_uuid_whatever_bytes_it_has(library: Callable[...,
     assert contexts.ordinals() == {f"GPU-0000{rest}": 0, f"GPU-0100{rest}": 1}
 
 
-def test_an_initialised_cuda_is_asked_without_cuda_bindings(
+def test_an_initialised_cuda_is_asked_here_and_not_in_a_child(
     library: Callable[..., LibCUDA], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing those takes 0.2 s, which the monitor's thread had to spend in its first sample after CUDA's start."""
+    """A child takes 0.4 s, which the monitor's thread would spend in its first sample after CUDA's start."""
     driver = library(initialised=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "cuda", None)  # not installed
-    assert contexts.visible() is None and libcuda.visible() is None
+    assert contexts.visible() is None and cuda_order.visible(ask_child=False) is None
     driver.initialised = True
-    found = libcuda.visible()
+    monkeypatch.setattr(subprocess, "run", None)
+    found = cuda_order.visible()
     assert found == contexts.visible() and found is not None
     assert [(gpu.ordinal, gpu.multiprocessors) for gpu in found] == [(0, 100), (1, 101)]
     assert {gpu.uuid: gpu.ordinal for gpu in found} == contexts.ordinals()
 
 
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuDeviceGetUuid_v2", "cuDeviceGetAttribute"])
-def test_a_gpu_of_which_cuda_says_nothing_is_an_error(library: Callable[..., LibCUDA], call: str) -> None:
+def test_a_gpu_that_cuda_does_not_describe_is_an_error(library: Callable[..., LibCUDA], call: str) -> None:
     library(fails=call)
-    with pytest.raises(DeviceError, match=f"CUDA: {call}: error 1"):
+    with pytest.raises(DeviceError, match=rf"CUDA: {call}: CUDA_ERROR_INVALID_VALUE \(error 1\)\n    fix: "):
         contexts.visible()
 
 
@@ -183,7 +190,7 @@ def test_a_gpu_of_which_cuda_says_nothing_is_an_error(library: Callable[..., Lib
         ({"fails": "cuDevicePrimaryCtxGetState"}, None),
     ],
 )
-def test_whether_there_is_a_context_is_asked_without_making_one(
+def test_asking_for_a_context_makes_none(
     library: Callable[..., LibCUDA], settings: dict[str, Any], is_active: bool | None
 ) -> None:
     driver = library(**settings)
@@ -202,7 +209,7 @@ def test_a_library_that_is_not_initialised_is_asked_again_until_it_is(library: C
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_context_is_pushed_for_the_block_and_let_go_of(library: Callable[..., LibCUDA], raises: bool) -> None:
+def test_a_context_is_pushed_for_the_block_and_released(library: Callable[..., LibCUDA], raises: bool) -> None:
     driver = library()
     try:
         with contexts.pushed(0) as there:
@@ -214,7 +221,7 @@ def test_a_context_is_pushed_for_the_block_and_let_go_of(library: Callable[..., 
     assert driver.done == ["retain 0", "push 100", "pop", "release 0"]
 
 
-def test_one_that_is_current_already_is_not_pushed_again(library: Callable[..., LibCUDA]) -> None:
+def test_a_current_context_is_not_pushed_again(library: Callable[..., LibCUDA]) -> None:
     driver = library()
     with contexts.pushed(1) as there:
         assert there is True
@@ -232,7 +239,7 @@ def test_one_that_is_current_already_is_not_pushed_again(library: Callable[..., 
         ({"fails": "cuCtxPushCurrent_v2"}, ["retain 0", "release 0"]),
     ],
 )
-def test_where_there_is_no_context_none_is_made(
+def test_a_context_that_does_not_exist_is_not_made(
     library: Callable[..., LibCUDA], settings: dict[str, Any], done: list[str]
 ) -> None:
     driver = library(**settings)
@@ -241,11 +248,34 @@ def test_where_there_is_no_context_none_is_made(
     assert driver.done == done
 
 
-def test_a_gpu_that_is_not_there(library: Callable[..., LibCUDA]) -> None:
+def test_an_ordinal_without_a_gpu(library: Callable[..., LibCUDA]) -> None:
     driver = library()
     with contexts.pushed(7) as there:
         assert there is False
     assert driver.done == []
+
+
+@pytest.mark.parametrize(
+    ("made", "current", "foreign"),
+    [(None, 1, False), (101, 1, False), (100, None, False), (999, 1, True), (999, None, True), (None, None, None)],
+)
+def test_the_doctor_tells_a_foreign_context_from_a_primary_one(
+    library: Callable[..., LibCUDA],
+    monkeypatch: pytest.MonkeyPatch,
+    made: int | None,
+    current: int | None,
+    foreign: bool | None,
+) -> None:
+    """`made` is the context of `pycuda.autoinit`; the primary ones are 100 and 101."""
+    driver = library()
+    driver.here = current
+    monkeypatch.setitem(sys.modules, "pycuda.driver", types.ModuleType("pycuda.driver"))
+    autoinit = types.SimpleNamespace(context=types.SimpleNamespace(handle=made))
+    monkeypatch.setitem(sys.modules, "pycuda.autoinit", autoinit)
+    assert this_process._foreign() is foreign
+    driver.initialised = False
+    monkeypatch.setattr(contexts, "_initialised", None)
+    assert this_process._foreign() is None, "nothing has initialised CUDA"
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
@@ -266,7 +296,7 @@ def test_captures_of_other_threads_are_left_alone_for_the_block(
 
 
 @pytest.mark.parametrize("settings", [{"initialised": False}, {"fails": "cuThreadExchangeStreamCaptureMode"}])
-def test_a_mode_that_was_not_changed_is_not_put_back(library: Callable[..., LibCUDA], settings: dict[str, Any]) -> None:
+def test_an_unchanged_capture_mode_is_not_put_back(library: Callable[..., LibCUDA], settings: dict[str, Any]) -> None:
     driver = library(**settings)
     with contexts.beside_captures():
         driver.fails = ""
@@ -274,8 +304,8 @@ def test_a_mode_that_was_not_changed_is_not_put_back(library: Callable[..., LibC
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_forked_child_does_not_go_on_with_what_its_parent_saw(library: Callable[..., LibCUDA], seen: bool) -> None:
-    """CUDA cannot be used in a child whose parent has; one whose parent has not may."""
+def test_a_forked_child_forgets_what_its_parent_found(library: Callable[..., LibCUDA], seen: bool) -> None:
+    """A child cannot use CUDA if its parent has initialised it before the fork."""
     driver = library(initialised=seen)
     assert contexts.initialised() is seen
     pid = os.fork()

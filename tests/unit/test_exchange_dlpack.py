@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy
 import pytest
-from capsules import Taken, name, produced
+from capsules import Consumed, name, produced
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard.exchange import dlpack, lifetimes
-from memguard.exchange.adapters.array_interface import Shown
-from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.adapters.array_interface import WithInterface
+from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, View, row_major
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +42,9 @@ def nothing_stays_lent() -> Iterator[None]:
     assert not lifetimes._open and not lifetimes._parked
 
 
-def lend(view: View = HOST, borrower: str = "numpy") -> tuple[Loan, weakref.ref[Owner]]:
+def share(view: View = HOST, consumer: str = "numpy") -> tuple[Lifetime, weakref.ref[Owner]]:
     owner = Owner()
-    return lifetimes.begin(Offer("torch", view, owner), borrower, None), weakref.ref(owner)
+    return lifetimes.begin(Offer("torch", view, owner), consumer, None), weakref.ref(owner)
 
 
 # read
@@ -75,20 +75,20 @@ def test_reading_a_capsule(
     where = device[1] if device[0] in (2, 13) else None
     expected = View((1 << 40) + offset, tuple(shape), strides, dtype, where, readonly and version is not None)
     assert dlpack.read(capsule) == expected
-    assert name(capsule) == (b"dltensor" if version is None else b"dltensor_versioned"), "it is still anyone's to take"
+    assert name(capsule) == (b"dltensor" if version is None else b"dltensor_versioned"), "nobody has consumed it yet"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4), (4, 1, 5)])
-def test_no_strides_are_row_major(shape: tuple[int, ...]) -> None:
+def test_without_strides_an_array_is_row_major(shape: tuple[int, ...]) -> None:
     assert dlpack.read(produced(64, shape, None)).strides == row_major(shape)
 
 
-def test_no_address_is_that_of_nothing() -> None:
+def test_a_null_address_belongs_to_an_empty_array() -> None:
     view = dlpack.read(produced(0, (0, 3), None))
     assert (view.address, view.size) == (0, 0)
 
 
-def test_other_flags_are_no_read_only() -> None:
+def test_only_the_read_only_flag_makes_an_array_read_only() -> None:
     assert not dlpack.read(produced(64, (2,), None, version=(1, 1), flags=0b110)).readonly
     assert dlpack.read(produced(64, (2,), None, version=(1, 1), flags=0b111)).readonly
 
@@ -106,23 +106,23 @@ def test_other_flags_are_no_read_only() -> None:
         ({"dtype": (1, 4, 1)}, "4 bits"),
     ],
 )
-def test_what_is_no_array_here_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_capsules_of_unknown_arrays_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(dlpack.Unreadable, match=reason):
         dlpack.read(produced(64, (2,), None, **changes))
 
 
-def test_a_capsule_is_read_before_it_is_taken_and_not_after() -> None:
+def test_a_capsule_can_be_read_only_before_it_is_consumed() -> None:
     gone = []
     capsule = produced(64, (2,), None, deleted=lambda: gone.append(1))
     assert dlpack.read(capsule) == dlpack.read(capsule)
-    Taken(capsule)
+    Consumed(capsule)
     with pytest.raises(dlpack.Unreadable, match="used before"):
         dlpack.read(capsule)
-    assert not gone, "reading takes nothing, so it ends nothing"
+    assert not gone, "reading consumes nothing, so it ends nothing"
 
 
 @pytest.mark.parametrize("thing", [None, 7, "dltensor", object()])
-def test_what_is_no_capsule_is_refused(thing: object) -> None:
+def test_objects_that_are_no_capsules_are_refused(thing: object) -> None:
     with pytest.raises(dlpack.Unreadable):
         dlpack.read(thing)
 
@@ -140,31 +140,37 @@ def test_what_is_no_capsule_is_refused(thing: object) -> None:
 )
 def test_making_a_capsule(layout: tuple[list[int], list[int]], dtype: str, device: int | None, address: int) -> None:
     view = View(address, tuple(layout[0]), tuple(layout[1]), dtype, device)
-    loan, _ = lend(view)
-    capsule = dlpack.capsule(view, loan, device=device)
+    lifetime, _ = share(view)
+    capsule = dlpack.capsule(view, lifetime, device=device)
     assert name(capsule) == b"dltensor"
     assert dlpack.read(capsule)._replace(strides=()) == view._replace(strides=())
-    taken = Taken(capsule)
+    consumed = Consumed(capsule)
     code, bits, _ = DTYPES[dtype]
-    assert (taken.address, taken.shape, taken.code, taken.bits, taken.lanes) == (address, view.shape, code, bits, 1)
-    assert (taken.kind, taken.device) == ((1, 0) if device is None else (2, device))
+    assert (consumed.address, consumed.shape, consumed.code, consumed.bits, consumed.lanes) == (
+        address,
+        view.shape,
+        code,
+        bits,
+        1,
+    )
+    assert (consumed.kind, consumed.device) == ((1, 0) if device is None else (2, device))
     if view.size:
-        assert (taken.strides or row_major(view.shape)) == (row_major(view.shape) if view.compact else view.strides)
-    opened = id(loan)
-    del loan, capsule
+        assert (consumed.strides or row_major(view.shape)) == (row_major(view.shape) if view.compact else view.strides)
+    opened = id(lifetime)
+    del lifetime, capsule
     assert opened in lifetimes._open
-    taken.done()
+    consumed.done()
     assert opened not in lifetimes._open
 
 
-def test_the_deleter_ends_the_loan_on_any_thread() -> None:
-    for end in (lambda taken: taken.done(), lambda taken: started(taken.done).join()):
-        loan, owner = lend()
-        taken = Taken(dlpack.capsule(HOST, loan, device=None))
-        del loan
+def test_the_deleter_ends_the_lifetime_on_any_thread() -> None:
+    for end in (lambda consumed: consumed.done(), lambda consumed: started(consumed.done).join()):
+        lifetime, owner = share()
+        consumed = Consumed(dlpack.capsule(HOST, lifetime, device=None))
+        del lifetime
         gc.collect()
-        assert owner() is not None, "lent as long as it is taken"
-        end(taken)
+        assert owner() is not None, "shared until the consumer is done"
+        end(consumed)
         assert owner() is None
 
 
@@ -174,63 +180,63 @@ def started(call: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_each_capsule_ends_its_own_loan() -> None:
+def test_each_capsule_ends_its_own_lifetime() -> None:
     held, owners = [], []
     for _ in range(20):
-        loan, owner = lend()
-        held.append(Taken(dlpack.capsule(HOST, loan, device=None)))
+        lifetime, owner = share()
+        held.append(Consumed(dlpack.capsule(HOST, lifetime, device=None)))
         owners.append(owner)
-    del loan
+    del lifetime
     for number, one in enumerate(held, 1):
         one.done()
         assert [owner() is None for owner in owners] == [True] * number + [False] * (20 - number)
 
 
-def test_a_capsule_that_nobody_took_ends_its_loan() -> None:
-    loan, owner = lend()
-    capsule = dlpack.capsule(HOST, loan, device=None)
-    del loan
+def test_a_capsule_that_nobody_consumed_ends_its_lifetime() -> None:
+    lifetime, owner = share()
+    capsule = dlpack.capsule(HOST, lifetime, device=None)
+    del lifetime
     assert owner() is not None
     del capsule
     assert owner() is None
 
 
-def test_a_loan_that_was_cancelled_asks_nobody() -> None:
-    loan, owner = lend(HOST._replace(device=0))
-    capsule = dlpack.capsule(HOST, loan, device=0)
-    loan.cancel()
-    loan.cancel()
+def test_a_cancelled_lifetime_waits_for_nothing() -> None:
+    lifetime, owner = share(HOST._replace(device=0))
+    capsule = dlpack.capsule(HOST, lifetime, device=0)
+    lifetime.cancel()
+    lifetime.cancel()
     assert not lifetimes._open and owner() is not None
-    del loan, capsule
+    del lifetime, capsule
     assert owner() is None
 
 
-def test_what_it_points_to_lives_as_long_as_the_loan() -> None:
+def test_shape_and_strides_live_as_long_as_the_capsule() -> None:
     view = View(128, (7, 5, 3), (1, 7, 35), "int16", None)
-    loan, _ = lend(view)
-    taken = Taken(dlpack.capsule(view, loan, device=None))
-    del loan
+    lifetime, _ = share(view)
+    consumed = Consumed(dlpack.capsule(view, lifetime, device=None))
+    del lifetime
     trash = [bytes(range(256)) * 4 for _ in range(2000)]
     del trash
     gc.collect()
-    *_, shape, strides, _ = struct.unpack("=QiiiBBHQQQ", ctypes.string_at(taken.managed, 48))
+    *_, shape, strides, _ = struct.unpack("=QiiiBBHQQQ", ctypes.string_at(consumed.managed, 48))
     assert struct.unpack("=3q", ctypes.string_at(shape, 24)) == (7, 5, 3)
     assert struct.unpack("=3q", ctypes.string_at(strides, 24)) == (1, 7, 35)
-    taken.done()
+    consumed.done()
 
 
-def test_numpy_and_memguard_read_one_another() -> None:
+def test_numpy_and_memguard_read_each_others_capsules() -> None:
     """The memory's values, through a capsule and back."""
     x: Any = numpy.arange(24, dtype="float32").reshape(2, 3, 4)
     for y in (x, x[:, 1:], x.T, x[::2, :, ::3], x[:, :0], x[0, 0, 0:1], x[1, 2, 3:].reshape(())):
         view = dlpack.read(y.__dlpack__())
         assert view == dlpack.read(y.__dlpack__(max_version=(1, 1)))
         assert view._replace(strides=()) == View(y.ctypes.data, y.shape, (), "float32", None)
-        loan = lifetimes.begin(Offer("torch", view, y), "numpy", None)
-        again = numpy.from_dlpack(dlpack.Exporter(view, loan, None, lambda _: None))
+        lifetime = lifetimes.begin(Offer("torch", view, y), "numpy", None)
+        again = numpy.from_dlpack(dlpack.Exporter(view, lifetime, None, lambda _: None))
         assert (again == y).all() and again.shape == y.shape
-        assert again.strides == y.strides or view.compact, "then they mean nothing"
-        del loan, again
+        assert again.strides == y.strides or view.compact, "strides of a compact array mean nothing"
+        del lifetime, again
     readonly = numpy.arange(3)
     readonly.flags.writeable = False
     assert dlpack.read(readonly.__dlpack__(max_version=(1, 1))).readonly
@@ -244,60 +250,60 @@ def test_numpy_and_memguard_read_one_another() -> None:
     ("asked", "waits"),
     [({}, [1]), ({"stream": None}, [1]), ({"stream": 7}, [7]), ({"stream": -1}, []), ({"stream": 2}, [2])],
 )
-def test_an_exporter_makes_the_stream_wait_that_it_is_told(asked: dict[str, Any], waits: list[int]) -> None:
-    loan, _ = lend()
+def test_an_exporter_makes_the_given_stream_wait(asked: dict[str, Any], waits: list[int]) -> None:
+    lifetime, _ = share()
     told: list[int] = []
-    exporter = dlpack.Exporter(HOST, loan, None, told.append)
+    exporter = dlpack.Exporter(HOST, lifetime, None, told.append)
     capsule = exporter.__dlpack__(**asked, max_version=(1, 1), copy=None, dl_device=None)
     assert told == waits and name(capsule) == b"dltensor"
-    Taken(capsule).done()
-    del loan
+    Consumed(capsule).done()
+    del lifetime
 
 
-def test_an_exporter_says_where_it_lies() -> None:
-    loan, _ = lend()
-    assert dlpack.Exporter(HOST, loan, None, print).__dlpack_device__() == (1, 0)
-    assert dlpack.Exporter(HOST, loan, 3, print).__dlpack_device__() == (2, 3)
-    loan.cancel()
+def test_an_exporter_names_its_device() -> None:
+    lifetime, _ = share()
+    assert dlpack.Exporter(HOST, lifetime, None, print).__dlpack_device__() == (1, 0)
+    assert dlpack.Exporter(HOST, lifetime, 3, print).__dlpack_device__() == (2, 3)
+    lifetime.cancel()
 
 
 def test_if_waiting_fails_there_is_no_capsule() -> None:
-    loan, owner = lend()
+    lifetime, owner = share()
 
     def refuses(_: object) -> None:
         raise RuntimeError("the GPU is lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        dlpack.Exporter(HOST, loan, None, refuses).__dlpack__()
-    del loan
+        dlpack.Exporter(HOST, lifetime, None, refuses).__dlpack__()
+    del lifetime
     assert owner() is None
 
 
 # the array interfaces
 
 
-def test_a_shown_array_ends_its_loan() -> None:
+def test_an_array_made_through_the_interface_ends_its_lifetime() -> None:
     view = View(4096, (2, 3), (1, 2), "float32", 0, True)
-    loan, owner = lend(view)
-    shown: Any = Shown(view, loan)
+    lifetime, owner = share(view)
+    shown: Any = WithInterface(view, lifetime)
     assert not hasattr(shown, "__array_interface__"), "NumPy would read the GPU's memory"
     assert shown.__cuda_array_interface__ == {
         "shape": (2, 3), "typestr": "<f4", "data": (4096, True), "strides": (4, 8), "version": 3, "stream": None,
     }  # fmt: skip
-    del loan
+    del lifetime
     assert owner() is not None
     del shown
     assert owner() is None
 
 
-def test_memory_of_the_host_is_shown_to_numpy_only() -> None:
-    loan, owner = lend()
-    shown: Any = Shown(HOST, loan)
+def test_host_memory_has_only_numpys_interface() -> None:
+    lifetime, owner = share()
+    shown: Any = WithInterface(HOST, lifetime)
     assert not hasattr(shown, "__cuda_array_interface__")
     assert shown.__array_interface__ == {
         "shape": (2, 3), "typestr": "<f4", "data": (4096, False), "strides": None, "version": 3,
     }  # fmt: skip
-    del loan, shown
+    del lifetime, shown
     assert owner() is None
 
 
@@ -305,50 +311,50 @@ def test_memory_of_the_host_is_shown_to_numpy_only() -> None:
 
 LEFT = """
 import sys
-from capsules import Taken
+from capsules import Consumed
 from memguard.exchange import dlpack
 from memguard.exchange import lifetimes
-from memguard.exchange.adapters.array_interface import Shown
+from memguard.exchange.adapters.array_interface import WithInterface
 from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
 
 view = View(4096, (2, 3), (3, 1), "float32", None)
 
 class View_:  # as a library's array, which calls the deleter when it is collected
-    def __init__(self, taken):
-        self.taken, self.call = taken, taken.done
+    def __init__(self, consumed):
+        self.consumed, self.call = consumed, consumed.done
     def __del__(self):
         self.call()
 
-def lend():
+def share():
     return lifetimes.begin(Offer("torch", view, object()), "numpy", None)
 
-def taken():
-    loan = lend()
-    return View_(Taken(dlpack.capsule(view, loan, device=None)))
+def consumed():
+    lifetime = share()
+    return View_(Consumed(dlpack.capsule(view, lifetime, device=None)))
 """
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "kept = taken()",
-        "import builtins; builtins.kept = taken()",
-        "sys.kept = taken()",
-        "sys.modules['zz'] = taken()",
-        "kept = taken(); kept.self = kept",
-        "kept = Shown(view, lend())",
-        "sys.kept = Shown(view, lend())",
-        "kept = dlpack.capsule(view, lend(), device=None)",
-        "import threading, time; keep = taken(); t = threading.Thread(target=time.sleep, args=(30,), daemon=True)\n"
+        "kept = consumed()",
+        "import builtins; builtins.kept = consumed()",
+        "sys.kept = consumed()",
+        "sys.modules['zz'] = consumed()",
+        "kept = consumed(); kept.self = kept",
+        "kept = WithInterface(view, share())",
+        "sys.kept = WithInterface(view, share())",
+        "kept = dlpack.capsule(view, share(), device=None)",
+        "import threading, time; keep = consumed(); t = threading.Thread(target=time.sleep, args=(30,), daemon=True)\n"
         "t.start()",
-        "import atexit; kept = [taken()]; atexit.register(kept.clear)",
-        "import atexit, gc; kept = taken(); kept.self = kept; gc.disable(); atexit.register(gc.collect)",
-        "sys.kept = [taken() for _ in range(100)]\nfor name in list(sys.modules):\n"
+        "import atexit; kept = [consumed()]; atexit.register(kept.clear)",
+        "import atexit, gc; kept = consumed(); kept.self = kept; gc.disable(); atexit.register(gc.collect)",
+        "sys.kept = [consumed() for _ in range(100)]\nfor name in list(sys.modules):\n"
         "    if name.startswith('memguard'): del sys.modules[name]",
     ],
 )
-def test_views_that_live_at_the_interpreters_end(code: str) -> None:
+def test_views_may_outlive_the_interpreter(code: str) -> None:
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-c", f"{textwrap.dedent(LEFT)}\n{code}\nprint('end')"],
@@ -357,25 +363,25 @@ def test_views_that_live_at_the_interpreters_end(code: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
-def test_a_loan_does_nothing_once_the_interpreter_ends() -> None:
-    loan: Any = lend()[0]
-    loan.__del__(ending=lambda: True)
-    assert id(loan) in lifetimes._open
-    loan.__del__()
+def test_a_lifetime_does_nothing_while_the_interpreter_shuts_down() -> None:
+    lifetime: Any = share()[0]
+    lifetime.__del__(ending=lambda: True)
+    assert id(lifetime) in lifetimes._open
+    lifetime.__del__()
     assert not lifetimes._open
 
 
-def test_many_threads_take_and_let_go() -> None:
+def test_many_threads_consume_and_release_capsules() -> None:
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
             for _ in range(300):
-                loan, owner = lend()
-                taken = Taken(dlpack.capsule(HOST, loan, device=None))
-                del loan
+                lifetime, owner = share()
+                consumed = Consumed(dlpack.capsule(HOST, lifetime, device=None))
+                del lifetime
                 assert owner() is not None
-                taken.done()
+                consumed.done()
                 assert owner() is None
         except BaseException as error:
             errors.append(error)

@@ -26,7 +26,7 @@ ROWS = re.findall(
 
 def reasons(path: Path) -> Iterator[str]:
     """What the refusals in a file say, with … for what is filled in."""
-    places = {"cannot": 0, "Obstacle": 0, "Malformed": 0, "CannotShare": 2, "Captured": 0}
+    places = {"refusal": 0, "Obstacle": 0, "Malformed": 0, "CannotShare": 2, "Captured": 0}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             place = places.get(getattr(node.func, "attr", getattr(node.func, "id", "")))
@@ -60,8 +60,8 @@ def test_every_reason_that_is_given_for_an_array_is_in_the_table() -> None:
 
 def test_the_reasons_of_a_file_are_found(tmp_path: Path) -> None:
     (tmp_path / "refuses.py").write_text(
-        'raise self.cannot(f"it lies on {x} " "and not here", "move it")\nObstacle("plain", y)\nother("not this")\n'
-        'CannotShare(a, b, "third", "remedy")\nself.cannot(str(error), "unknown")\n'
+        'raise self.refusal(f"it lies on {x} " "and not here", "move it")\nObstacle("plain", y)\nother("not this")\n'
+        'CannotShare(a, b, "third", "remedy")\nself.refusal(str(error), "unknown")\n'
     )
     assert list(reasons(tmp_path / "refuses.py")) == ["it lies on … and not here", "plain", "third"]
 
@@ -115,14 +115,15 @@ def test_every_example_that_is_listed_exists() -> None:
     assert listed == {path.name for path in EXAMPLES} and len(listed) >= 5
 
 
-def test_every_public_name_is_told() -> None:
+def test_every_public_name_is_documented() -> None:
     assert [name for name in exchange.__all__ if not re.search(rf"\b{name}\b", pages())] == []
 
 
-def test_the_readme_leads_here() -> None:
+def test_the_readme_links_to_the_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "(docs/exchange.md)" in readme
-    shown = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "exchange.to(" in block]
+    start = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    shown = [block for block in re.findall(r"```python\n(.*?)```", start, re.DOTALL) if "exchange.to(" in block]
     assert shown
     for block in shown:
-        compile(block, "README.md", "exec")
+        compile(block, "quickstart.md", "exec")

@@ -1,4 +1,4 @@
-"""Loans: who waits when a view dies, on which thread memory goes back, and what is said to be lent."""
+"""Lifetimes: who waits when a view dies, on which thread memory is released, and what counts as lent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memguard._devices import contexts, streams
 from memguard._devices.streams import Mark
 from memguard.errors import DeviceError
 from memguard.exchange import lifetimes
-from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import View
 
 
@@ -38,7 +38,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 class Owner:
-    """Gives its memory back when it dies, and says on which thread."""
+    """Releases its memory when it is freed, and records on which thread."""
 
     def __init__(self, driver: Driver, address: int, stream: int | None) -> None:
         self.driver, self.address, self.stream = driver, address, stream
@@ -49,35 +49,35 @@ class Owner:
         self.driver.free(self.address, self.stream)
 
 
-class Lending:
-    """One loan of 1 KiB, by a lender with a stream or without."""
+class HandOver:
+    """A hand-over of 1 KiB from a producer with a stream or without."""
 
     def __init__(
         self,
         driver: Driver,
-        borrower: int | None,
-        lender: int | None,
+        consumer: int | None,
+        producer: int | None,
         *,
-        settles: bool = False,
+        releases_when_done: bool = False,
         thread: int | None = None,
         context: int | None = None,
     ) -> None:
         self.driver, self.address = driver, driver.alloc(1024, context=context)
-        owner = Owner(driver, self.address, lender)
+        owner = Owner(driver, self.address, producer)
         self.threads = owner.threads
         view = View(self.address, (1024,), (1,), "uint8", 0)
-        offer = Offer("torch", view, owner, lender, context, thread)
-        self.loan: Loan | None = lifetimes.begin(offer, "tensorflow", borrower, settles)
+        offer = Offer("torch", view, owner, producer, context, thread)
+        self.lifetime: Lifetime | None = lifetimes.begin(offer, "tensorflow", consumer, releases_when_done)
 
-    def given_back(self) -> bool:
+    def released(self) -> bool:
         return self.address in self.driver.freed
 
     def end(self) -> None:
-        loan, self.loan = self.loan, None
-        assert loan is not None
-        loan.end()
-        loan.end()
-        del loan
+        lifetime, self.lifetime = self.lifetime, None
+        assert lifetime is not None
+        lifetime.end()
+        lifetime.end()
+        del lifetime
 
 
 def until(fact: Callable[[], bool]) -> bool:
@@ -94,87 +94,89 @@ def sweepers() -> list[threading.Thread]:
 # who waits
 
 
-def test_memory_goes_back_at_once_where_nothing_runs(driver: Driver) -> None:
-    for borrower in (None, driver.stream()):
-        lending = Lending(driver, borrower, None)
-        lending.end()
-        assert lending.given_back() and not lifetimes._parked
+def test_memory_is_released_at_once_if_nothing_runs(driver: Driver) -> None:
+    for consumer in (None, driver.stream()):
+        shared = HandOver(driver, consumer, None)
+        shared.end()
+        assert shared.released() and not lifetimes._parked
     assert driver.wrong == [] and "cuEventSynchronize" not in driver.asked
 
 
-def test_the_lenders_stream_waits_for_the_borrowers(driver: Driver) -> None:
+def test_the_producers_stream_waits_for_the_consumers(driver: Driver) -> None:
     mine, theirs = driver.stream(), driver.stream()
-    lending = Lending(driver, theirs, mine)
-    work = driver.read(theirs, lending.address)
-    lending.end()
-    assert lending.given_back() and driver.wrong == [], "what comes next on the lender's stream comes after it"
-    assert work not in driver.over and not lifetimes._parked, "nobody has waited"
+    shared = HandOver(driver, theirs, mine)
+    work = driver.read(theirs, shared.address)
+    shared.end()
+    assert shared.released() and driver.wrong == [], "the producer's stream waits for that work"
+    assert work not in driver.over and not lifetimes._parked, "the host has not waited"
 
 
-@pytest.mark.parametrize("borrower", [None, "stream"])
-def test_a_lender_without_a_stream_gets_it_when_the_work_is_over(driver: Driver, borrower: str | None) -> None:
+@pytest.mark.parametrize("consumer", [None, "stream"])
+def test_a_producer_without_a_stream_gets_its_memory_when_the_work_is_done(
+    driver: Driver, consumer: str | None
+) -> None:
     theirs = driver.stream()
-    lending = Lending(driver, theirs if borrower else None, None)
-    driver.read(theirs, lending.address)
-    lending.end()
+    shared = HandOver(driver, theirs if consumer else None, None)
+    driver.read(theirs, shared.address)
+    shared.end()
     time.sleep(0.02)
-    assert not lending.given_back() and len(sweepers()) == 1
+    assert not shared.released() and len(sweepers()) == 1
     driver.finish()
-    assert until(lambda: lending.given_back()) and driver.wrong == []
-    assert lending.threads == [] or lending.threads != [threading.get_ident()]
+    assert until(lambda: shared.released()) and driver.wrong == []
+    assert shared.threads == [] or shared.threads != [threading.get_ident()]
     assert until(lambda: not sweepers()), "the thread ends with the last of them"
 
 
-def test_work_on_any_stream_is_waited_for_where_the_borrower_tells_none(driver: Driver) -> None:
+def test_work_on_any_stream_is_waited_for_if_the_consumer_names_none(driver: Driver) -> None:
     mine, hidden = driver.stream(), driver.stream()
-    lending = Lending(driver, None, mine)
-    driver.read(hidden, lending.address)
-    lending.end()
-    assert lending.given_back() and driver.wrong == [] and "cuCtxRecordEvent" in driver.asked
+    shared = HandOver(driver, None, mine)
+    driver.read(hidden, shared.address)
+    shared.end()
+    assert shared.released() and driver.wrong == [] and "cuCtxRecordEvent" in driver.asked
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 0), (0, 1), (1, 0), (7, 7)])
-def test_one_stream_waits_for_nothing_in_itself(driver: Driver, mine: int, theirs: int) -> None:
+def test_a_stream_does_not_wait_for_itself(driver: Driver, mine: int, theirs: int) -> None:
     if mine == 7:
         mine = theirs = driver.stream()
-    lending = Lending(driver, theirs, mine)
-    driver.read(theirs, lending.address)
-    lending.end()
-    assert lending.given_back() and driver.wrong == []
+    shared = HandOver(driver, theirs, mine)
+    driver.read(theirs, shared.address)
+    shared.end()
+    assert shared.released() and driver.wrong == []
     assert not {"cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"} & set(driver.asked)
 
 
-def test_a_borrower_that_settles_has_waited_itself(driver: Driver) -> None:
-    lending = Lending(driver, driver.stream(), None, settles=True)
+def test_a_consumer_that_releases_when_done_has_waited_itself(driver: Driver) -> None:
+    shared = HandOver(driver, driver.stream(), None, releases_when_done=True)
     driver.asked.clear()
-    lending.end()
-    assert lending.given_back() and driver.asked == []
+    shared.end()
+    assert shared.released() and driver.asked == []
 
 
 def test_a_captured_graph_is_not_waited_for(driver: Driver) -> None:
     stream = driver.stream()
     driver.capturing.add(stream)
-    lending = Lending(driver, stream, None)
-    lending.end()
-    assert lending.given_back() and "cuEventRecord" not in driver.asked
+    shared = HandOver(driver, stream, None)
+    shared.end()
+    assert shared.released() and "cuEventRecord" not in driver.asked
 
 
-def test_memory_of_the_host_and_of_no_size_asks_nothing(driver: Driver) -> None:
+def test_host_memory_and_empty_arrays_need_no_driver_call(driver: Driver) -> None:
     for view in (View(64, (4,), (1,), "int8", None), View(0, (0, 4), (4, 1), "int8", 0)):
         owner = threading.Event()
         seen = weakref.ref(owner)
-        loan = lifetimes.begin(Offer("torch", view, owner), "numba", None)
+        lifetime = lifetimes.begin(Offer("torch", view, owner), "numba", None)
         del owner
         driver.asked.clear()
-        loan.end()
-        del loan
+        lifetime.end()
+        del lifetime
         assert seen() is None and driver.asked == []
 
 
 # where CUDA refuses
 
 
-@pytest.mark.parametrize("lender", [None, "stream"])
+@pytest.mark.parametrize("producer", [None, "stream"])
 @pytest.mark.parametrize(
     "call",
     [
@@ -186,109 +188,109 @@ def test_memory_of_the_host_and_of_no_size_asks_nothing(driver: Driver) -> None:
         "cuStreamIsCapturing",
     ],
 )
-@pytest.mark.parametrize("borrower", [None, "stream"])
+@pytest.mark.parametrize("consumer", [None, "stream"])
 def test_a_call_that_fails_at_the_end_raises_nothing_and_keeps_nothing(
-    driver: Driver, call: str, borrower: str | None, lender: str | None
+    driver: Driver, call: str, consumer: str | None, producer: str | None
 ) -> None:
     theirs = driver.stream()
-    lending = Lending(driver, theirs if borrower else None, driver.stream() if lender else None)
+    shared = HandOver(driver, theirs if consumer else None, driver.stream() if producer else None)
     driver.fails[call] = 700
-    lending.end()
-    assert lending.given_back() and not driver.stack and not lifetimes._open
+    shared.end()
+    assert shared.released() and not driver.stack and not lifetimes._open
 
 
-def test_if_the_lenders_stream_cannot_be_made_to_wait_the_memory_is_kept_until_the_work_is_over(
+def test_if_the_producers_stream_cannot_wait_the_memory_is_kept_until_the_work_is_done(
     driver: Driver,
 ) -> None:
     mine, theirs = driver.stream(), driver.stream()
-    lending = Lending(driver, theirs, mine)
-    driver.read(theirs, lending.address)
+    shared = HandOver(driver, theirs, mine)
+    driver.read(theirs, shared.address)
     driver.fails["cuStreamWaitEvent"] = 1
-    lending.end()
-    assert not lending.given_back()
+    shared.end()
+    assert not shared.released()
     driver.finish()
-    assert until(lambda: lending.given_back()) and driver.wrong == []
+    assert until(lambda: shared.released()) and driver.wrong == []
 
 
 def test_a_lost_context_ends_the_waiting(driver: Driver) -> None:
     theirs = driver.stream()
-    lending = Lending(driver, theirs, None)
-    work = driver.read(theirs, lending.address)
-    lending.end()
-    assert not lending.given_back()
+    shared = HandOver(driver, theirs, None)
+    work = driver.read(theirs, shared.address)
+    shared.end()
+    assert not shared.released()
     driver.fails["cuEventQuery"] = 709
-    assert until(lambda: lending.given_back())
-    assert driver.wrong == [f"freed before work [{work}] is over"], "with its context the work is gone"
+    assert until(lambda: shared.released())
+    assert driver.wrong == [f"freed before work [{work}] is over"], "the work ended with its context"
 
 
 # threads
 
 
 def test_a_view_may_die_on_any_thread(driver: Driver) -> None:
-    lendings = [Lending(driver, driver.stream(), driver.stream()) for _ in range(40)]
-    for lending in lendings:
-        assert lending.loan is not None
-        driver.read(lending.loan.stream or 0, lending.address)
-    threads = [threading.Thread(target=lending.end) for lending in lendings]
+    all_shared = [HandOver(driver, driver.stream(), driver.stream()) for _ in range(40)]
+    for shared in all_shared:
+        assert shared.lifetime is not None
+        driver.read(shared.lifetime.stream or 0, shared.address)
+    threads = [threading.Thread(target=shared.end) for shared in all_shared]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(lending.given_back() for lending in lendings) and driver.wrong == []
+    assert all(shared.released() for shared in all_shared) and driver.wrong == []
 
 
-def test_what_belongs_to_a_thread_goes_back_on_it(driver: Driver) -> None:
-    """As PyCUDA's memory, which leaks when it is freed on another."""
+def test_memory_of_a_thread_is_released_on_that_thread(driver: Driver) -> None:
+    """As PyCUDA's memory, which leaks when another thread frees it."""
     here = threading.get_ident()
-    lending = Lending(driver, None, None, thread=here)
-    other = threading.Thread(target=lending.end)
+    shared = HandOver(driver, None, None, thread=here)
+    other = threading.Thread(target=shared.end)
     other.start()
     other.join()
-    assert not lending.given_back() and len(lifetimes._parked) == 1
+    assert not shared.released() and len(lifetimes._parked) == 1
     another = threading.Thread(target=lifetimes.sweep)
     another.start()
     another.join()
-    assert not lending.given_back() and not sweepers(), "no other thread can do anything for it"
+    assert not shared.released() and not sweepers(), "no other thread may release it"
     lifetimes.begin(Offer("torch", View(0, (), (), "int8", None), None), "jax", None).end()
-    assert lending.given_back() and lending.threads == [here], "with the thread's next hand-over"
+    assert shared.released() and shared.threads == [here], "at the thread's next hand-over"
 
 
-def test_on_its_own_thread_it_goes_back_at_once(driver: Driver) -> None:
-    lending = Lending(driver, None, None, thread=threading.get_ident())
-    lending.end()
-    assert lending.given_back()
+def test_on_its_own_thread_memory_is_released_at_once(driver: Driver) -> None:
+    shared = HandOver(driver, None, None, thread=threading.get_ident())
+    shared.end()
+    assert shared.released()
 
 
-def test_on_its_own_thread_it_still_waits_for_the_work(driver: Driver) -> None:
+def test_on_its_own_thread_memory_still_waits_for_the_work(driver: Driver) -> None:
     theirs = driver.stream()
-    lending = Lending(driver, None, None, thread=threading.get_ident())
-    driver.read(theirs, lending.address)
-    lending.end()
+    shared = HandOver(driver, None, None, thread=threading.get_ident())
+    driver.read(theirs, shared.address)
+    shared.end()
     lifetimes.sweep()
-    assert not lending.given_back() and not sweepers()
+    assert not shared.released() and not sweepers()
     driver.finish()
     lifetimes.sweep()
-    assert lending.given_back() and driver.wrong == []
+    assert shared.released() and driver.wrong == []
 
 
-def test_the_sweeper_is_one_daemon_and_starts_again(driver: Driver) -> None:
+def test_the_sweeper_is_one_daemon_thread_and_starts_again(driver: Driver) -> None:
     for _ in range(3):
         theirs = driver.stream()
-        lendings = [Lending(driver, theirs, None) for _ in range(20)]
-        for lending in lendings:
-            driver.read(theirs, lending.address)
-            lending.end()
+        all_shared = [HandOver(driver, theirs, None) for _ in range(20)]
+        for shared in all_shared:
+            driver.read(theirs, shared.address)
+            shared.end()
         assert until(lambda: [thread.daemon for thread in sweepers()] == [True])
         driver.finish()
-        assert until(lambda lendings=lendings: all(lending.given_back() for lending in lendings))  # type: ignore[misc]
+        assert until(lambda all_shared=all_shared: all(shared.released() for shared in all_shared))  # type: ignore[misc]
         assert until(lambda: not sweepers())
     assert driver.wrong == []
 
 
 def test_a_thread_that_cannot_start_is_tried_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = driver.stream()
-    lending = Lending(driver, theirs, None)
-    driver.read(theirs, lending.address)
+    shared = HandOver(driver, theirs, None)
+    driver.read(theirs, shared.address)
 
     class Ending(threading.Thread):
         def start(self) -> None:
@@ -296,50 +298,50 @@ def test_a_thread_that_cannot_start_is_tried_again(driver: Driver, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", Ending)
-        lending.end()
+        shared.end()
         assert until(lambda: not lifetimes._sweeper._running)
-    assert not lending.given_back() and not sweepers()
-    second = Lending(driver, theirs, None)
+    assert not shared.released() and not sweepers()
+    second = HandOver(driver, theirs, None)
     driver.read(theirs, second.address)
     second.end()
     assert until(lambda: len(sweepers()) == 1)
     driver.finish()
-    assert until(lambda: lending.given_back() and second.given_back())
+    assert until(lambda: shared.released() and second.released())
 
 
-def test_the_owners_own_end_may_begin_and_end_loans(driver: Driver) -> None:
-    """A destructor is Python too."""
+def test_an_owners_destructor_may_begin_and_end_lifetimes(driver: Driver) -> None:
+    """A destructor may hand arrays over, too."""
 
     class Nested:
         def __del__(self) -> None:
-            Lending(driver, None, None).end()
+            HandOver(driver, None, None).end()
             lifetimes.sweep()
 
-    loan = lifetimes.begin(Offer("torch", View(64, (1,), (1,), "int8", None), Nested()), "numba", None)
-    loan.end()
-    del loan
+    lifetime = lifetimes.begin(Offer("torch", View(64, (1,), (1,), "int8", None), Nested()), "numba", None)
+    lifetime.end()
+    del lifetime
     gc.collect()
     assert len(driver.freed) == 1
 
 
-# what is lent
+# what is shared
 
 
-def test_what_is_lent_by_gpu_lender_and_borrower(driver: Driver) -> None:
+def test_lent_bytes_by_gpu_producer_and_consumer(driver: Driver) -> None:
     assert lifetimes.lent() == {} and lifetimes.lent_by("torch", 0) == 0
 
-    def lend(lender: str, borrower: str, first: int, n: int, device: int | None = 0) -> Loan:
+    def share(producer: str, consumer: str, first: int, n: int, device: int | None = 0) -> Lifetime:
         view = View((1 << 20) + first, (n,), (1,), "float32", device)
-        return lifetimes.begin(Offer(lender, view, None), borrower, None, settles=True)
+        return lifetimes.begin(Offer(producer, view, None), consumer, None, releases_when_done=True)
 
     live = [
-        lend("torch", "tensorflow", 0, 100),
-        lend("torch", "tensorflow", 200, 100),  # the same bytes in part
-        lend("torch", "cupy", 0, 100),
-        lend("torch", "cupy", 4096, 10, device=1),
-        lend("cupy", "jax", 8192, 1),
-        lend("numpy", "torch", 0, 100, device=None),
-        lend("torch", "jax", 0, 0),
+        share("torch", "tensorflow", 0, 100),
+        share("torch", "tensorflow", 200, 100),  # the same bytes in part
+        share("torch", "cupy", 0, 100),
+        share("torch", "cupy", 4096, 10, device=1),
+        share("cupy", "jax", 8192, 1),
+        share("numpy", "torch", 0, 100, device=None),
+        share("torch", "jax", 0, 0),
     ]
     assert lifetimes.lent() == {
         0: {"torch": {"tensorflow": 600, "cupy": 400}, "cupy": {"jax": 4}},
@@ -347,25 +349,25 @@ def test_what_is_lent_by_gpu_lender_and_borrower(driver: Driver) -> None:
     }
     assert (lifetimes.lent_by("torch", 0), lifetimes.lent_by("torch", 1), lifetimes.lent_by("cupy", 0)) == (600, 40, 4)
     assert lifetimes.lent_by("cupy", 1) == lifetimes.lent_by("numpy", 0) == 0
-    for loan in live:
-        loan.end()
+    for lifetime in live:
+        lifetime.end()
     assert lifetimes.lent() == {}
 
 
-def test_a_strided_view_lends_what_lies_between(driver: Driver) -> None:
+def test_a_strided_view_counts_the_bytes_between_its_elements(driver: Driver) -> None:
     view = View(1 << 20, (3, 2), (100, 1), "int16", 0)
-    loan = lifetimes.begin(Offer("torch", view, None), "cupy", None, settles=True)
+    lifetime = lifetimes.begin(Offer("torch", view, None), "cupy", None, releases_when_done=True)
     assert lifetimes.lent_by("torch", 0) == (2 * 100 + 1 + 1) * 2
-    loan.end()
+    lifetime.end()
 
 
-def test_asking_what_is_lent_while_others_lend(driver: Driver) -> None:
+def test_lent_bytes_can_be_read_while_other_threads_share(driver: Driver) -> None:
     stop, errors = threading.Event(), []
 
     def work() -> None:
         while not stop.is_set():
-            lending = Lending(driver, None, None)
-            lending.end()
+            shared = HandOver(driver, None, None)
+            shared.end()
 
     def ask() -> None:
         try:
@@ -388,7 +390,7 @@ def test_asking_what_is_lent_while_others_lend(driver: Driver) -> None:
 # marks
 
 
-def test_a_mark_is_of_the_moment_it_was_made(driver: Driver) -> None:
+def test_a_mark_covers_the_work_before_it(driver: Driver) -> None:
     stream, address = driver.stream(), driver.alloc(8)
     first = driver.write(stream, address)
     with Mark(0, stream) as mark:
@@ -457,7 +459,7 @@ def test_a_gpu_without_a_context_was_given_nothing(driver: Driver) -> None:
     assert not driver.events
 
 
-def test_without_cuda_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_a_mark_raises_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "loaded", lambda: None)
     with pytest.raises(DeviceError, match="nothing has initialised CUDA") as refusal:
         Mark(0, None)
@@ -505,19 +507,19 @@ def test_a_captured_stream_neither_waits_nor_is_waited_for(driver: Driver, who: 
     streams.follow(0, *both)
 
 
-def test_a_loan_may_end_where_threadings_own_lock_is_held(driver: Driver) -> None:
+def test_a_lifetime_may_end_while_threadings_own_lock_is_held(driver: Driver) -> None:
     """As when the collector runs inside `threading.enumerate()`."""
     theirs = driver.stream()
-    lending = Lending(driver, theirs, None)
-    driver.read(theirs, lending.address)
+    shared = HandOver(driver, theirs, None)
+    driver.read(theirs, shared.address)
 
     def ends() -> None:
         with threading._active_limbo_lock:  # type: ignore[attr-defined]
-            lending.end()
+            shared.end()
 
     thread = threading.Thread(target=ends, daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
     driver.finish()
-    assert until(lambda: lending.given_back())
+    assert until(lambda: shared.released())

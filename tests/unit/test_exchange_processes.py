@@ -1,6 +1,6 @@
 """Arrays between real processes over real sockets; a memfd stands for GPU memory (`sharing_doors`).
 
-What is counted, and who is believed, is the same as on a GPU. tests/gpu/test_exchange_processes_gpu.py has the GPU.
+Counts and checks are the same as on a GPU, which tests/gpu/test_exchange_processes_gpu.py has.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def start() -> Iterator[Start]:
 def within(seconds: float, true: Callable[[], bool], what: str = "") -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, what or "it did not come to that"
+        assert time.monotonic() < deadline, what or "it did not happen in time"
         time.sleep(0.005)
 
 
@@ -108,7 +108,7 @@ def open_files() -> int:
 
 @pytest.fixture(autouse=True)
 def doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """In place; and after each test no thread, file, directory or byte is left."""
+    """Installs the doors. After each test no thread, file, directory or byte is left."""
     sharing_doors.install(monkeypatch.setattr, monkeypatch.setitem)
     runtime = tmp_path / "run"
     runtime.mkdir()
@@ -136,13 +136,14 @@ def test_another_process_gets_the_values_and_is_counted_while_it_has_them(x: Arr
         assert handle.attached == 1
         child.go()
         within(10, lambda: handle.attached == 0)
-        assert child.process.poll() is None, "it let go, and lives on"
+        assert child.process.poll() is None, "it released the array, and lives on"
     assert not lifetimes.kept and handle.attached is None
 
 
-def test_what_is_written_by_one_is_seen_by_all(x: Array, start: Start) -> None:
+def test_all_processes_see_what_one_writes(x: Array, start: Start) -> None:
     write = (
-        "import numpy, ctypes\nctypes.memmove(y.taken.address, numpy.float32(99).tobytes(), 4)\nsay('written')\nwait()"
+        "import numpy, ctypes\nctypes.memmove(y.consumed.address, numpy.float32(99).tobytes(), 4)\n"
+        "say('written')\nwait()"
     )
     with export(x) as handle:
         first = start(HOLD + write, str(handle))
@@ -152,14 +153,14 @@ def test_what_is_written_by_one_is_seen_by_all(x: Array, start: Start) -> None:
         assert handle.attached == 2 and x.values[0, 0] == 0
 
 
-def test_two_arrays_in_one_process_are_one_process(x: Array, start: Start) -> None:
+def test_a_process_with_two_arrays_counts_once(x: Array, start: Start) -> None:
     with export(x) as handle:
         child = start("a, b = (exchange.attach(sys.argv[1], 'cupy') for _ in 'ab')\nsay(1)\nwait()", str(handle))
         child.says()
         assert handle.attached == 1
 
 
-def test_a_process_that_is_killed_lets_go(x: Array, start: Start) -> None:
+def test_a_killed_process_releases_what_it_attached(x: Array, start: Start) -> None:
     with export(x) as handle:
         children = [start(HOLD + "wait()", str(handle)) for _ in range(2)]
         for child in children:
@@ -183,7 +184,7 @@ say(held()); wait()
 """
 
 
-def test_who_has_attached_keeps_the_memory_when_it_is_closed_and_is_charged_for_it(x: Array, start: Start) -> None:
+def test_after_close_the_process_that_attached_keeps_the_memory_and_is_charged(x: Array, start: Start) -> None:
     handle = export(x)
     child = start("y = exchange.attach(sys.argv[1], 'cupy')\n" + AFTERWARDS, str(handle))
     assert child.says() == [0, 66, 1]
@@ -194,7 +195,7 @@ def test_who_has_attached_keeps_the_memory_when_it_is_closed_and_is_charged_for_
     assert child.says() == [PIECE, 66, 1] and child.says() == [0, None, 0]
 
 
-def test_who_has_attached_keeps_the_memory_when_the_exporter_is_killed(start: Start, doors: Path) -> None:
+def test_after_the_exporter_is_killed_the_process_that_attached_keeps_the_memory(start: Start, doors: Path) -> None:
     exporter = start(
         "import numpy\nx = sharing_doors.Array(numpy.arange(12, dtype='f4'))\nh = exchange.export(x)\n"
         "say(str(h)); wait()\n"
@@ -212,7 +213,7 @@ def test_who_has_attached_keeps_the_memory_when_the_exporter_is_killed(start: St
         left.rmdir()
 
 
-def test_a_process_that_ends_takes_its_directory_with_it(start: Start, doors: Path) -> None:
+def test_a_process_that_ends_removes_its_directory(start: Start, doors: Path) -> None:
     exporter = start(
         "import numpy\nx = sharing_doors.Array(numpy.arange(12, dtype='f4'))\nh = exchange.export(x)\nsay(1); wait()"
     )
@@ -222,7 +223,7 @@ def test_a_process_that_ends_takes_its_directory_with_it(start: Start, doors: Pa
     assert exporter.done() == 0 and not list(doors.iterdir())
 
 
-def test_a_handle_in_another_process_owns_nothing(x: Array, start: Start) -> None:
+def test_a_handle_in_another_process_closes_nothing(x: Array, start: Start) -> None:
     with export(x) as handle:
         text = pickle.dumps(handle).hex()
         child = start(
@@ -238,7 +239,7 @@ def test_a_handle_in_another_process_owns_nothing(x: Array, start: Start) -> Non
         assert handle.attached == 1
 
 
-def test_a_handle_is_a_text_for_a_pipe_or_a_variable(x: Array) -> None:
+def test_a_handle_is_text_for_a_pipe_or_a_variable(x: Array) -> None:
     scalar, empty = Array(numpy.array(3, "f4")), Array(numpy.zeros((0, 5), "i8"))
     for each in (x, scalar, empty):
         with export(each) as handle:
@@ -259,9 +260,9 @@ def test_a_handle_is_a_text_for_a_pipe_or_a_variable(x: Array) -> None:
         7,
         None,
     ):
-        with pytest.raises(ValueError, match="no handle of an exported array\n    fix: "):
+        with pytest.raises(ValueError, match="not a handle of an exported array\n    fix: "):
             Handle.parse(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no handle"):
+    with pytest.raises(ValueError, match="not a handle"):
         attach("/tmp/s", "cupy")
 
 
@@ -269,7 +270,8 @@ def test_arrays_without_elements_need_no_memory(start: Start) -> None:
     with export(Array(numpy.zeros((0, 5), "i8"))) as handle:
         assert not lifetimes.kept
         child = start(
-            "y = exchange.attach(sys.argv[1], 'cupy')\nsay([y.taken.shape, sharing_doors.mapped]); wait()", str(handle)
+            "y = exchange.attach(sys.argv[1], 'cupy')\nsay([y.consumed.shape, sharing_doors.mapped]); wait()",
+            str(handle),
         )
         assert child.says() == [[0, 5], []] and handle.attached == 1
 
@@ -277,9 +279,9 @@ def test_arrays_without_elements_need_no_memory(start: Start) -> None:
 def test_an_array_with_gaps_is_copied_without_them(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = numpy.arange(12, dtype="f4").reshape(3, 4)
 
-    def compacted(x: Any, giver: Any, offer: Any) -> tuple[Any, Any, Any]:
+    def compacted(x: Any, producer: Any, offer: Any) -> tuple[Any, Any, Any]:
         made = Array(numpy.ascontiguousarray(x.values))
-        return giver, made, giver.offer(made)
+        return producer, made, producer.offer(made)
 
     monkeypatch.setattr(transfer, "compacted", compacted)
     with export(Array(whole.T)) as handle:
@@ -300,7 +302,7 @@ def test_the_host_waits_for_the_exported_array_and_for_nothing_else(
     assert done == ["waited (0, None, None, None)"]
 
 
-def test_a_copy_of_ones_own_maps_nothing_for_longer_than_it_takes(x: Array, start: Start) -> None:
+def test_attaching_with_copy_unmaps_the_memory_at_once(x: Array, start: Start) -> None:
     with export(x) as handle:
         child = start(
             "y = exchange.attach(sys.argv[1], 'numpy', copy=True)\ntime.sleep(0.1)\n"
@@ -314,7 +316,7 @@ def test_a_copy_of_ones_own_maps_nothing_for_longer_than_it_takes(x: Array, star
 def test_what_cannot_be_exported(x: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotShare, match="host memory\n    fix: multiprocessing"):
         export(numpy.zeros(3, "f4"))
-    with pytest.raises(CannotShare, match="no array of"):
+    with pytest.raises(CannotShare, match="not an array of"):
         export([1, 2])
     monkeypatch.setattr(sharing_doors, "free", 1 << 20)
     with pytest.raises(
@@ -335,7 +337,7 @@ def test_what_cannot_be_attached(x: Array, monkeypatch: pytest.MonkeyPatch, star
             "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
             str(other),
         )
-        assert "the export is gone" in child.says(), "a token that is not known"
+        assert "the export is gone" in child.says(), "an unknown token"
         elsewhere = start(
             "from memguard._devices import shared_memory\nshared_memory.ordinal = lambda uuid: None\n"
             "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
@@ -380,15 +382,15 @@ def ended(connection: socket.socket) -> bool:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff" * 9,
-        wire.packed({"memguard": 1, "token": "f" * 32}),
-        wire.packed({"memguard": 1, "token": "é"}),
-        wire.packed({"memguard": 9}),
-        wire.packed({}) + b"more",
+        wire.encode({"memguard": 1, "token": "f" * 32}),
+        wire.encode({"memguard": 1, "token": "é"}),
+        wire.encode({"memguard": 9}),
+        wire.encode({}) + b"more",
         pickle.dumps(Handle("/", "0" * 32, UUID, (), "float32")),
     ],
     ids=["http", "noise", "another token", "no token", "another version", "too much", "pickle"],
 )
-def test_garbage_is_hung_up_on_and_nothing_else(
+def test_only_a_peer_that_sends_garbage_is_disconnected(
     data: bytes, x: Array, connect: Callable[[Handle], socket.socket], start: Start
 ) -> None:
     with export(x) as handle:
@@ -398,7 +400,7 @@ def test_garbage_is_hung_up_on_and_nothing_else(
         assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
 
 
-def test_another_user_is_hung_up_on(
+def test_another_user_is_disconnected(
     x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = wire.peer
@@ -406,7 +408,7 @@ def test_another_user_is_hung_up_on(
         monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(uid=os.geteuid() + 1))
         connection = connect(handle)
         with contextlib.suppress(BrokenPipeError):
-            connection.sendall(wire.packed(wire.asking(handle.token)))
+            connection.sendall(wire.encode(wire.request(handle.token)))
         assert ended(connection) and handle.attached == 0
 
 
@@ -422,28 +424,28 @@ def test_an_exporter_of_another_user_is_not_even_asked(x: Array, start: Start) -
         assert "its socket belongs to another user (user 7)" in child.says()
 
 
-def test_the_silent_and_the_slow_keep_nobody_waiting(
+def test_silent_and_slow_peers_keep_nobody_waiting(
     x: Array, connect: Callable[[Handle], socket.socket], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE", 1.0)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 1.0)
     with export(x) as handle:
         silent, slow = connect(handle), connect(handle)
         slow.send(b"\0")
         assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
-        assert ended(silent) and ended(slow), "they had their time"
+        assert ended(silent) and ended(slow), "their time was up"
 
 
-def test_strangers_are_not_collected_without_end(
+def test_the_number_of_waiting_peers_is_limited(
     x: Array, connect: Callable[[Handle], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE", 60.0)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 60.0)
     with export(x) as handle:
-        strangers = [connect(handle) for _ in range(server.STRANGERS)]
+        waiting = [connect(handle) for _ in range(server.MOST_WAITING)]
         late = connect(handle)
-        late.sendall(wire.packed(wire.asking(handle.token)))
+        late.sendall(wire.encode(wire.request(handle.token)))
         message, fd = wire.receive(late, 10)
-        assert ended(strangers[0]), "who has been silent for longest makes room"
-        assert len(sharing.hub()._strangers) < server.STRANGERS
+        assert ended(waiting[0]), "the one that has waited longest makes room"
+        assert len(server.current()._waiting) < server.MOST_WAITING
         assert fd is not None and message["shape"] == [3, 4]
         os.close(fd)
         assert handle.attached == 1
@@ -456,10 +458,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"shape": [1 << 40, 4]}, "do not lie in memory"),
     ({"offset": PIECE - 16}, "do not lie in memory"),
     ({"strides": [-4, 1]}, "do not lie in memory"),
-    ({"kind": "block", "handle": "00" * 64}, "its memory did not come"),
+    ({"kind": "block", "handle": "00" * 64}, "the memory did not come"),
     ({"kind": "nothing"}, "its size contradicts"),
-    ({"dtype": "object"}, "its dtype is not known"),
-    ({"memguard": 3}, "no description"),
+    ({"dtype": "object"}, "its dtype is unknown"),
+    ({"memguard": 3}, "not a description"),
 ]
 
 
@@ -484,19 +486,17 @@ def test_an_exporters_answer_is_checked(
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(CannotShare, match=f"makes no sense: .*{reason}"):
+        with pytest.raises(CannotShare, match=f"is not valid: .*{reason}"):
             attach(Handle(str(path), "0" * 32, UUID, (3, 4), "float32"), "cupy")
         thread.join()
     path.unlink()
     assert not sharing_doors.mapped
 
 
-def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
-    doors: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attach_gives_up_on_an_exporter_that_does_not_answer(doors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true = wire.peer
     monkeypatch.setattr(wire, "peer", lambda connection: true(connection)._replace(pid=1))
-    monkeypatch.setattr(sharing, "PATIENCE", 0.1)
+    monkeypatch.setattr(sharing, "ANSWER_TIMEOUT", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(doors / "stopped"))
         listener.listen()
@@ -516,7 +516,7 @@ def test_an_exporter_that_does_not_answer_is_not_waited_for_for_ever(
     (doors / "stopped").unlink()
 
 
-def test_a_forked_child_neither_serves_nor_ends_what_its_parent_exports(x: Array, start: Start, doors: Path) -> None:
+def test_a_forked_child_neither_serves_nor_closes_its_parents_exports(x: Array, start: Start, doors: Path) -> None:
     before = descriptors()
     with export(x) as handle:
         holder = start(HOLD + "wait()", str(handle))
@@ -551,7 +551,7 @@ def descriptors() -> list[str]:
     return sorted(name for name in found if name.startswith(("socket:", "/memfd:")))
 
 
-def test_a_fork_of_who_attached_holds_nothing(x: Array, start: Start) -> None:
+def test_a_fork_of_a_process_that_attached_holds_nothing(x: Array, start: Start) -> None:
     with export(x) as handle:
         child = start(
             HOLD + "import os\npid = os.fork()\nif not pid:\n  del y; time.sleep(30); os._exit(0)\n"
@@ -562,7 +562,7 @@ def test_a_fork_of_who_attached_holds_nothing(x: Array, start: Start) -> None:
         pid = child.says()
         try:
             time.sleep(0.1)
-            assert handle.attached == 1, "the fork let go of nothing"
+            assert handle.attached == 1, "the fork released nothing"
             child.kill()
             within(10, lambda: handle.attached == 0, "the fork kept the connection")
         finally:
@@ -610,7 +610,7 @@ def test_threads_export_and_close_at_once(start: Start) -> None:
 
 def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> None:
     handle = export(x)
-    with sharing.hub()._lock:
+    with server.current()._lock:
         handle.close()
     assert not lifetimes.kept
 
@@ -636,7 +636,7 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arra
     return make
 
 
-def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[..., Array]) -> None:
+def test_an_array_that_fills_its_block_is_shared_without_a_copy(start: Start, block: Callable[..., Array]) -> None:
     x: Array | None = block(PIECE - 16, PIECE)
     assert x is not None
     alive = weakref.ref(x)
@@ -652,7 +652,7 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
     child.go()
     assert child.says() == 9, "it is the same memory"
     handle.close()
-    assert handle.attached == 1 and lifetimes.lent(), "it stays alive until the other is done with it"
+    assert handle.attached == 1 and lifetimes.lent(), "it lives until the other process is done with it"
     refused = "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))"
     with export(Array(numpy.ones(3, "f4"))) as other:
         again = Handle(other.path, handle.token, handle.uuid, handle.shape, handle.dtype)
@@ -665,7 +665,7 @@ def test_a_block_of_its_own_is_shared_as_it_is(start: Start, block: Callable[...
     assert handle.attached is None
 
 
-def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., Array]) -> None:
+def test_a_block_that_nobody_attached_is_released_at_once(block: Callable[..., Array]) -> None:
     x = block(PIECE, PIECE)
     alive = weakref.ref(x)
     handle = export(x, copy=False)
@@ -687,13 +687,15 @@ def test_a_block_that_nobody_attached_is_let_go_of_at_once(block: Callable[..., 
         ({"nbytes": PIECE, "size": PIECE, "handle": False}, "the driver gives no IPC handle"),
     ],
 )
-def test_a_block_with_others_in_it_is_not(options: dict[str, Any], reason: str, block: Callable[..., Array]) -> None:
+def test_a_block_with_other_arrays_is_not_shared(
+    options: dict[str, Any], reason: str, block: Callable[..., Array]
+) -> None:
     with pytest.raises(CannotShare, match=reason) as caught:
         export(block(**options), copy=False)
     assert caught.value.remedy == "copy=True" and not lifetimes.lent() and not serving()
 
 
-def test_handing_over_within_a_process_loads_no_descriptors() -> None:
+def test_handing_over_within_a_process_imports_no_sockets() -> None:
     code = (
         "import sys, memguard.exchange as exchange\nexchange.to\n"
         "late = ['memguard.exchange.ipc.' + name for name in ('sharing', 'server', 'wire')]\n"

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from memguard.exchange import compatibility
 from memguard.exchange.adapters import registry
-from memguard.exchange.compatibility import Layout, Taker, obstacle
+from memguard.exchange.compatibility import Layout, Traits, obstacle
 from memguard.exchange.lifetimes import covered
 from memguard.exchange.view import DTYPES, View, dtype_of_code, dtype_of_typestr, row_major
 
-TAKERS = {name: registry.by_name(name).taker for name in registry.NAMES}
+TRAITS = {name: registry.by_name(name).traits for name in registry.NAMES}
 
 
 class Limits(NamedTuple):
@@ -109,7 +109,7 @@ def test_order_and_gaps(view: View) -> None:
 
 
 @given(layouts, st.sampled_from(["int8", "float64", "complex64"]))
-def test_numpy_says_the_same(layout: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> None:
+def test_numpy_agrees(layout: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> None:
     shape, strides = layout
     room: Any = numpy.zeros(2 * 30 * 16 * 4 + 1, dtype)
     middle = room[len(room) // 2 :]
@@ -125,7 +125,7 @@ def test_numpy_says_the_same(layout: tuple[tuple[int, ...], tuple[int, ...]], dt
 
 
 @given(views)
-def test_turned_round_it_is_the_same_elements(view: View) -> None:
+def test_without_negative_strides_the_elements_are_the_same(view: View) -> None:
     turned, axes = view.forwards()
     assert min(turned.strides, default=0) >= 0 and turned.shape == view.shape
     assert set(axes) == {axis for axis, stride in enumerate(view.strides) if stride < 0}
@@ -144,7 +144,7 @@ def test_row_major_is_compact(shape: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=8))
-def test_what_is_covered_is_covered_once(parts: list[tuple[int, int]]) -> None:
+def test_overlapping_ranges_are_covered_once(parts: list[tuple[int, int]]) -> None:
     assert covered(parts) == len({byte for first, behind in parts for byte in range(first, behind)})
     assert covered(iter(reversed(parts))) == covered(parts)
 
@@ -171,17 +171,17 @@ def test_sizes_are_those_of_c() -> None:
 
 
 @pytest.mark.parametrize("typestr", ["<b1", ">b1", "|b1", "=u1", ">i1"])
-def test_bytes_have_no_order(typestr: str) -> None:
+def test_one_byte_has_no_byte_order(typestr: str) -> None:
     assert dtype_of_typestr(typestr) == {"b": "bool", "u": "uint8", "i": "int8"}[typestr[1]]
 
 
 @pytest.mark.parametrize("typestr", [">f4", ">i8", "|S4", "<U3", "|V8", "|O8", "<M8[ns]", "<f16", "<c32", "", "f"])
-def test_what_is_no_dtype_here_is_none(typestr: str) -> None:
+def test_unknown_typestrs_give_none(typestr: str) -> None:
     assert dtype_of_typestr(typestr) is None
 
 
 @pytest.mark.parametrize("numbers", [(0, 4), (3, 64), (2, 128), (4, 32), (6, 1), (17, 4), (99, 8)])
-def test_numbers_of_no_dtype_here_are_none(numbers: tuple[int, int]) -> None:
+def test_unknown_dlpack_numbers_give_none(numbers: tuple[int, int]) -> None:
     assert dtype_of_code(*numbers) is None
 
 
@@ -204,11 +204,11 @@ def allowed(view: View, limits: Limits, device: int | None) -> bool:
 
 
 def test_every_framework_has_its_limits_here() -> None:
-    assert set(LIMITS) == set(registry.NAMES) == set(TAKERS)
-    for name, taker in TAKERS.items():
-        assert taker.name == name and taker.title
-        assert taker.on_gpu == (LIMITS[name].gpu is not None) and taker.on_host == (LIMITS[name].host is not None)
-        assert taker.dtypes == {d for d in DTYPES if not d.startswith(tuple(LIMITS[name].lacks.split()))}
+    assert set(LIMITS) == set(registry.NAMES) == set(TRAITS)
+    for name, traits in TRAITS.items():
+        assert traits.name == name and traits.title
+        assert traits.on_gpu == (LIMITS[name].gpu is not None) and traits.on_host == (LIMITS[name].host is not None)
+        assert traits.dtypes == {d for d in DTYPES if not d.startswith(tuple(LIMITS[name].lacks.split()))}
 
 
 @given(views, st.sampled_from(registry.NAMES), st.booleans())
@@ -220,19 +220,19 @@ def test_every_framework_has_its_limits_here() -> None:
 @example(View(64, (2,), (0,), "float32", 0), "numba", True)
 @example(View(64, (1, 2), (0, 1), "float32", 0), "numba", True)
 @example(View(64, (2, 3), (0, 1), "float32", 0), "cupy", True)
-def test_what_is_let_through_is_within_the_limits_and_the_rest_is_refused(view: View, name: str, there: bool) -> None:
+def test_only_arrays_within_a_frameworks_limits_are_accepted(view: View, name: str, there: bool) -> None:
     device = view.device if there else 1
-    found = obstacle(view, TAKERS[name], device)
+    found = obstacle(view, TRAITS[name], device)
     assert (found is None) == allowed(view, LIMITS[name], device)
     if found is not None:
         assert found.reason and found.remedy and "\n" not in found.reason + found.remedy
-        assert found.copied == (view.dtype in TAKERS[name].dtypes), "a copy has the same dtype"
+        assert found.copied == (view.dtype in TRAITS[name].dtypes), "a copy has the same dtype"
         assert ("copy=True" in found.remedy) == found.copied
-    assert found == obstacle(view, TAKERS[name], device)
+    assert found == obstacle(view, TRAITS[name], device)
 
 
 @pytest.mark.parametrize(
-    ("view", "taker", "device", "reason", "remedy"),
+    ("view", "traits", "device", "reason", "remedy"),
     [
         (View(0, (2,), (1,), "float8_e5m2", 0), "cupy", 0, "no arrays of dtype float8_e5m2", "cast it to float32"),
         (View(0, (2,), (1,), "bfloat16", 0), "numba", 0, "no arrays of dtype bfloat16", "cast it to float32"),
@@ -240,18 +240,18 @@ def test_what_is_let_through_is_within_the_limits_and_the_rest_is_refused(view: 
         (View(0, (2,), (1,), "int8", 0), "numpy", None, "on a GPU, and NumPy never", "downloads"),
         (View(0, (2,), (1,), "int8", 0), "torch", 1, "on cuda:0, not on cuda:1", "copies it there"),
         (View(0, (2,), (1,), "int8", None), "torch", 1, "host", "copies it there"),
-        (View(0, (2, 2), (1, 2), "int8", 0), "tensorflow", 0, "row-major arrays without gaps only", "copy=True"),
-        (View(0, (2, 2), (4, 1), "int8", 0), "jax", 0, "without gaps only", "copy=True"),
+        (View(0, (2, 2), (1, 2), "int8", 0), "tensorflow", 0, "only row-major arrays without gaps", "copy=True"),
+        (View(0, (2, 2), (4, 1), "int8", 0), "jax", 0, "only arrays without gaps", "copy=True"),
         (View(9, (2,), (-1,), "int8", 0), "cupy", 0, r"negative: \(-1,\)", "copy=True"),
         (View(64, (2, 2), (0, 1), "int8", 0), "numba", 0, "misreads arrays that repeat their elements", "copy=True"),
         (View(68, (2,), (1,), "int8", 0), "tensorflow", 0, "multiples of 64 bytes, this one is 4 past", "copy=True"),
         (View(24, (2,), (1,), "int8", 0), "jax", 0, "multiples of 16 bytes, this one is 8 past", "copy=True"),
         (View(80, (2,), (1,), "int8", None), "jax", None, "multiples of 64 bytes, this one is 16 past", "copy=True"),
-        (View(64, (2,), (1,), "int8", 0, True), "numba", 0, "read-only, and Numba would write", "copy=True"),
+        (View(64, (2,), (1,), "int8", 0, True), "numba", 0, "read-only, and Numba could write", "copy=True"),
     ],
 )
-def test_the_reason_and_the_remedy(view: View, taker: str, device: int | None, reason: str, remedy: str) -> None:
-    found = obstacle(view, TAKERS[taker], device)
+def test_the_reason_and_the_remedy(view: View, traits: str, device: int | None, reason: str, remedy: str) -> None:
+    found = obstacle(view, TRAITS[traits], device)
     assert found is not None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found.reason)
@@ -259,7 +259,7 @@ def test_the_reason_and_the_remedy(view: View, taker: str, device: int | None, r
 
 
 def test_bool_is_viewed_and_integers_are_cast() -> None:
-    nobody = Taker("nobody", "Nobody", frozenset())
+    nobody = Traits("nobody", frozenset(), title="Nobody")
     remedies = {}
     for dtype in ("bool", "int64", "float64"):
         found = obstacle(View(0, (), (), dtype, 0), nobody, 0)
@@ -270,7 +270,7 @@ def test_bool_is_viewed_and_integers_are_cast() -> None:
 
 @given(views, st.sampled_from(list(Layout)), st.sampled_from([1, 2, 16, 256]))
 def test_a_wider_layout_and_a_smaller_alignment_take_no_less(view: View, layout: Layout, alignment: int) -> None:
-    narrow = Taker("t", "T", frozenset(DTYPES), layout, alignment, alignment, on_host=True)
-    wide = Taker("t", "T", frozenset(DTYPES), Layout.FORWARD, 1, 1, writes=False, on_host=True)
+    narrow = Traits("t", frozenset(DTYPES), layout, alignment, alignment, on_host=True, title="T")
+    wide = Traits("t", frozenset(DTYPES), Layout.FORWARD, 1, 1, writes=False, on_host=True, title="T")
     if compatibility.obstacle(view, narrow, view.device) is None:
         assert compatibility.obstacle(view, wide, view.device) is None

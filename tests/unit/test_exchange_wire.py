@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard.exchange.ipc import wire
-from memguard.exchange.ipc.wire import Description, Garbage
+from memguard.exchange.ipc.wire import BadMessage, Description
 
 SENT = Description("file", "GPU-0a1b2c3d", (3, 4), (4, 1), "float32", size=2 << 20)
 GOOD = json.loads(json.dumps(SENT.message()))
@@ -34,7 +34,7 @@ def open_files() -> int:
 
 
 def test_a_description_comes_back_as_it_was_sent() -> None:
-    found = wire.described(GOOD)
+    found = wire.description(GOOD)
     assert found == SENT
     assert found.view(4096, 1) == (4096, (3, 4), (4, 1), "float32", 1, False)
 
@@ -86,15 +86,15 @@ def test_a_description_comes_back_as_it_was_sent() -> None:
     ],
     ids=str,
 )
-def test_what_lies_outside_its_memory_or_is_no_description_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(Garbage):
-        wire.described({**GOOD, **change})
+def test_a_description_that_is_wrong_or_exceeds_its_memory_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(BadMessage):
+        wire.description({**GOOD, **change})
 
 
 def test_each_field_is_needed() -> None:
     for name in GOOD:
-        with pytest.raises(Garbage):
-            wire.described({key: value for key, value in GOOD.items() if key != name})
+        with pytest.raises(BadMessage):
+            wire.description({key: value for key, value in GOOD.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_each_field_is_needed() -> None:
     ],
     ids=str,
 )
-def test_what_lies_within_is_taken(change: dict[str, Any]) -> None:
-    assert wire.described({**GOOD, **change}).uuid == "GPU-0a1b2c3d"
+def test_a_description_within_its_memory_is_accepted(change: dict[str, Any]) -> None:
+    assert wire.description({**GOOD, **change}).uuid == "GPU-0a1b2c3d"
 
 
 JSON = st.recursive(
@@ -121,20 +121,20 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(list(GOOD)), JSON))
-def test_no_description_gets_past_with_an_array_outside_its_memory(change: dict[str, Any]) -> None:
+def test_no_accepted_description_exceeds_its_memory(change: dict[str, Any]) -> None:
     try:
-        found = wire.described({**GOOD, **change})
-    except Garbage:
+        found = wire.description({**GOOD, **change})
+    except BadMessage:
         return
     first, behind = found.view(0, 0).extent
     assert not found.view(0, 0).size or 0 <= first <= behind <= found.size
 
 
 @given(st.binary(max_size=64))
-def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
+def test_bytes_are_a_message_or_incomplete_or_refused(data: bytes) -> None:
     try:
-        found = wire.unpacked(data)
-    except Garbage:
+        found = wire.decode(data)
+    except BadMessage:
         return
     assert found is None or isinstance(found, dict)
 
@@ -152,26 +152,26 @@ def test_bytes_are_a_message_not_yet_one_or_garbage(data: bytes) -> None:
     ],
     ids=["too long", "more than it says", "no object", "no text", "deep", "long number", "another protocol"],
 )
-def test_garbage_is_garbage(data: bytes) -> None:
-    with pytest.raises(Garbage):
-        wire.unpacked(data)
+def test_bad_messages_are_refused(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        wire.decode(data)
 
 
-def test_what_would_be_too_long_is_not_sent() -> None:
-    with pytest.raises(Garbage):
-        wire.packed({"text": "x" * wire.LIMIT})
+def test_a_message_that_is_too_long_is_not_sent() -> None:
+    with pytest.raises(BadMessage):
+        wire.encode({"text": "x" * wire.LIMIT})
 
 
 @pytest.mark.parametrize("token", [None, 7, "", "0" * 31, "0" * 33, "G" * 32, "0" * 31 + "\n", ["0" * 32]])
-def test_what_asks_for_nothing(token: object) -> None:
-    with pytest.raises(Garbage):
-        wire.asked({"memguard": 1, "token": token})
-    assert wire.asked(wire.asking("0" * 32)) == "0" * 32
-    with pytest.raises(Garbage):
-        wire.asked({"memguard": 2, "token": "0" * 32})
+def test_a_request_without_a_valid_token_is_refused(token: object) -> None:
+    with pytest.raises(BadMessage):
+        wire.requested_token({"memguard": 1, "token": token})
+    assert wire.requested_token(wire.request("0" * 32)) == "0" * 32
+    with pytest.raises(BadMessage):
+        wire.requested_token({"memguard": 2, "token": "0" * 32})
 
 
-def test_a_file_descriptor_comes_with_its_message_and_is_not_passed_on_to_programs(
+def test_a_file_descriptor_comes_with_its_message_and_is_not_inherited(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
@@ -189,7 +189,7 @@ def test_a_message_may_come_byte_by_byte(pair: tuple[socket.socket, socket.socke
     here, there = pair
 
     def trickle() -> None:
-        for byte in wire.packed(GOOD):
+        for byte in wire.encode(GOOD):
             here.send(bytes([byte]))
 
     thread = threading.Thread(target=trickle)
@@ -204,23 +204,23 @@ def test_several_file_descriptors_are_refused_and_closed(pair: tuple[socket.sock
     for count in (2, 4, 50):
         with open(os.devnull) as file:
             fds = array.array("i", [file.fileno()] * count)
-            here.sendmsg([wire.packed(GOOD)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            with pytest.raises(Garbage, match="file descriptors"):
+            here.sendmsg([wire.encode(GOOD)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            with pytest.raises(BadMessage, match="more than one file descriptor"):
                 wire.receive(there, 5)
         assert open_files() == before
 
 
-def test_with_garbage_behind_it_a_file_descriptor_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_file_descriptor_of_a_bad_message_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     with open(os.devnull) as file:
         before = open_files()
         here.sendmsg([b"\xff" * 9], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))])
-        with pytest.raises(Garbage):
+        with pytest.raises(BadMessage):
             wire.receive(there, 5)
         assert open_files() == before
 
 
-def test_one_that_trickles_is_not_waited_for_for_ever(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_slow_sender_times_out(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     here.send(b"\0\0")
     with pytest.raises(TimeoutError):
@@ -230,7 +230,7 @@ def test_one_that_trickles_is_not_waited_for_for_ever(pair: tuple[socket.socket,
         wire.receive(there, 5)
 
 
-def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_peer_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
     here, _ = pair
     here.setblocking(False)
     with pytest.raises(ConnectionError):
@@ -238,7 +238,9 @@ def test_one_that_does_not_read_is_not_waited_for(pair: tuple[socket.socket, soc
             wire.send(here, GOOD)
 
 
-def test_who_is_at_the_other_end(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_says_who_is_at_the_other_end(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     who = wire.peer(pair[0])
     assert who == (os.getpid(), os.geteuid()) and wire.same_user(who)
     assert not wire.same_user(who._replace(uid=who.uid + 1))

@@ -367,7 +367,7 @@ def test_a_page_that_changes_hands_is_seen_though_the_card_is_as_full_as_before(
 
 
 def test_a_context_that_only_the_process_list_shows_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cuda-bindings nobody says whether there is one; the process holds memory, so there is."""
+    """CUDA does not say whether there is a context; the process holds memory, so there is."""
     setting = Setting()
     monkeypatch.setattr(setting.host, "context_active", lambda device: None)
     setting.host.open_context(setting.gpu, 518 * MIB)

@@ -50,7 +50,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 def nb(shared: Notebook) -> Notebook:
     """With the extension and the budget, and with nothing allocated."""
     shared.run("%reset -f")  # the user's names, and what was shown
-    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "active.trim();")
+    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "_api.trim();")
     return shared
 
 

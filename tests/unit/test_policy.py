@@ -230,7 +230,7 @@ def test_ordinals_need_cudas_numbering() -> None:
     assert _policy.needs_ordinals(asked)
     assert not _policy.needs_ordinals(budget({"torch": {"share": "50%"}}, devices={"A100*": {}, UUID: {}}))
     text = problems(asked, gpu(ordinal=None))
-    assert "CUDA ordinal" in text and "cuda-bindings" in text and "by UUID" in text
+    assert "CUDA ordinal" in text and "memguard doctor" in text and "by UUID" in text
 
 
 def test_a_limit_above_the_card() -> None:

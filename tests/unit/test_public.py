@@ -241,3 +241,10 @@ def test_a_problem_is_rendered_with_its_place_and_its_fix() -> None:
     assert str(CapNotApplied("torch", "why", "how")) == "torch: cap not applied: why\n    fix: how"
     assert str(CannotShare("a", "b", "why", "how")) == "a to b: cannot share this array: why\n    fix: how"
     assert str(CannotShare("a", None, "why", "how")) == "a: cannot share this array: why\n    fix: how"
+
+
+def test_the_older_names_of_producer_and_consumer_still_work() -> None:
+    error, route = CannotShare("a", "b", "why", "how"), memguard.exchange.Route("a", "b", "shared", 4)
+    assert (error.producer, error.consumer) == (error.source, error.target) == ("a", "b")
+    assert (route.producer, route.consumer) == (route.source, route.target) == ("a", "b")
+    assert str(route) == "a to b: 4 B shared"

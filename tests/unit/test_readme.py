@@ -2,27 +2,173 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
+MIB, GIB = 1 << 20, 1 << 30
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
-def test_the_tables_are_those_of_the_committed_results() -> None:
+def between(document: str, name: str) -> str:
+    """The generated part of a document, as it is committed."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert text.count(f"<!-- {name}: begin -->") == text.count(f"<!-- {name}: end -->") == 1
+    return text.split(f"<!-- {name}: begin -->\n")[1].split(f"\n<!-- {name}: end -->")[0]
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def stale(name: str) -> bool:
+    import _run
+
+    return result(name)["about"]["memguard_hash"] not in (_run.source_hash(), _run.source_hash(whole=True))
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/results.md", "docs/exchange.md"])
+def test_generated_parts_are_made_of_the_committed_results(document: str) -> None:
     import table
 
-    shown = README.split(table.BEGIN)[1].split(table.END)[0].strip("\n")
-    assert shown == table.tables(), "run python benchmarks/table.py --write"
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert table.generated(document, text) == text, "run python benchmarks/table.py"
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-)
+def test_the_ledger_of_the_readme_is_the_one_that_was_recorded() -> None:
+    (shown,) = re.findall(r"```\n(.*?)\n```", between("README.md", "ledger"), re.DOTALL)
+    printed = [line.rstrip() for line in result("h200-main-job.json")["mixed_workload"]["ledger"].splitlines()]
+    assert len(shown.splitlines()) > 15
+    assert shown.splitlines() == printed[: len(shown.splitlines())]
+    assert "tensorflow*" in shown and "total" in shown
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert "pip install memguard" not in README
+
+
+def rows() -> list[tuple[str, str, list[str]]]:
+    """README's measured rows: what was measured, the figures, and the files that they are said to come from."""
+    found = []
+    for line in between("README.md", "results").splitlines()[2:]:
+        if line.startswith("|"):
+            what, measured, source = line.strip("| ").split(" | ")
+            found.append((what, measured, re.findall(r"\(benchmarks/results/([\w.-]+\.json)\)", source)))
+    return found
+
+
+def test_the_readme_has_at_most_twelve_measured_rows_and_says_which_are_stale() -> None:
+    lines = [line for line in between("README.md", "results").splitlines()[2:] if line.startswith("|")]
+    assert 8 <= len(lines) <= 12
+    for line, (_, _, names) in zip(lines, rows(), strict=True):
+        assert names
+        assert line.endswith("STALE |") == any(stale(name) for name in names), line
+
+
+def test_every_figure_of_the_readme_is_in_the_result_that_its_row_names() -> None:
+    """Read from the JSON here, and not by what wrote the table."""
+    job, six, watch, exchange, light = (
+        result(f"h200-{name}.json") for name in ("main-job", "all-frameworks", "watch", "exchange", "light")
+    )
+    alone, driven = job["scenarios"]["without_memguard"], job["scenarios"]["together"]["driven"]
+    ledgers = [*job["scenarios"]["together"]["readings"], *job["scenarios"]["torch_and_pycuda"]["readings"]]
+    together, loop = six["scenarios"]["together"], six["scenarios"].get("loop")
+    ops, speed = watch["scenarios"]["small ops"]["ratio"], exchange["scenarios"]["speed"]
+    host = [
+        speed["host"]["to_host_ms"][pair.split(" > ")[0]] + speed["host"]["from_host_ms"][pair.split(" > ")[1]]
+        for pair in speed["speed"]
+    ]
+    tests = [list(result(path.name)["results"].values()) for path in sorted(RESULTS.glob("*gpu-tests.json"))]
+    expected = {
+        "Without memguard": [alone["tensorflow_took"] / MIB],
+        "With a limit": [
+            driven[name][key] / MIB for name in ("tensorflow", "torch", "pycuda") for key in ("most_held", "cap")
+        ],
+        "The process meanwhile": [
+            job["scenarios"]["together"]["nvml"]["max_bytes"] / GIB,
+            job["scenarios"]["together"]["nvml"]["samples"],
+        ],
+        "Ledgers that sum": [[one["sum_minus_total"] for one in ledgers].count(0), len(ledgers)],
+        "`import tensorflow`": [
+            -job["scenarios"]["order_control"]["returncode"],
+            job["scenarios"]["order_cured"]["multiprocessors"],
+        ],
+        "All six": [together["nvml"]["max_bytes"] / GIB, together["nvml"]["samples"]],
+        "A leak": [watch["scenarios"]["leak"]["announced_before_oom_s"]],
+        "Small PyTorch": [ops["median"], 95, ops["low"], ops["high"]],
+        "1 GiB to another": [
+            max(one["memguard"]["median_us"] for one in speed["speed"].values()),
+            min(host),
+            max(host),
+        ],
+        "`memguard.init`": [light["init"]["init_s"]["median"] * 1e3],
+        "The tests": [count for one in tests for count in (one.count("passed"), one.count("failed"))],
+    }
+    if loop:
+        expected["Five minutes"] = [loop["allocated"], sum(loop["refused"].values()), loop["unaccounted_drift"] / MIB]
+    assert len(rows()) == len(expected)
+    for what, measured, _ in rows():
+        (figures,) = [figures for begin, figures in expected.items() if what.startswith(begin)]
+        text = re.sub(r"on \d+ × NVIDIA \w+( \w+)*", "", measured)  # how many GPUs, and their names
+        numbers = re.findall(r"(?<![\w`])[\d,]+(?:\.\d+)?", text)
+        assert len(numbers) == len(figures), (what, numbers)
+        for number, figure in zip(numbers, figures, strict=True):
+            digits = len(number.partition(".")[2])
+            assert float(number.replace(",", "")) == pytest.approx(figure, abs=0.51 * 10**-digits), (what, number)
+
+
+def test_the_readme_counts_the_checks_that_were_missed() -> None:
+    checks = [check for path in RESULTS.glob("*.json") for check in result(path.name).get("checks", {}).values()]
+    missed = sum(not passed for passed, _ in checks)
+    assert f"the {missed} checks that were missed" in between("README.md", "results")
+
+
+def test_every_result_is_listed_with_its_age_and_its_missed_checks() -> None:
+    text = between("docs/results.md", "results")
+    for path in RESULTS.glob("*.json"):
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| [{path.name}]")]
+        assert row.endswith("| STALE |") == stale(path.name), row
+        mentions = [line for line in text.splitlines() if f"({'../benchmarks/results/' + path.name})" in line]
+        assert len(mentions) >= 2, f"{path.name} is listed, but nothing of it is shown"
+        assert all(("STALE" in line) == stale(path.name) for line in mentions)
+        for check, (passed, figure) in result(path.name).get("checks", {}).items():
+            assert passed or f"- {check}: {figure}" in text
+
+
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_modules_that_are_named_are_there(document: str) -> None:
+    import memguard
+
+    package = Path(memguard.__file__).parent
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for path in re.findall(r"\bmemguard/[\w/]+\.(?:py|pth)\b", text):
+        assert (package.parent / path).exists(), path
+    for dotted in re.findall(r"\bmemguard(?:\._\w+)+", text):
+        parts = package.parent.joinpath(*dotted.split("."))
+        assert parts.is_dir() or parts.with_suffix(".py").exists(), dotted
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_that_is_shown_compiles(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        compile(block, document, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
@@ -30,23 +176,19 @@ def test_links_lead_somewhere(document: str) -> None:
             assert (path.parent / target).exists(), target
 
 
-def test_the_budget_of_the_readme_is_valid() -> None:
+def test_the_budget_of_the_readme_is_that_of_its_ledger() -> None:
     from memguard import _config
 
-    found = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    assert found
-    for text in found:
-        _config.parse(text)
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert _config.parse(text) == _config.load(ROOT / "examples" / "mixed.yaml")
 
 
 def test_the_committed_results_pass_their_own_checks_again() -> None:
-    import json
-
     from checks import main_job_checks
 
-    result = json.loads((ROOT / "benchmarks/results/h200-main-job.json").read_text())
-    again = main_job_checks(result["scenarios"])
-    assert {name: passed for name, (passed, _) in again.items()} == {n: c[0] for n, c in result["checks"].items()}
+    committed = result("h200-main-job.json")
+    again = main_job_checks(committed["scenarios"])
+    assert {name: passed for name, (passed, _) in again.items()} == {n: c[0] for n, c in committed["checks"].items()}
 
 
 def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() -> None:
@@ -77,3 +219,42 @@ def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() ->
             assert deviation is None or deviation <= 0.02, (row.framework, what)
     assert compared >= 7
     assert outcome.refused == 0
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def section(heading: str) -> str:
+    return CONTRIBUTING.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_every_path_that_contributing_names_is_there() -> None:
+    import memguard
+
+    package = Path(memguard.__file__).parent
+    named = set(re.findall(r"`((?:memguard|benchmarks|docs|scripts|tests|\.ci)/[\w./<>-]*)`", CONTRIBUTING))
+    assert len(named) > 15
+    for path in sorted(named):
+        if "<name>" in path:
+            path = path.rpartition("/")[0]
+        place = package.parent if path.startswith("memguard/") else ROOT
+        if path != ".ci/run":  # the tests also run in a tree without it
+            assert (place / path).exists(), path
+
+
+def test_contributing_says_what_to_open_in_at_most_ten_rows() -> None:
+    lines = [line for line in section("Where to start").splitlines() if line.startswith("| ")][2:]
+    assert 1 <= len(lines) <= 10
+    assert all("`" in line.split(" | ")[1] for line in lines)
+
+
+def test_the_rooms_of_contributing_are_the_layers_that_are_checked() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.findall(
+        r'^    "(memguard\..*)",$', project.partition("\nlayers = [")[2].partition("]")[0], re.MULTILINE
+    )
+    checked = [re.findall(r"memguard\.(\w+)", layer) for layer in layers]
+    lines = [line for line in section("The rooms").splitlines() if line.startswith("| `")]
+    told = [re.findall(r"`(\w+)(?:/|\.py)`", line.split(" | ")[0]) for line in lines]
+    assert len(checked) > 10
+    assert told == checked

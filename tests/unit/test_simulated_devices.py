@@ -1,4 +1,4 @@
-"""The simulated host: NVML's sum holds, memory runs out, and nobody is confused about what is simulated."""
+"""The simulated host: NVML's sum holds, memory runs out, and everything is marked as simulated."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -66,28 +65,11 @@ def _foreign() -> bool | None:
     if "pycuda.driver" not in sys.modules or not contexts.initialised():
         return None
     made = getattr(getattr(sys.modules.get("pycuda.autoinit"), "context", None), "handle", None)
-    with contextlib.suppress(OSError, AttributeError, DeviceError):
-        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
-        now = ctypes.c_void_p()
-        known = {int(made)} if isinstance(made, int) else set()
-        if not driver.cuCtxGetCurrent(ctypes.byref(now)) and now.value:
-            known.add(now.value)
+    known = {made if isinstance(made, int) else None, contexts.current_handle()} - {None}
+    with contextlib.suppress(AttributeError, DeviceError):
         if known:
-            return not known <= _primaries(driver)
+            return not known <= {contexts.primary_now(ordinal) for ordinal in contexts.ordinals().values()}
     return None
-
-
-def _primaries(driver: ctypes.CDLL) -> set[int]:
-    """The handles of the primary contexts that exist in this process. Makes none."""
-    found = set()
-    for ordinal in contexts.ordinals().values():
-        handle, device = ctypes.c_void_p(), ctypes.c_int()
-        if contexts.active(ordinal) and not driver.cuDeviceGet(ctypes.byref(device), ordinal):
-            if driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), device):
-                continue
-            driver.cuDevicePrimaryCtxRelease_v2(device)
-            found.add(handle.value or 0)
-    return found
 
 
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:

@@ -69,7 +69,7 @@ class PyCUDA(Framework):
             raise CapNotApplied(
                 self.name,
                 "CUDA's numbering of several GPUs cannot be asked for",
-                "pip install cuda-bindings",
+                "run `memguard doctor` to see why CUDA does not start",
             )
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
         self._caps = dict(caps)

@@ -3,7 +3,7 @@
 Measured on an H200 with torch 2.11: the native allocator stops at the cap exactly; expandable segments
 are mapped in 20 MiB pieces and may pass it by less than one, so the fraction is set 20 MiB lower; the
 async backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so there a driver
-pool with `maxSize` is put under it (needs `cuda-bindings`). Setting the fraction creates no context.
+pool with `maxSize` is put under it (CUDA 12.2 and newer). Setting the fraction creates no context.
 
 Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)` (unseen).
 """
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, ClassVar
 
-from memguard._devices import libcuda
+from memguard._devices.pools import CappedPool
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.torch import history, settings
@@ -41,7 +41,7 @@ class Torch(Framework):
         super().__init__(host)
         self._caps: dict[str, int] = {}
         self._before: dict[int, float] = {}
-        self._pools: dict[str, libcuda.CappedPool] = {}
+        self._pools: dict[str, CappedPool] = {}
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # what the caps were set for
@@ -107,7 +107,7 @@ class Torch(Framework):
         in_use = settings.stat(stats, "allocated_bytes", "current")
         peak = settings.stat(stats, "allocated_bytes", "peak")
         pool = self._pools.get(device.uuid)
-        pooled = pool is not None and pool._attribute("CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH")
+        pooled = pool is not None and pool.peak()
         if not pooled and settings.never_held(stats):
             return None
         if pool is not None:
@@ -323,13 +323,13 @@ class Torch(Framework):
         if uuid in self._pools:
             return
         try:
-            self._pools[uuid] = libcuda.CappedPool(ordinal, allowed)
-        except (ImportError, DeviceError) as error:
+            self._pools[uuid] = CappedPool(ordinal, allowed)
+        except DeviceError as error:
             raise CapNotApplied(
                 self.name,
                 f"under cudaMallocAsync the fraction counts bytes in use, not what the pool holds, and no driver pool "
-                f"could be put under it ({error})",
-                "pip install 'memguard[cuda]', or use PyTorch's native allocator",
+                f"could be put under it ({str(error).splitlines()[0]})",
+                "use PyTorch's native allocator, or a driver for CUDA 12.2 or newer (535)",
             ) from error
 
     def _restore(self) -> None:

@@ -1,1 +1,1 @@
-"""The frameworks' arrays: how each is read, and how it is made of another's memory."""
+"""The frameworks' arrays: how each is read, and how one is made of another framework's memory."""

@@ -1,4 +1,4 @@
-"""The array interfaces, CUDA's and NumPy's, in which PyCUDA's, Numba's and NumPy's arrays are shown and read."""
+"""The array interfaces of CUDA and NumPy: PyCUDA's, Numba's and NumPy's arrays are read and made through them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._devices import contexts, streams
-from memguard.exchange.lifetimes import Loan
+from memguard.exchange.lifetimes import Lifetime
 from memguard.exchange.view import DTYPES, View, dtype_of_typestr, row_major
 
 
 class Malformed(ValueError):
-    """An interface that describes no array as `View` can say it. `remedy` is what to do."""
+    """An interface that describes no array that `View` can describe. `remedy` says what to do."""
 
-    def __init__(self, reason: str, remedy: str = "look at how its library makes it") -> None:
+    def __init__(self, reason: str, remedy: str = "check how its library makes it") -> None:
         super().__init__(reason)
         self.remedy = remedy
 
 
 def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
-    """The array, the stream it names (None: none), and the context it belongs to where that is not the primary one.
+    """The array, the stream that it names (or None), and the context of its memory if that is not the primary one.
 
     Raises Malformed.
     """
@@ -29,32 +29,32 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
         given = None if given is None else tuple(map(int, given))
         dtype = dtype_of_typestr(typestr)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise Malformed(f"its array interface is not one: {error!r}") from error
+        raise Malformed(f"its array interface is not valid: {error!r}") from error
     if dtype is None:
-        raise Malformed(f"its dtype {typestr!r} is not one that can be handed over", "cast it where it comes from")
+        raise Malformed(f"its dtype {typestr!r} cannot be handed over", "cast it in its own framework")
     if interface.get("mask") is not None:
-        raise Malformed("it is masked, which no framework here reads", "fill in what is masked where it comes from")
+        raise Malformed("it is masked, and no other framework reads masks", "fill in the masked values first")
     itemsize = DTYPES[dtype][1] // 8
     if min(shape, default=0) < 0 or (given is not None and len(given) != len(shape)):
-        raise Malformed(f"its array interface is not one: shape {shape}, strides {given}")
+        raise Malformed(f"its array interface is not valid: shape {shape}, strides {given}")
     if given is not None and any(stride % itemsize for stride in given):
-        raise Malformed("its strides are no multiples of its elements' size", "make it contiguous where it comes from")
+        raise Malformed("its strides are no multiples of its elements' size", "make it contiguous in its own framework")
     strides = row_major(shape) if given is None else tuple([stride // itemsize for stride in given])
     found = streams.place(int(address or 0)) if address and 0 not in shape else None
     view = View(int(address or 0), shape, strides, dtype, found[0] if found else 0, bool(readonly))
     if found is None and view.size:
         raise Malformed(
-            f"CUDA knows no memory at its address {view.address:#x}: it was freed, or is another process's",
-            "keep what it is of alive",
+            f"CUDA knows no memory at its address {view.address:#x}: it was freed, or belongs to another process",
+            "keep the object that owns its memory alive",
         )
     context = found[1] if found is not None and found[1] not in (None, contexts.primary(found[0])) else None
     return view, interface.get("stream"), context
 
 
-class Shown:
-    """Memory of a loan, as the interface shows it. The loan ends with this object, which its arrays keep."""
+class WithInterface:
+    """Shared memory with an array interface. The arrays made of it keep this object, which keeps the lifetime."""
 
-    def __init__(self, view: View, loan: Loan) -> None:
+    def __init__(self, view: View, lifetime: Lifetime) -> None:
         interface = {
             "shape": view.shape,
             "typestr": DTYPES[view.dtype][2],
@@ -65,5 +65,5 @@ class Shown:
         if view.device is None:
             self.__array_interface__ = interface
         else:
-            self.__cuda_array_interface__ = {**interface, "stream": None}  # whoever asks has waited already
-        self._loan = loan
+            self.__cuda_array_interface__ = {**interface, "stream": None}  # the work was waited for already
+        self._lifetime = lifetime

@@ -1,4 +1,4 @@
-"""Memory of another process that is mapped here, as a lender of arrays. `memguard.exchange.attach` makes it."""
+"""Memory of another process that is mapped in this one, as a producer. `memguard.exchange.attach` makes it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from memguard.exchange.adapters.protocols import _Lender
-from memguard.exchange.compatibility import Taker
+from memguard.exchange.adapters.protocols import ProducerOnly
+from memguard.exchange.compatibility import Traits
 from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
 
@@ -15,7 +15,7 @@ NAME = "another process"
 
 
 class Attached:
-    """An array in mapped memory. `release` is called once, when nobody has views of it any more; it may not wait."""
+    """An array in mapped memory. `release` is called once, when the last view of it is gone; it may not wait."""
 
     __slots__ = ("_release", "view")
 
@@ -23,14 +23,14 @@ class Attached:
         self.view, self._release = view, release
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # what the process has mapped ends with it
+        if not ending():  # the end of the process unmaps it anyway
             self._release()
 
 
-class OtherProcess(_Lender):
-    """Its memory is ready: the exporter has waited. It has no stream, so that nothing is unmapped under a kernel."""
+class OtherProcess(ProducerOnly):
+    """The exporter has waited for its work. It names no stream, so memory is unmapped only when no kernel uses it."""
 
-    taker: ClassVar[Taker] = Taker(NAME, "memory of another process", frozenset())
+    traits: ClassVar[Traits] = Traits(NAME, frozenset(), title="memory of another process")
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, Attached)
@@ -38,5 +38,5 @@ class OtherProcess(_Lender):
     def offer(self, x: Any) -> Offer:
         return Offer(self.name, x.view, x)
 
-    def ready(self, offer: Offer, then: int | None) -> None:
+    def ready(self, offer: Offer, stream: int | None) -> None:
         return None

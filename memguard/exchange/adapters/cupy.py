@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 from memguard._devices import streams
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Taker
-from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.compatibility import Layout, Traits
+from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NO_FLOAT8, View
 
 
 class CuPy(Arrays):
     """`cupy.ndarray`."""
 
-    taker: ClassVar[Taker] = Taker("cupy", "CuPy", NO_FLOAT8, Layout.FORWARD)
+    traits: ClassVar[Traits] = Traits("cupy", NO_FLOAT8, Layout.FORWARD)
     module: ClassVar[str] = "cupy"
     call: ClassVar[str] = "cupy.from_dlpack"
     waits: ClassVar[str] = "stream"
@@ -27,7 +27,7 @@ class CuPy(Arrays):
 
     def offer(self, x: Any) -> Offer:
         if hasattr(x, "todense"):
-            raise self.cannot(f"it is a sparse {type(x).__name__}", "x.toarray()")
+            raise self.refusal(f"it is a sparse {type(x).__name__}", "x.toarray()")
         dtype, strides = self._layout(x)
         device = x.device.id
         view = View(x.data.ptr, tuple(x.shape), strides, dtype, device)
@@ -39,11 +39,11 @@ class CuPy(Arrays):
         stream = cupy.cuda.get_current_stream(device)
         return streams.Handle(stream.ptr, stream)
 
-    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         import cupy
 
         before(stream)
-        return cupy.from_dlpack(dlpack.capsule(view, loan, device=view.device))
+        return cupy.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 
     def copy(self, array: Any, device: int | None) -> Any:
         import cupy
@@ -54,7 +54,7 @@ class CuPy(Arrays):
     def compact(self, x: Any) -> Any:
         return x.copy(order="C")
 
-    def flipped(self, array: Any, axes: tuple[int, ...]) -> Any:
+    def flip(self, array: Any, axes: tuple[int, ...]) -> Any:
         import cupy
 
         return cupy.flip(array, axes)

@@ -1,4 +1,8 @@
-"""Numba's device arrays. Lent, they wait for the stream they name or the whole context; taken, the host waits."""
+"""Numba's device arrays.
+
+As producer, the work on the stream that the array names is waited for; without one, all work of the context. As
+consumer, the host waits.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,19 @@ from typing import Any, ClassVar
 from memguard._devices import contexts, copies, streams
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Taker
-from memguard.exchange.lifetimes import Loan, Offer
-from memguard.exchange.view import NUMPYS, View
+from memguard.exchange.compatibility import Layout, Traits
+from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.view import NUMPY_DTYPES, View
 
 
 class Numba(Arrays):
     """Arrays of `numba.cuda`."""
 
-    taker: ClassVar[Taker] = Taker("numba", "Numba", NUMPYS, Layout.FORWARD, repeats=False, strided=False)
+    traits: ClassVar[Traits] = Traits("numba", NUMPY_DTYPES, Layout.FORWARD, repeats=False, strided=False)
     module: ClassVar[str] = "numba"
     call: ClassVar[str] = "numba.cuda.as_cuda_array"
     waits: ClassVar[str] = "host"
-    gathers: ClassVar[Layout | None] = Layout.COMPACT
+    compacts: ClassVar[Layout | None] = Layout.COMPACT
 
     def owns(self, x: Any) -> bool:
         cuda = sys.modules.get("numba.cuda")
@@ -30,11 +34,11 @@ class Numba(Arrays):
         view, stream, context = self._interface(x)
         return Offer(self.name, view, x, stream, context)
 
-    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         from numba import cuda
 
         before(stream)
-        return cuda.as_cuda_array(array_interface.Shown(view, loan), sync=False)
+        return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime), sync=False)
 
     def place(self, view: View, device: int | None) -> int | None:
         here = contexts.current()

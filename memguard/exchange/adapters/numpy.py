@@ -1,4 +1,4 @@
-"""NumPy's arrays: host memory, never a GPU's. Read-only memory becomes a read-only array."""
+"""NumPy's arrays: host memory, never a GPU's. An array of read-only memory is read-only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Taker
-from memguard.exchange.lifetimes import Loan, Offer
-from memguard.exchange.view import NUMPYS, View
+from memguard.exchange.compatibility import Layout, Traits
+from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.view import NUMPY_DTYPES, View
 
 _ALIGNED = 64
 
@@ -17,11 +17,13 @@ _ALIGNED = 64
 class NumPy(Arrays):
     """`numpy.ndarray`."""
 
-    taker: ClassVar[Taker] = Taker("numpy", "NumPy", NUMPYS, Layout.FORWARD, writes=False, on_gpu=False, on_host=True)
+    traits: ClassVar[Traits] = Traits(
+        "numpy", NUMPY_DTYPES, Layout.FORWARD, writes=False, on_gpu=False, on_host=True, title="NumPy"
+    )
     module: ClassVar[str] = "numpy"
     call: ClassVar[str] = "numpy.asarray"
     waits: ClassVar[str] = "host"
-    told: ClassVar[bool] = False
+    takes_stream: ClassVar[bool] = False
     keeps_readonly: ClassVar[bool] = True
 
     def owns(self, x: Any) -> bool:
@@ -29,7 +31,7 @@ class NumPy(Arrays):
 
     def offer(self, x: Any) -> Offer:
         if hasattr(x, "mask"):
-            raise self.cannot("it is masked, which no framework here reads", "x.filled()")
+            raise self.refusal("it is masked, and no other framework reads masks", "x.filled()")
         dtype, strides = self._layout(x)
         view = View(x.ctypes.data, tuple(x.shape), strides, dtype, None, not x.flags.writeable)
         return Offer(self.name, view, x)
@@ -37,17 +39,17 @@ class NumPy(Arrays):
     def place(self, view: View, device: int | None) -> int | None:
         return None
 
-    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         import numpy
 
         before(None)
-        return numpy.asarray(array_interface.Shown(view, loan))
+        return numpy.asarray(array_interface.WithInterface(view, lifetime))
 
     def copy(self, array: Any, device: int | None) -> Any:
         return array.copy(order="C")
 
     def compact(self, x: Any) -> Any:
-        """At a multiple of 64 bytes, which NumPy's own memory mostly is not: TensorFlow aborts the process over it."""
+        """Aligned to 64 bytes, as NumPy's own memory mostly is not: TensorFlow aborts the process over less."""
         import numpy
 
         room: Any = numpy.empty(x.nbytes + _ALIGNED, numpy.uint8)

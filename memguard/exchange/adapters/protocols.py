@@ -1,4 +1,4 @@
-"""Arrays of nobody in the list that speak a protocol: RMM's and cuda.core's buffers, and any other. As lenders only."""
+"""Arrays of any other library that have a protocol, as RMM's and cuda.core's buffers. As producers only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any, ClassVar
 from memguard._devices import streams
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Taker
-from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.compatibility import Layout, Traits
+from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import View
 
 
-class _Lender(Arrays):
+class ProducerOnly(Arrays):
+    """Nobody asks for an array of these."""
+
     module: ClassVar[str] = ""
     call: ClassVar[str] = ""
     waits: ClassVar[str] = ""
-    gathers: ClassVar[Layout | None] = None
+    compacts: ClassVar[Layout | None] = None
 
-    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         raise NotImplementedError(self.name)
 
     def copy(self, array: Any, device: int | None) -> Any:
@@ -28,10 +30,10 @@ class _Lender(Arrays):
         raise NotImplementedError(self.name)
 
 
-class ArrayInterface(_Lender):
-    """Anything with `__cuda_array_interface__`. Without a stream in it the whole context is waited for."""
+class ArrayInterface(ProducerOnly):
+    """Anything with `__cuda_array_interface__`. If it names no stream, all work of the context is waited for."""
 
-    taker: ClassVar[Taker] = Taker("__cuda_array_interface__", "the CUDA array interface", frozenset())
+    traits: ClassVar[Traits] = Traits("__cuda_array_interface__", frozenset(), title="the CUDA array interface")
 
     def owns(self, x: Any) -> bool:
         return hasattr(type(x), "__cuda_array_interface__") or hasattr(x, "__cuda_array_interface__")
@@ -41,10 +43,10 @@ class ArrayInterface(_Lender):
         return Offer(type(x).__module__.partition(".")[0], view, x, stream, context)
 
 
-class DLPack(_Lender):
-    """Anything with `__dlpack__`. The whole context is waited for: cuda.core's buffers know no stream to ask about."""
+class DLPack(ProducerOnly):
+    """Anything with `__dlpack__`. All work of the context is waited for: cuda.core's buffers name no stream."""
 
-    taker: ClassVar[Taker] = Taker("__dlpack__", "DLPack", frozenset())
+    traits: ClassVar[Traits] = Traits("__dlpack__", frozenset(), title="DLPack")
 
     def owns(self, x: Any) -> bool:
         return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
@@ -55,9 +57,11 @@ class DLPack(_Lender):
             on_gpu = int(kind) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
             capsule = x.__dlpack__(stream=streams.LEGACY) if on_gpu else x.__dlpack__()
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise self.cannot(f"its library does not export it: {error}", "as its library says") from error
+            raise self.refusal(
+                f"its library does not export it: {error}", "see what its library says about it"
+            ) from error
         try:
             view = dlpack.read(capsule)
         except dlpack.Unreadable as error:
-            raise self.cannot(str(error), "hand over an array of a plain dtype and layout") from error
+            raise self.refusal(str(error), "hand over an array of a plain dtype and layout") from error
         return Offer(type(x).__module__.partition(".")[0], view, capsule)

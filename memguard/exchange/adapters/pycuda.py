@@ -1,6 +1,6 @@
-"""PyCUDA's arrays. They name no stream: what is lent waits for the whole context, and what is taken for the host.
+"""PyCUDA's arrays. They name no stream: as producer all work of the context is waited for, as consumer the host waits.
 
-PyCUDA frees memory only on the thread it was taken on; a loan's owner is let go of there.
+PyCUDA frees memory only on the thread that allocated it, so an array that was handed over is released on that thread.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, ClassVar
 from memguard._devices import contexts, copies
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Taker
-from memguard.exchange.lifetimes import Loan, Offer
-from memguard.exchange.view import NUMPYS, View
+from memguard.exchange.compatibility import Layout, Traits
+from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.view import NUMPY_DTYPES, View
 
 
 class PyCUDA(Arrays):
     """`pycuda.gpuarray.GPUArray`."""
 
-    taker: ClassVar[Taker] = Taker("pycuda", "PyCUDA", NUMPYS, Layout.FORWARD, strided=False)
+    traits: ClassVar[Traits] = Traits("pycuda", NUMPY_DTYPES, Layout.FORWARD, strided=False)
     module: ClassVar[str] = "pycuda"
     call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
     waits: ClassVar[str] = "host"
-    gathers: ClassVar[Layout | None] = Layout.COMPACT
+    compacts: ClassVar[Layout | None] = Layout.COMPACT
 
     def owns(self, x: Any) -> bool:
         gpuarray = sys.modules.get("pycuda.gpuarray")
@@ -35,28 +35,28 @@ class PyCUDA(Arrays):
         return Offer(self.name, view, x, context=context, thread=threading.get_ident())
 
     def place(self, view: View, device: int | None) -> int | None:
-        """On the GPU whose context is current on this thread: PyCUDA allocates nowhere else."""
+        """On the GPU whose context is current on this thread: PyCUDA allocates only there."""
         here = contexts.current()
         if device is not None and device != here:
-            raise self.cannot(
-                f"its arrays lie where its context is, on {'no GPU' if here is None else f'cuda:{here}'} here",
+            raise self.refusal(
+                f"its arrays lie where its current context is, on {'no GPU' if here is None else f'cuda:{here}'}",
                 f"with memguard.exchange.pycuda_context({device}): ...",
             )
         return super().place(view, device) if here is None else here
 
     def context(self, device: int | None) -> int | None:
-        """PyCUDA's work goes to the thread's current context, which may be one of its own."""
+        """PyCUDA works in the thread's current context, which may be one of its own."""
         here = contexts.current_handle()
         return here if device is not None and here != contexts.primary(device) else None
 
-    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         import numpy
         from pycuda import gpuarray
 
         before(stream)
-        shown = array_interface.Shown(view, loan)
+        base = array_interface.WithInterface(view, lifetime)
         return gpuarray.GPUArray(
-            view.shape, numpy.dtype(view.dtype), gpudata=view.address, base=shown, strides=view.byte_strides
+            view.shape, numpy.dtype(view.dtype), gpudata=view.address, base=base, strides=view.byte_strides
         )
 
     def copy(self, array: Any, device: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""The frameworks that arrays are handed between, one line each. A class is loaded when an array of it turns up."""
+"""The frameworks of the exchange, one line each. A class is imported when the first array needs it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import sys
 from typing import Any
 
+from memguard._specs import SPECS
 from memguard.errors import CannotShare
 from memguard.exchange.adapters.base import Arrays
 
@@ -26,14 +27,16 @@ _PROTOCOLS = (
     "memguard.exchange.adapters.protocols:DLPack",
 )
 NAMES = tuple(_CLASSES)
-_SHORT = {"tf": "tensorflow", "np": "numpy", "jnp": "jax", "cp": "cupy", "pt": "torch", "pytorch": "torch"}
-"""What people write for them."""
+_SHORT = {alias: row.name for row in SPECS.values() for alias in row.aliases}
+_SHORT |= {"np": "numpy", "jnp": "jax", "cp": "cupy", "pt": "torch"}
+"""Other names that people write for them."""
 _ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda": "numba"}
+"""Packages whose classes are arrays of a framework of another name."""
 
 
 def by_name(name: str) -> Arrays:
-    """The framework's arrays. ValueError for a name that is none of them."""
-    if not isinstance(name, str):  # nothing of an array is shown: printing one would wait for the GPU
+    """The framework of this name. Raises ValueError if there is none."""
+    if not isinstance(name, str):  # an array is not printed, which would wait for the GPU
         raise ValueError(
             f"the framework is given by its name, not as {type(name).__qualname__}\n"
             "    fix: memguard.exchange.to(x, 'torch')"
@@ -47,12 +50,12 @@ def by_name(name: str) -> Arrays:
 
 
 def of(x: Any) -> Arrays:
-    """Whose array `x` is. Raises CannotShare where it is nobody's."""
+    """The framework of the array `x`. Raises CannotShare if `x` is no array."""
     kind: Any = type(x)
     try:
-        names = _named_by(kind)
-    except TypeError:  # a metaclass without a hash
-        names = _named_by.__wrapped__(kind)
+        names = _frameworks_of(kind)
+    except TypeError:  # its metaclass has no hash
+        names = _frameworks_of.__wrapped__(kind)
     for name in names:
         found = by_name(name)
         if found.module in sys.modules and found.owns(x):
@@ -74,14 +77,14 @@ def of(x: Any) -> Arrays:
     raise CannotShare(
         kind.__qualname__,
         None,
-        f"it is no array of {', '.join(NAMES)}, and has neither __cuda_array_interface__ nor __dlpack__",
+        f"it is not an array of {', '.join(NAMES)}, and has neither __cuda_array_interface__ nor __dlpack__",
         remedy,
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _named_by(cls: Any) -> tuple[str, ...]:
-    """The frameworks that the class or one it is derived from comes from: no other one is asked, or imported."""
+def _frameworks_of(cls: Any) -> tuple[str, ...]:
+    """The frameworks that define the class or one of its bases. No other framework is asked, or imported."""
     roots = (str(base.__module__).partition(".")[0] for base in cls.__mro__)
     return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _CLASSES)
 

@@ -1,4 +1,4 @@
-"""PyTorch's tensors. Shared through DLPack; `torch.from_dlpack` aborts the process over negative strides (measured)."""
+"""PyTorch's tensors, shared through DLPack. `torch.from_dlpack` aborts the process over negative strides (measured)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Obstacle, Taker
-from memguard.exchange.lifetimes import Loan, Offer
+from memguard.exchange.compatibility import Layout, Obstacle, Traits
+from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, View
 
 
 class Torch(Arrays):
     """Strided tensors, on a GPU or the host."""
 
-    taker: ClassVar[Taker] = Taker("torch", "PyTorch", frozenset(DTYPES), Layout.FORWARD, on_host=True)
+    traits: ClassVar[Traits] = Traits("torch", frozenset(DTYPES), Layout.FORWARD, on_host=True)
     module: ClassVar[str] = "torch"
     call: ClassVar[str] = "torch.from_dlpack"
     waits: ClassVar[str] = "stream"
@@ -28,52 +28,52 @@ class Torch(Arrays):
         try:
             return self._offer(x)
         except (RuntimeError, ValueError) as error:  # fake, functional and lazy tensors have no memory
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise self.cannot(f"it has no memory: {said}", "hand over a real tensor") from error
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            raise self.refusal(f"it has no memory: {message}", "hand over a real tensor") from error
 
     def _offer(self, x: Any) -> Offer:
         import torch
 
         if x.is_nested:
-            raise self.cannot("it is nested: tensors of several shapes", "its parts, x.unbind()")
+            raise self.refusal("it is nested: tensors of several shapes", "its parts, x.unbind()")
         if x.is_quantized:
-            raise self.cannot("it is quantised, which no other framework reads", "x.dequantize()")
+            raise self.refusal("it is quantised, which no other framework reads", "x.dequantize()")
         if x.layout is not torch.strided:
-            raise self.cannot(f"its layout is {x.layout}, which has no strides", "x.to_dense()")
+            raise self.refusal(f"its layout is {x.layout}, which has no strides", "x.to_dense()")
         if x.is_conj() or x.is_neg():
-            raise self.cannot(
+            raise self.refusal(
                 "its values are conjugated or negated only when read", "x.resolve_conj() or x.resolve_neg()"
             )
         if x.device.type not in ("cuda", "cpu"):
-            raise self.cannot(f"it lies on the device {x.device}", "move it to a CUDA device or the host")
+            raise self.refusal(f"it lies on the device {x.device}", "move it to a CUDA device or the host")
         dtype = _name(x.dtype)
         if dtype not in DTYPES:
-            raise self.cannot(f"its dtype {x.dtype} is not one that can be handed over", "cast it")
+            raise self.unknown_dtype(x.dtype, "cast it")
         address = x.data_ptr()
         if not address and x.numel():
-            raise self.cannot("it has no memory of its own", "hand over a real tensor")
+            raise self.refusal("it has no memory of its own", "hand over a real tensor")
         device = x.device.index if x.device.type == "cuda" else None
         view = View(address, tuple(x.shape), tuple(x.stride()), dtype, device)
-        # A tensor of its own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory and frees this.
+        # A tensor of our own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory and would free this one.
         return Offer(self.name, view, x.detach(), None if device is None else self.stream(device))
 
-    def reservation(self, x: Any) -> Obstacle | None:
+    def obstacle(self, x: Any) -> Obstacle | None:
         if x.requires_grad:
-            return Obstacle("it requires a gradient, which would not know what is written to it", "x.detach()")
+            return Obstacle("it requires a gradient, and autograd would not see what is written to it", "x.detach()")
         return None
 
     def stream(self, device: int) -> int | None:
         import torch
 
-        quick = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # a tenth of the time
+        quick = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # takes a tenth of the time
         handle: int = torch.cuda.current_stream(device).cuda_stream if quick is None else quick(device)
         return handle
 
-    def take(self, view: View, loan: Loan, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         import torch
 
         before(stream)
-        return torch.utils.dlpack.from_dlpack(dlpack.capsule(view, loan, device=view.device))
+        return torch.utils.dlpack.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 
     def copy(self, array: Any, device: int | None) -> Any:
         import torch
@@ -86,7 +86,7 @@ class Torch(Arrays):
 
         return x.detach().clone(memory_format=torch.contiguous_format)
 
-    def flipped(self, array: Any, axes: tuple[int, ...]) -> Any:
+    def flip(self, array: Any, axes: tuple[int, ...]) -> Any:
         return array.flip(axes)
 
     def upload(self, host: Any, device: int) -> Any:

@@ -1,4 +1,14 @@
-"""A daemon thread that looks after sockets, as long as there is something to look after."""
+"""A daemon thread that serves sockets while there are any.
+
+Why it is not asyncio's event loop:
+
+- A destructor may call it, on any thread and in the middle of anything. `call_soon` takes no lock for that.
+- A forked child must not disturb its parent. asyncio uses epoll, whose set of sockets a child shares with its parent:
+  what one registers or removes, the other does too. poll keeps that set in the process.
+- It starts with the first socket and ends soon after the last, both under the owner's lock. A program that exports
+  nothing has no thread, no socket and no import of asyncio.
+- Between two rounds no frame of the thread refers to the last callback, so it keeps no array alive.
+"""
 
 from __future__ import annotations
 
@@ -14,65 +24,65 @@ from collections.abc import Callable
 
 _log = logging.getLogger("memguard")
 LINGER = 0.2
-"""Seconds that the thread stays when there is nothing left: exports often follow each other."""
+"""Seconds that the thread stays when it has nothing left to do: exports often follow each other."""
 
 
-class Loop:
-    """`lock` is its owner's, and can be taken twice. `busy` says whether the thread has to stay.
+class EventLoop:
+    """`lock` belongs to the owner and is reentrant. `busy` says whether the thread must stay.
 
-    `due` is called in each round, and gives the seconds until it has to be again; None for never.
+    `check_deadlines` is called in each round. It returns the seconds until the next call is due; None if none is.
     """
 
     def __init__(
         self,
         lock: contextlib.AbstractContextManager[object],
         busy: Callable[[], bool],
-        due: Callable[[], float | None],
+        check_deadlines: Callable[[], float | None],
     ) -> None:
-        self._lock, self._busy, self._due = lock, busy, due
+        self._lock, self._busy, self._check_deadlines = lock, busy, check_deadlines
         self._thread: threading.Thread | None = None
-        self._bells: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._calls: deque[Callable[[], None]] = deque()
-        self._selector = selectors.PollSelector()  # a forked child has no part in it, as it would in epoll's
-        self._quiet: float | None = None
+        self._selector = selectors.PollSelector()
+        self._idle_since: float | None = None
 
     @property
     def running(self) -> bool:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread where it is not running. With the lock held."""
+        """Start the thread if it is not running. The caller holds the lock."""
         if self._thread is not None:
             return
-        bells = socket.socketpair()
-        self._selector, self._bells, self._quiet = selectors.PollSelector(), bells, None
+        pair = socket.socketpair()
+        self._selector, self._wakeup, self._idle_since = selectors.PollSelector(), pair, None
         try:
-            for bell in bells:
-                bell.setblocking(False)
-            self._selector.register(bells[0], selectors.EVENT_READ, functools.partial(self._drain, bells[0]))
+            for end in pair:
+                end.setblocking(False)
+            self._selector.register(pair[0], selectors.EVENT_READ, functools.partial(self._drain, pair[0]))
             self._thread = threading.Thread(target=self._run, name="memguard-sharing", daemon=True)
             self._thread.start()
         except BaseException:
             self._stop()
             raise
 
-    def later(self, call: Callable[[], None]) -> None:
-        """Call it on the thread, once that is running. From any thread, a destructor too: it takes no lock."""
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run `call` on the thread, as soon as that is running. From any thread, and from a destructor: no lock."""
         self._calls.append(call)
-        bells = self._bells
-        if bells is not None:
-            with contextlib.suppress(OSError):  # full: it is awake already
-                bells[1].send(b"\0")
+        pair = self._wakeup
+        if pair is not None:
+            with contextlib.suppress(OSError):  # its buffer is full: the thread is awake already
+                pair[1].send(b"\0")
 
     def abandon(self) -> None:
-        """Close this process's copies, as a forked child."""
-        for bell in self._bells or ():
-            bell.close()
+        """In a forked child: close this process's copies of the sockets."""
+        for end in self._wakeup or ():
+            end.close()
 
     # On the thread.
 
     def register(self, connection: socket.socket, call: Callable[[], None]) -> None:
-        """Call it whenever there is something to read."""
+        """Run `call` whenever the connection can be read."""
         if connection.fileno() >= 0:
             self._selector.register(connection, selectors.EVENT_READ, call)
 
@@ -86,50 +96,51 @@ class Loop:
 
     def _run(self) -> None:
         while True:
-            self._round()
-            if self._over():
+            self._run_once()
+            if self._finished():
                 with self._lock:
-                    if self._over():
+                    if self._finished():
                         self._stop()
                         return
 
-    def _round(self) -> None:
-        """A frame of its own: while the next one waits, nothing here keeps what the last one was about alive."""
-        for key, _ in self._selector.select(self._until()):
-            _safely(key.data)
+    def _run_once(self) -> None:
+        """A frame of its own: when it returns, nothing on the thread refers to the callbacks any more."""
+        for key, _ in self._selector.select(self._timeout()):
+            _call(key.data)
         while self._calls:
-            _safely(self._calls.popleft())
+            _call(self._calls.popleft())
 
-    def _until(self) -> float | None:
-        """Seconds until something has to be done though nobody rings."""
+    def _timeout(self) -> float | None:
+        """Seconds until something is due without a wakeup; None if nothing is."""
         if self._calls:
             return 0
-        times = [self._due(), None if self._quiet is None else self._quiet + LINGER - time.monotonic()]
-        soon = [seconds for seconds in times if seconds is not None]
-        return max(min(soon), 0.001) if soon else None
+        times = [self._check_deadlines()]
+        times += [] if self._idle_since is None else [self._idle_since + LINGER - time.monotonic()]
+        known = [seconds for seconds in times if seconds is not None]
+        return max(min(known), 0.001) if known else None
 
-    def _over(self) -> bool:
-        """Nothing to do, and for a while: whoever rang the bell last has long let go of it."""
+    def _finished(self) -> bool:
+        """Whether there has been nothing to do for `LINGER` seconds, so that no caller still uses the wakeup socket."""
         if self._calls or self._busy():
-            self._quiet = None
+            self._idle_since = None
             return False
-        if self._quiet is None:
-            self._quiet = time.monotonic()
-        return time.monotonic() - self._quiet >= LINGER
+        if self._idle_since is None:
+            self._idle_since = time.monotonic()
+        return time.monotonic() - self._idle_since >= LINGER
 
     def _stop(self) -> None:
-        bells, self._bells, self._thread = self._bells, None, None
-        for bell in bells or ():
-            bell.close()
+        pair, self._wakeup, self._thread = self._wakeup, None, None
+        for end in pair or ():
+            end.close()
         self._selector.close()
 
-    def _drain(self, bell: socket.socket) -> None:
+    def _drain(self, end: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
-            while bell.recv(4096):
+            while end.recv(4096):
                 pass
 
 
-def _safely(call: Callable[[], None]) -> None:
+def _call(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception as error:

@@ -1,9 +1,9 @@
-"""The exports of this process and what it has attached: one daemon thread while there are any, and one socket.
+"""The exports of this process and the arrays that it has attached: one thread while there are any, and one socket.
 
-An open connection is a reference. The kernel closes it with its process, however that ends, so nothing is counted
-that is gone. The thread never waits for a peer: each has a few seconds to say what it wants, and gets one answer.
+An open connection is a reference. The kernel closes it with its process, however that ends, so no count outlives its
+process. The thread never waits for a peer: each peer has a few seconds to send its request, and gets one answer.
 
-A forked child has none of it: its copies are closed, and neither served nor undone.
+A forked child has none of it: it closes its copies, serves nothing and releases nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from typing import Any
 
 from memguard.exchange import lifetimes
 from memguard.exchange.ipc import wire
-from memguard.exchange.ipc.event_loop import Loop
+from memguard.exchange.ipc.event_loop import EventLoop
 from memguard.exchange.ipc.wire import Description
 
 _log = logging.getLogger("memguard")
-PATIENCE = 5.0
-"""Seconds that a peer has to say what it wants."""
-STRANGERS = 32
-"""Peers that have not said yet what they want; more are turned away."""
+REQUEST_TIMEOUT = 5.0
+"""Seconds in which a peer must send its request."""
+MOST_WAITING = 32
+"""Peers that have not sent their request yet; more than that many are not kept."""
 _LONGEST = 107
-"""Bytes of a Unix socket's path at most (`sun_path`)."""
+"""Bytes in the path of a Unix socket at most (`sun_path`)."""
 
 
 class Export:
-    """One array that others may attach. `fd` is its memory's, `release` lets go of it.
+    """One array that others may attach. `fd` is its memory's file descriptor, `release` frees it.
 
-    `outlasts`: who has attached it keeps the memory when this process lets go. Else that waits for the last of them.
+    `outlasts`: whoever has attached it keeps the memory when this process releases it. Otherwise this process releases
+    it after the last of them is gone.
     """
 
     def __init__(self, description: Description, fd: int | None, outlasts: bool, release: Callable[[], None]) -> None:
@@ -49,7 +50,7 @@ class Export:
         self.peers: set[_Peer] = set()
 
     def release(self) -> None:
-        """Let go of the memory, and of what knows how to."""
+        """Release the memory, once, and forget the function that did it: it keeps the array."""
         release, self._release = self._release, _nothing
         release()
 
@@ -64,14 +65,14 @@ class _Peer:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection, self.pid = connection, pid
         self.data = b""
-        self.deadline = time.monotonic() + PATIENCE
+        self.deadline = time.monotonic() + REQUEST_TIMEOUT
         self.export: Export | None = None
 
 
-class Hub:
-    """`_lock` guards the exports and the thread's life; the rest is the thread's alone.
+class Server:
+    """`_lock` guards the exports and the thread's life; the thread alone uses the rest.
 
-    It can be taken twice: a destructor of a user's own may close a handle in the middle of any of this.
+    The lock is reentrant: a destructor of the user's may close a handle in the middle of any of this.
     """
 
     def __init__(self) -> None:
@@ -79,21 +80,21 @@ class Hub:
         self._exports: dict[str, Export] = {}
         self._listener: socket.socket | None = None
         self.path = ""
-        self._loop = Loop(self._lock, self._busy, self._due)
-        self._strangers: set[_Peer] = set()
+        self._loop = EventLoop(self._lock, self._busy, self._drop_late)
+        self._waiting: set[_Peer] = set()
         self._attached: set[socket.socket] = set()
 
     # For any thread.
 
     def add(self, export: Export) -> str:
-        """Serve it from now on. Where: the path of the socket. Raises OSError."""
+        """Serve it from now on. Returns the path of the socket. Raises OSError."""
         with self._lock:
             if self._listener is None:
                 self._listen()
             try:
                 self._start()
             except BaseException:
-                self._hang_up_unless_used()
+                self._stop_listening_unless_used()
                 raise
             self._exports[export.token] = export
             return self.path
@@ -104,7 +105,7 @@ class Hub:
             return self._exports.get(token)
 
     def close(self, export: Export) -> None:
-        """Nobody can attach it any more. A second call does nothing."""
+        """From now on nobody can attach it. A second call does nothing."""
         with self._lock:
             if export.closed:
                 return
@@ -112,18 +113,18 @@ class Hub:
             over = export.outlasts or not export.peers
             if over:
                 del self._exports[export.token]
-            self._hang_up_unless_used()
-            self._loop.later(functools.partial(self._dismiss, export))
+            self._stop_listening_unless_used()
+            self._loop.call_soon(functools.partial(self._drop_peers, export))
         if over:
             export.release()
 
     def attached(self, export: Export) -> int:
-        """The processes that hold it now."""
+        """The number of processes that hold it now."""
         with self._lock:
             return len({peer.pid or id(peer) for peer in list(export.peers)})
 
     def watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
-        """Call `ended` on the thread when the other end is gone. Raises OSError."""
+        """Call `ended` on the thread when the other end has gone. Raises OSError."""
         with self._lock:
             self._attached.add(connection)
             try:
@@ -131,16 +132,16 @@ class Hub:
             except BaseException:
                 self._attached.discard(connection)
                 raise
-        self._loop.later(functools.partial(self._watch, connection, ended))
+        self._loop.call_soon(functools.partial(self._watch, connection, ended))
 
     def leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
-        """Undo on the thread, then close a connection that is watched. From a destructor too: it takes no lock."""
-        self._loop.later(functools.partial(self._leave, connection, undo))
+        """Run `undo` on the thread, then close a watched connection. From a destructor too: it takes no lock."""
+        self._loop.call_soon(functools.partial(self._leave, connection, undo))
 
     def abandon(self) -> None:
-        """Close this process's copies of everything, as a forked child; what they stand for is the parent's."""
+        """In a forked child: close this process's copies of everything. The originals are the parent's."""
         found: list[Any] = [self._listener, *self._attached]
-        found += [peer.connection for peer in self._strangers]
+        found += [peer.connection for peer in self._waiting]
         for export in self._exports.values():
             found += [peer.connection for peer in export.peers]
             if export.fd is not None:
@@ -151,12 +152,12 @@ class Hub:
                 connection.close()
         self._loop.abandon()
 
-    def farewell(self) -> None:
-        """The process ends: nothing of it stays on the disk."""
+    def at_exit(self) -> None:
+        """The process ends: remove the socket from the disk."""
         with self._lock:
-            self._hang_up()
+            self._stop_listening()
 
-    # With the lock held.
+    # The caller holds the lock.
 
     def _listen(self) -> None:
         folder, path = _folder()
@@ -172,13 +173,14 @@ class Hub:
             os.rmdir(folder)
             raise
         self._listener, self.path = listener, path
-        self._loop.later(functools.partial(self._loop.register, listener, functools.partial(self._accept, listener)))
+        accept = functools.partial(self._accept, listener)
+        self._loop.call_soon(functools.partial(self._loop.register, listener, accept))
 
-    def _hang_up_unless_used(self) -> None:
+    def _stop_listening_unless_used(self) -> None:
         if all(export.closed for export in list(self._exports.values())):
-            self._hang_up()
+            self._stop_listening()
 
-    def _hang_up(self) -> None:
+    def _stop_listening(self) -> None:
         listener, self._listener = self._listener, None
         if listener is None:
             return
@@ -186,7 +188,7 @@ class Hub:
             os.unlink(self.path)
             os.rmdir(os.path.dirname(self.path))
         if self._loop.running:
-            self._loop.later(functools.partial(self._loop.close, listener))
+            self._loop.call_soon(functools.partial(self._loop.close, listener))
         else:
             listener.close()
 
@@ -197,13 +199,14 @@ class Hub:
     # On the thread.
 
     def _busy(self) -> bool:
-        return bool(self._exports or self._attached or self._strangers or self._listener is not None)
+        return bool(self._exports or self._attached or self._waiting or self._listener is not None)
 
-    def _due(self) -> float | None:
+    def _drop_late(self) -> float | None:
+        """Drop each peer whose time is up. Returns the seconds until the next one's is; None if none waits."""
         now = time.monotonic()
-        for peer in [peer for peer in self._strangers if peer.deadline <= now]:
-            self._drop(peer, "it said nothing in time")
-        return min((peer.deadline - now for peer in self._strangers), default=None)
+        for peer in [peer for peer in self._waiting if peer.deadline <= now]:
+            self._drop(peer, "it sent no request in time")
+        return min((peer.deadline - now for peer in self._waiting), default=None)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -218,44 +221,44 @@ class Hub:
             connection.setblocking(False)
             who = wire.peer(connection)
             if not wire.same_user(who):
-                raise OSError(f"process {who.pid} is of user {who.uid}")
-            if len(self._strangers) >= STRANGERS:  # who has said nothing for longest makes room
-                self._drop(min(self._strangers, key=lambda peer: peer.deadline), "too many at once")
+                raise OSError(f"process {who.pid} belongs to user {who.uid}")
+            if len(self._waiting) >= MOST_WAITING:  # the one that has waited longest makes room
+                self._drop(min(self._waiting, key=lambda peer: peer.deadline), "too many peers wait")
         except OSError as error:
-            _log.debug("exchange: a peer was turned away: %s", error)
+            _log.debug("exchange: a peer was refused: %s", error)
             connection.close()
             return
         peer = _Peer(connection, who.pid)
-        self._strangers.add(peer)
-        self._loop.register(connection, functools.partial(self._hear, peer))
+        self._waiting.add(peer)
+        self._loop.register(connection, functools.partial(self._read, peer))
 
-    def _hear(self, peer: _Peer) -> None:
+    def _read(self, peer: _Peer) -> None:
         try:
             part = peer.connection.recv(4096)
             if not part:
-                raise EOFError("it left")
+                raise EOFError("it closed the connection")
             peer.data += part
-            message = wire.unpacked(peer.data)  # one message and no more
+            message = wire.decode(peer.data)  # one message and no more
             if message is not None:
-                self._answer(peer, wire.asked(message))
+                self._answer(peer, wire.requested_token(message))
         except BlockingIOError:
             return
-        except (OSError, EOFError, wire.Garbage) as error:
+        except (OSError, EOFError, wire.BadMessage) as error:
             self._drop(peer, str(error))
 
     def _answer(self, peer: _Peer, token: str) -> None:
-        with self._lock:  # while it goes out nobody closes the file descriptor
+        with self._lock:  # so that nobody closes the file descriptor while it is sent
             found = [export for export in list(self._exports.values()) if hmac.compare_digest(export.token, token)]
             if not found or found[0].closed:
-                raise wire.Garbage("its token is not known")
+                raise wire.BadMessage("its token is unknown")
             found[0].peers.add(peer)
             peer.export = found[0]
-            self._strangers.discard(peer)
+            self._waiting.discard(peer)
             wire.send(peer.connection, found[0].description.message(), found[0].fd)
 
     def _drop(self, peer: _Peer, reason: str) -> None:
         _log.debug("exchange: process %d: %s", peer.pid, reason)
-        self._strangers.discard(peer)
+        self._waiting.discard(peer)
         self._loop.close(peer.connection)
         export, over = peer.export, False
         if export is not None:
@@ -265,14 +268,14 @@ class Hub:
         if over and export is not None:
             export.release()
 
-    def _dismiss(self, export: Export) -> None:
-        """Who attached it is on its own from now on."""
+    def _drop_peers(self, export: Export) -> None:
+        """The export is closed: from now on whoever has attached it holds the memory alone."""
         if export.outlasts:
             for peer in list(export.peers):
                 self._drop(peer, "its export was closed")
 
     def _watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
-        def look() -> None:
+        def read() -> None:
             try:
                 if connection.recv(4096):
                     return
@@ -286,7 +289,7 @@ class Hub:
 
         if connection in self._attached:
             connection.setblocking(False)
-            self._loop.register(connection, look)
+            self._loop.register(connection, read)
 
     def _leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
         try:
@@ -306,42 +309,43 @@ def _folder() -> tuple[str, str]:
         with contextlib.suppress(OSError):
             folder = tempfile.mkdtemp(prefix="memguard-", dir=parent)
             return folder, os.path.join(folder, "s")
-    raise OSError("no directory for a socket: neither XDG_RUNTIME_DIR nor the one for temporary files can be written")
+    raise OSError("no directory for a socket: XDG_RUNTIME_DIR and the directory for temporary files are not writable")
 
 
-_accounts = threading.RLock()
+_kept_lock = threading.RLock()
 
 
 def charge(ordinal: int, nbytes: int) -> None:
-    """This process holds so many bytes more (or less) of a GPU for others, or that another left to it."""
-    with _accounts:
+    """This process now holds `nbytes` more (or less) of a GPU, for other processes or left to it by one."""
+    with _kept_lock:
         lifetimes.kept[ordinal] += nbytes
         if not lifetimes.kept[ordinal]:
             del lifetimes.kept[ordinal]
 
 
-_hub = Hub()
-_inherited: list[Hub] = []
-"""A parent's, whose objects must not be undone here."""
+_server = Server()
+_inherited: list[Server] = []
+"""The parent's, in a forked child: their objects must not be freed here."""
 
 
-def hub() -> Hub:
-    return _hub
+def current() -> Server:
+    """This process's server."""
+    return _server
 
 
 @functools.cache
 def _prepare() -> None:
-    atexit.register(_end)
+    atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_forked)
 
 
-def _end() -> None:
-    _hub.farewell()
+def _at_exit() -> None:
+    _server.at_exit()
 
 
 def _forked() -> None:
-    global _hub, _accounts
-    _inherited.append(_hub)
-    _hub.abandon()
-    _hub, _accounts = Hub(), threading.RLock()
+    global _server, _kept_lock
+    _inherited.append(_server)
+    _server.abandon()
+    _server, _kept_lock = Server(), threading.RLock()
     lifetimes.kept.clear()

@@ -3,7 +3,8 @@
     handle = memguard.exchange.export(x)              # in one process; str(handle) goes through a pipe
     y = memguard.exchange.attach(handle, "cupy")      # in another
 
-By default the array is copied into memory of its own: a handle opens all of what it is of. docs/exchange-processes.md.
+By default the array is copied into memory of its own, because a handle opens the whole allocation that it belongs to.
+docs/exchange-processes.md.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ from memguard.exchange import arguments, lifetimes, transfer
 from memguard.exchange.adapters import registry
 from memguard.exchange.adapters.attached import NAME, Attached
 from memguard.exchange.adapters.base import Arrays
-from memguard.exchange.ipc import wire
-from memguard.exchange.ipc.server import Export, charge, hub
+from memguard.exchange.compatibility import MOST_DIMENSIONS
+from memguard.exchange.ipc import server, wire
+from memguard.exchange.ipc.server import Export, charge
 from memguard.exchange.ipc.wire import BLOCK, FILE, NOTHING, Description
 from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import DTYPES, View, row_major
 
-PATIENCE = 10.0
-"""Seconds in which an exporter has to answer."""
+ANSWER_TIMEOUT = 10.0
+"""Seconds in which an exporter must answer."""
 _SPARE = 256
-"""Bytes behind an array in its block that no allocator hands out: TensorFlow's pieces are the smallest."""
+"""A gap of fewer bytes after an array holds no other array: no allocator has smaller pieces than TensorFlow's."""
 _TEXT = re.compile(
-    r"memguard-export:1:(?P<token>[0-9a-f]{32}):(?P<uuid>[A-Za-z0-9./-]{1,100}):(?P<dtype>[a-z0-9_]{1,30}):"
-    r"(?P<shape>(\d{1,19}(x\d{1,19}){0,63})?):(?P<path>/[^\0\n]{1,200})",
+    rf"memguard-export:1:(?P<token>{wire.TOKEN}):(?P<uuid>{wire.UUID}):(?P<dtype>[a-z0-9_]{{1,30}}):"
+    rf"(?P<shape>(\d{{1,19}}(x\d{{1,19}}){{0,{MOST_DIMENSIONS - 1}}})?):(?P<path>/[^\0\n]{{1,200}})",
     re.ASCII,
 )
 
 
 @dataclass(frozen=True)
 class Handle:
-    """An export, as other processes of the same user find it: pickle it, or `Handle.parse(str(handle))`.
+    """How other processes of the same user find an export. Pass it on pickled, or as text: `Handle.parse(str(handle))`.
 
     `shape`, `dtype` and `uuid` (the GPU's) are for information. Any process of the user that has the text can attach.
-    Only the one that exported can `close`; elsewhere, for a pickled handle too, that does nothing.
+    `close` works only in the process that exported, for a pickled handle too; in others it does nothing.
     """
 
     path: str
@@ -65,11 +67,11 @@ class Handle:
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """The handle that `str(handle)` was, with or without the end of its line. Raises ValueError."""
+        """The handle of the text `str(handle)`, with or without a newline. Raises ValueError."""
         found = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or found["dtype"] not in DTYPES:
             raise ValueError(
-                "this is no handle of an exported array\n    fix: pass on str(memguard.exchange.export(x)) as it is"
+                "this is not a handle of an exported array\n    fix: pass on str(memguard.exchange.export(x)) as it is"
             )
         shape = tuple(int(extent) for extent in found["shape"].split("x") if extent)
         return cls(found["path"], found["token"], found["uuid"], shape, found["dtype"])
@@ -84,18 +86,18 @@ class Handle:
 
     @property
     def attached(self) -> int | None:
-        """How many processes hold it now. None where that is not known: elsewhere, and when all is over."""
-        export = hub().find(self.token)
-        return None if export is None else hub().attached(export)
+        """How many processes hold it now. None if this process did not export it, or if nobody holds it any more."""
+        export = server.current().find(self.token)
+        return None if export is None else server.current().attached(export)
 
     def close(self) -> None:
-        """Nobody can attach it any more, and this process lets go. Who has attached a copy keeps it.
+        """From now on nobody can attach it, and this process releases it. Whoever has attached a copy keeps it.
 
-        Without a copy (`copy=False`) the array stays alive until the last of them is gone. A second call does nothing.
+        Without a copy (`copy=False`) the array lives until the last of them is gone. A second call does nothing.
         """
-        export = hub().find(self.token)
+        export = server.current().find(self.token)
         if export is not None:
-            hub().close(export)
+            server.current().close(export)
 
     def __enter__(self) -> Handle:
         return self
@@ -110,85 +112,81 @@ def export(x: Any, *, copy: bool = True) -> Handle:
     """Let other processes of this user attach the GPU array `x`, of any framework, until the handle is closed.
 
     copy=True copies it on the GPU into memory of its own (whole pieces of 2 MiB), which all who attach it share.
-    copy=False shares its own memory, and only where nothing else lies in the driver's block. The host waits for work
-    on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
+    copy=False shares its own memory, which is possible only if nothing else lies in the driver's block. The host waits
+    for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
-    giver = registry.of(x)
-    offer = giver.offer(x)
+    producer = registry.of(x)
+    offer = producer.offer(x)
     if offer.view.device is None:
         raise CannotShare(
-            offer.lender, NAME, "it lies in host memory", "multiprocessing.shared_memory, or put it on a GPU first"
+            offer.producer, NAME, "it lies in host memory", "multiprocessing.shared_memory, or put it on a GPU first"
         )
     uuid = shared_memory.uuid(offer.view.device)
     if uuid is None:
         raise CannotShare(
-            offer.lender, NAME, f"CUDA does not say which GPU cuda:{offer.view.device} is", "memguard doctor"
+            offer.producer, NAME, f"CUDA does not say which GPU cuda:{offer.view.device} is", "memguard doctor"
         )
     try:
         if not offer.view.size:
-            made = _nothing(offer.view, uuid)
+            made = _empty(offer.view, uuid)
         else:
-            made = _copied(x, giver, offer, uuid) if copy else _itself(x, giver, offer, uuid)
+            made = _copied(x, producer, offer, uuid) if copy else _own_memory(x, producer, offer, uuid)
     except streams.Captured as error:
-        raise CannotShare(offer.lender, NAME, str(error), "export arrays before the capture begins") from error
+        raise CannotShare(offer.producer, NAME, str(error), "export arrays before the capture begins") from error
     try:
-        path = hub().add(made)
+        path = server.current().add(made)
     except BaseException as error:
         made.release()
         if isinstance(error, OSError):
-            remedy = "set TMPDIR to a directory of a short name that can be written"
-            raise CannotShare(offer.lender, NAME, f"no socket can be opened: {error}", remedy) from error
+            remedy = "set TMPDIR to a writable directory with a short name"
+            raise CannotShare(offer.producer, NAME, f"no socket can be opened: {error}", remedy) from error
         raise
     return Handle(path, made.token, uuid, made.description.shape, made.description.dtype)
 
 
 def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, stream: Any = None) -> Any:
-    """An array of `framework` in the memory that another process exported; it can be written, and all see it.
+    """An array of `framework` in the memory that another process exported. All who attach it see what one writes.
 
-    `handle` may be its text. `copy` and `stream` are `to`'s: copy=True gives memory of this process's own. The memory
-    stays mapped as long as any view of it lives, also when the exporter closes it or ends. CUDA is initialised where
-    nothing has. Raises CannotShare; DeviceError where there is no driver; ValueError for what is no handle.
+    `handle` may be its text. `copy` and `stream` are as in `to`; copy=True makes a copy in this process's own memory.
+    The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises
+    CUDA if nothing has. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
     """
     arguments.check(copy, None, registry.by_name(framework))
     handle = handle if isinstance(handle, Handle) else Handle.parse(handle)
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-        found, fd = _ask(connection, handle, framework)
+        found, fd = _request(connection, handle, framework)
         if fd is not None:
             undo.callback(os.close, fd)
         if (found.kind == FILE) != (fd is not None):
-            raise _unreadable(framework, "its memory did not come with it")
+            raise _bad_answer(framework, "the memory did not come with it")
         ordinal = shared_memory.ordinal(found.uuid)
         if ordinal is None:
-            raise CannotShare(
-                NAME,
-                framework,
-                f"it lies on {found.uuid}, which CUDA does not show this process",
-                "start this process with that GPU in CUDA_VISIBLE_DEVICES",
-            )
+            reason = f"it lies on {found.uuid}, which CUDA does not show this process"
+            raise CannotShare(NAME, framework, reason, "start this process with that GPU in CUDA_VISIBLE_DEVICES")
         mapping = _mapped(found, fd, ordinal)
-        held = _Held(mapping, ordinal, found.size)
+        attachment = _Attachment(mapping, ordinal, found.size)
         try:
-            hub().watch(connection, held.left)
+            server.current().watch(connection, attachment.exporter_gone)
         except BaseException:
-            held.undo()
+            attachment.undo()
             raise
         if fd is not None:
             os.close(fd)
         undo.pop_all()
     view = found.view(0 if mapping is None else mapping.address, ordinal)
-    x = Attached(view, functools.partial(hub().leave, connection, held.undo))
+    x = Attached(view, functools.partial(server.current().leave, connection, attachment.undo))
     return transfer.to(x, framework, copy=copy, stream=stream)
 
 
-class _Held:
-    """Mapped memory, and whether it is this process that holds it: once the exporter is gone. On the hub's thread."""
+class _Attachment:
+    """Mapped memory, and its charge to this process once the exporter is gone. Used on the server's thread."""
 
     def __init__(self, mapping: Mapping | None, ordinal: int, size: int) -> None:
         self._mapping, self._ordinal, self._size, self._charged = mapping, ordinal, size, 0
 
-    def left(self) -> None:
-        """The exporter let go of it, or ended: the driver counts it for this process now (measured)."""
+    def exporter_gone(self) -> None:
+        """The exporter released it, or ended: from now on the driver charges it to this process (measured)."""
         self._charged = self._size
         charge(self._ordinal, self._charged)
 
@@ -198,26 +196,25 @@ class _Held:
             self._mapping.close()
 
 
-def _nothing(view: View, uuid: str) -> Export:
-    """Of an array without elements."""
+def _empty(view: View, uuid: str) -> Export:
+    """The export of an array without elements."""
     return Export(Description(NOTHING, uuid, view.shape, row_major(view.shape), view.dtype), None, True, lambda: None)
 
 
-def _copied(x: Any, giver: Arrays, offer: Offer, uuid: str) -> Export:
+def _copied(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
     if not offer.view.compact:
-        giver, x, offer = transfer.compacted(x, giver, offer)
+        producer, x, offer = transfer.compacted(x, producer, offer)
     view, device = offer.view, offer.view.device or 0
-    giver.ready(offer, None)
+    producer.ready(offer, None)
     try:
         allocation = shared_memory.duplicate(device, view.address, view.nbytes, offer.context)
     except shared_memory.NoRoom as error:
         free = "unknown" if error.free is None else format_size(error.free)
         reason = f"there is no room for a copy of it on cuda:{device}: {format_size(error.nbytes)} needed, {free} free"
-        raise CannotShare(offer.lender, NAME, reason, "free memory on this GPU: memguard.trim()") from error
+        raise CannotShare(offer.producer, NAME, reason, "free memory on this GPU: memguard.trim()") from error
     charge(device, allocation.size)
-    description = Description(
-        FILE, uuid, view.shape, row_major(view.shape), view.dtype, size=allocation.size
-    )  # an array of its own: whoever attaches it may write
+    # Not read-only, whatever the array is: whoever attaches the copy may write to it.
+    description = Description(FILE, uuid, view.shape, row_major(view.shape), view.dtype, size=allocation.size)
     return Export(description, allocation.fd, True, functools.partial(_freed, device, allocation))
 
 
@@ -226,34 +223,34 @@ def _freed(device: int, allocation: Allocation) -> None:
     allocation.close()
 
 
-def _itself(x: Any, giver: Arrays, offer: Offer, uuid: str) -> Export:
-    """The array's own memory, where the driver's block is all its."""
-    view, hindrance = offer.view, giver.reservation(x)
-    if hindrance is not None:
-        raise CannotShare(offer.lender, NAME, hindrance.reason, hindrance.remedy)
-    first, behind = view.extent
+def _own_memory(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
+    """The export of the array's own memory, if nothing else lies in the driver's block."""
+    view, obstacle = offer.view, producer.obstacle(x)
+    if obstacle is not None:
+        raise CannotShare(offer.producer, NAME, obstacle.reason, obstacle.remedy)
+    first, end = view.extent
     start, size, handle = shared_memory.block_handle(first, offer.context, view.device or 0)
     reason = ""
     if handle is None:
         reason = "the driver gives no IPC handle for its memory, which comes from a pool or is mapped in pieces"
-    elif start != first or size - (behind - first) >= _SPARE:
+    elif start != first or size - (end - first) >= _SPARE:
         reason = f"it lies in a block of {format_size(size)} with other arrays; an IPC handle would expose them"
     elif size <= MIB or start % shared_memory.PAGE:
         reason = f"its block of {format_size(size)} shares a page with others; an IPC handle would expose them"
     if handle is None or reason:
-        raise CannotShare(offer.lender, NAME, reason, "copy=True")
-    giver.ready(offer, None)
-    loan = lifetimes.begin(offer, NAME, None, settles=True)
+        raise CannotShare(offer.producer, NAME, reason, "copy=True")
+    producer.ready(offer, None)
+    lifetime = lifetimes.begin(offer, NAME, None, releases_when_done=True)
     description = Description(
         BLOCK, uuid, view.shape, view.strides, view.dtype, view.readonly, view.address - start, size, handle.hex()
     )
-    return Export(description, None, False, loan.end)
+    return Export(description, None, False, lifetime.end)
 
 
-def _ask(connection: socket.socket, handle: Handle, framework: str) -> tuple[Description, int | None]:
-    """What the exporter answers, and the file descriptor that came with it: the caller's, to close."""
-    connection.settimeout(PATIENCE)
-    with _understood(framework):
+def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple[Description, int | None]:
+    """The exporter's answer, and the file descriptor that came with it, which the caller must close."""
+    connection.settimeout(ANSWER_TIMEOUT)
+    with _as_refusals(framework):
         _connect(connection, handle.path)
         who = wire.peer(connection)
         if not wire.same_user(who):
@@ -261,10 +258,10 @@ def _ask(connection: socket.socket, handle: Handle, framework: str) -> tuple[Des
         if who.pid == os.getpid():
             remedy = f"memguard.exchange.to(x, {framework!r})"
             raise CannotShare("this process", framework, "it was exported by this very process", remedy)
-        wire.send(connection, wire.asking(handle.token))
-        message, fd = wire.receive(connection, PATIENCE)
+        wire.send(connection, wire.request(handle.token))
+        message, fd = wire.receive(connection, ANSWER_TIMEOUT)
         try:
-            return wire.described(message), fd
+            return wire.description(message), fd
         except BaseException:
             if fd is not None:
                 os.close(fd)
@@ -272,8 +269,8 @@ def _ask(connection: socket.socket, handle: Handle, framework: str) -> tuple[Des
 
 
 def _connect(connection: socket.socket, path: str) -> None:
-    """Where many come at once, the exporter's queue may be full for a moment: Unix sockets do not wait for that."""
-    deadline = time.monotonic() + PATIENCE
+    """If many connect at once, the exporter's queue may be full for a moment. A Unix socket does not wait for that."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT
     while True:
         try:
             return connection.connect(path)
@@ -284,30 +281,23 @@ def _connect(connection: socket.socket, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _understood(framework: str) -> Iterator[None]:
-    """What can go wrong on the socket, as a refusal."""
+def _as_refusals(framework: str) -> Iterator[None]:
+    """Turns what can go wrong on the socket into CannotShare."""
     try:
         yield
-    except wire.Garbage as error:
-        raise _unreadable(framework, str(error)) from error
+    except wire.BadMessage as error:
+        raise _bad_answer(framework, str(error)) from error
     except PermissionError as error:
-        raise CannotShare(
-            NAME, framework, f"its socket belongs to another user ({error})", "attach as the user who exported it"
-        ) from error
+        reason, remedy = f"its socket belongs to another user ({error})", "attach as the user who exported it"
+        raise CannotShare(NAME, framework, reason, remedy) from error
     except TimeoutError as error:
-        raise CannotShare(
-            NAME,
-            framework,
-            f"the process that exported it did not answer within {PATIENCE:g} s",
-            "look whether it is stopped, or in a call that lets no other thread run",
-        ) from error
+        reason = f"the process that exported it did not answer within {ANSWER_TIMEOUT:g} s"
+        remedy = "check whether it is stopped, or in a call that holds the GIL"
+        raise CannotShare(NAME, framework, reason, remedy) from error
     except (OSError, EOFError) as error:
-        raise CannotShare(
-            NAME,
-            framework,
-            "the export is gone: its process ended or closed it",
-            "export it again, and keep the handle open until it is attached",
-        ) from error
+        reason = "the export is gone: its process ended or closed it"
+        remedy = "export it again, and keep the handle open until it is attached"
+        raise CannotShare(NAME, framework, reason, remedy) from error
 
 
 def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
@@ -316,10 +306,7 @@ def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
     return shared_memory.map_block(ordinal, bytes.fromhex(found.handle), found.size) if found.kind == BLOCK else None
 
 
-def _unreadable(framework: str, what: str) -> CannotShare:
+def _bad_answer(framework: str, what: str) -> CannotShare:
     return CannotShare(
-        NAME, framework, f"the exporter's answer makes no sense: {what}", "use the same memguard in both processes"
+        NAME, framework, f"the exporter's answer is not valid: {what}", "use the same memguard in both processes"
     )
-
-
-__all__ = ["Handle", "attach", "export"]

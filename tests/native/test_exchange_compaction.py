@@ -1,4 +1,4 @@
-"""Arrays of unknown libraries: what has gaps, or runs backwards, is copied by a framework that is imported."""
+"""Arrays of unknown libraries that have gaps or negative strides: an imported framework makes the compact copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ odd = {"reversed": base[::-1], "both": base[::-1, ::-2], "stepped": base[::2], "
 """
 
 
-def test_pytorch_copies_what_its_own_library_is_not_known_for(with_torch: Run) -> None:
+def test_pytorch_compacts_arrays_of_unknown_libraries(with_torch: Run) -> None:
     found = with_torch(
         SETUP
         + """
@@ -32,22 +32,22 @@ for name, array in odd.items():
     result[name] = bool((copied == array).all()), not numpy.shares_memory(copied, base), copied.flags.c_contiguous
     tensor = exchange.to(Unknown(array), "torch", copy=True)
     result[name] += (bool((tensor.numpy() == array).all()), tensor.is_contiguous())
-result["lent"] = len(loans._open)
+result["open"] = len(lifetimes._open)
 """
     )
-    assert found.pop("lent") == 0
+    assert found.pop("open") == 0
     assert found == dict.fromkeys(("reversed", "both", "stepped", "transposed", "plain"), [True] * 5)
 
 
-def test_without_one_the_refusal_says_what_would_help(alone: Run) -> None:
+def test_without_such_a_framework_the_refusal_names_the_remedy(alone: Run) -> None:
     found = alone(
         SETUP
         + """
 try:
     from memguard.exchange import transfer
     from memguard.exchange.adapters import registry
-    lender = registry.of(Unknown(base[::-1]))
-    transfer.compacted(Unknown(base[::-1]), lender, lender.offer(Unknown(base[::-1])))
+    producer = registry.of(Unknown(base[::-1]))
+    transfer.compacted(Unknown(base[::-1]), producer, producer.offer(Unknown(base[::-1])))
 except CannotShare as error:
     result["reason"], result["remedy"] = error.reason, error.remedy
 """

@@ -20,7 +20,7 @@ def view(array: numpy.ndarray) -> View:
 
 
 @pytest.mark.parametrize("steps", list(itertools.product(STEPS, repeat=2)))
-def test_turned_forwards_it_is_the_same_array_flipped(steps: tuple[slice, slice]) -> None:
+def test_without_negative_strides_it_is_the_same_array_flipped(steps: tuple[slice, slice]) -> None:
     array = numpy.arange(35, dtype="float32").reshape(5, 7)[steps]
     forwards, axes = view(array).forwards()
     assert forwards == view(numpy.flip(array, axes)) and not forwards.backwards
@@ -34,10 +34,10 @@ def test_only_a_broadcast_dimension_repeats(shape: tuple[int, int]) -> None:
     assert not view(row.copy()).repeats
 
 
-def test_numba_is_not_shown_what_it_misreads() -> None:
+def test_numba_gets_no_array_that_it_misreads() -> None:
     row = view(numpy.broadcast_to(numpy.arange(4, dtype="float32"), (3, 4)))._replace(device=0)
     found = {
-        name: compatibility.obstacle(row, registry.by_name(name).taker, 0)
+        name: compatibility.obstacle(row, registry.by_name(name).traits, 0)
         for name in ("torch", "cupy", "pycuda", "numba")
     }
     assert {name for name, obstacle in found.items() if obstacle is not None} == {"numba"}
