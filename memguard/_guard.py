@@ -71,7 +71,7 @@ class Guard:
         self._not_undone: list[str] = []
         self._entries: dict[str, _Entry] = {}
         self._warned: set[str] = set()
-        self._samples = 0
+        self._samples = self._resized = 0
         self._started = False
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
@@ -168,28 +168,35 @@ class Guard:
     def _find_drift(self, *, wait: bool = True) -> None:
         """Ask each framework whether the cap that was set still holds, and note what changed.
 
-        Under the lock, as `resize` changes what the framework compares with; `wait=False` gives up if it is taken.
-        `on_event` is called after it: functions of the user's hear of the event.
+        Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
+        changes what they compare with. `wait=False` gives up if the lock is taken.
         """
-        if not self.active or not self._lock.acquire(blocking=wait):
+        entries, resized = self._entries, self._resized
+        answers = {name: self._drift_of(name, entry) for name, entry in entries.items()} if self.active else {}
+        if not answers or not self._lock.acquire(blocking=wait):
             return
+        events = []
         try:
-            events = [event for name, entry in self._entries.items() if (event := self._drifted(name, entry))]
+            if self._entries is entries and self._resized == resized:
+                events = [e for name, found in answers.items() if (e := self._drifted(name, entries[name], found))]
         finally:
             self._lock.release()
         for event in events:
             if self.on_event is not None:
                 self.on_event(event)
 
-    def _drifted(self, name: str, entry: _Entry) -> Event | None:
-        """The change since the last look at one framework; None if there is none, or no cap was set."""
+    def _drift_of(self, name: str, entry: _Entry) -> tuple[str, ...]:
+        """What was changed since the cap was set; what is known already if that cannot be checked."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
-            return None
+            return ()  # no cap was set
         try:
-            found = tuple(entry.framework.drift())
+            return tuple(entry.framework.drift())
         except Exception as error:
             self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
-            return None
+            return entry.drift
+
+    def _drifted(self, name: str, entry: _Entry, found: tuple[str, ...]) -> Event | None:
+        """Note the drift of one framework. The event, if it is another than before."""
         if found == entry.drift:
             return None
         entry.drift = found
@@ -270,7 +277,10 @@ class Guard:
                 raise CapNotApplied(framework, entry.drift_reason, remedy)
             if entry.enforcement is not Enforcement.ENFORCED:
                 raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
-            entry.framework.resize(plan.caps(framework))
+            try:
+                entry.framework.resize(plan.caps(framework))
+            finally:
+                self._resized += 1
             self.plan = plan
             self._trim_above_cap(framework)
 
@@ -309,12 +319,10 @@ class Guard:
         return "\n".join([*lines, *(f"note: {note}" for note in self._all_notes())])
 
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
-        framework = entry.framework
         if state is State.ABSENT:
-            entry.enforcement = Enforcement.ABSENT
-            self._note(f"{name}: {framework.why_absent()}; its share stays free", logging.WARNING)
+            self._absent(name, entry)
         elif state is State.IMPORTABLE:
-            forget = self._hook.watch(framework.hook, lambda: self._imported(name))
+            forget = self._hook.watch(entry.framework.hook, lambda: self._imported(name))
             self._undo.callback(self._take_back, f"{name}: import hook", forget)
         else:
             self._apply(name, entry)
@@ -328,10 +336,13 @@ class Guard:
             if entry.enforcement is not Enforcement.PENDING:
                 return
             if entry.framework.state() is State.ABSENT:
-                entry.enforcement = Enforcement.ABSENT
-                self._note(f"{name}: {entry.framework.why_absent()}; its share stays free", logging.WARNING)
-                return
-            self._apply(name, entry)
+                self._absent(name, entry)
+            else:
+                self._apply(name, entry)
+
+    def _absent(self, name: str, entry: _Entry) -> None:
+        entry.enforcement = Enforcement.ABSENT
+        self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
     def _apply(self, name: str, entry: _Entry) -> None:
         applied = entry.framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
@@ -401,7 +412,7 @@ class Guard:
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
-            self._note(warning, logging.WARNING)
+            self._warn(warning)
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
         entry = self._entry(framework)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
-from statistics import median
 
 from memguard._types import WorkloadReport
 
@@ -83,4 +82,6 @@ def leak(afters: Sequence[int]) -> int | None:
 
 
 def _theil_sen(values: Sequence[int]) -> float:
+    from statistics import median  # loads a dozen modules, which a budget without workloads does not need
+
     return median((b - a) / (m - n) for (n, a), (m, b) in combinations(enumerate(values), 2))

@@ -26,7 +26,7 @@ KEPT = 600
 SLOWEST_RETRY = 30.0
 """Seconds between two attempts while samples fail, at most; or the interval, if that is longer."""
 BURST = 10.0
-"""Seconds of waiting that pay at most for one expensive sample, as the first one, which imports."""
+"""Seconds of its CPU share that the monitor may save up for an expensive sample."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
 

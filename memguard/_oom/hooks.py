@@ -56,19 +56,9 @@ class Scene:
     samples: tuple[Sample, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Installed:
-    """What `install` was given."""
-
-    read: Callable[[], Scene]
-    sinks: tuple[Callable[[Report], None], ...]
-    clock: Callable[[], float]
-
-
 display: Callable[[Report | str], None] | None = None
 """Shows reports, or lines, instead of standard error: in a notebook they come under the cell's traceback."""
 _installed: _Installed | None = None
-_undo: Callable[[], None] | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
 _reports: dict[int, Report] = {}
@@ -87,24 +77,14 @@ def install(
     The hooks that are there go on being called. What was installed before is replaced, and its undo then does
     nothing. Hooks that were set after ours stay when ours goes.
     """
-    global _installed, _undo, _pid
-    if _undo is not None:
-        _undo()
+    global _installed, _pid
+    if _installed is not None:
+        _installed.undo()
     if _pid != os.getpid():  # a forked child: its parent's reports are not its own
         _reports.clear()
-    hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
-    ours = _Installed(read, sinks, clock)
-
-    def undo() -> None:
-        global _installed, _undo
-        for hook in hooks:
-            hook.remove()
-        if _installed is ours:
-            _installed = _undo = None
-
-    _installed, _undo, _pid = ours, undo, os.getpid()
+    _installed, _pid = _Installed(read, sinks, clock), os.getpid()
     in_full_again()
-    return undo
+    return _installed.undo
 
 
 def in_full_again() -> None:
@@ -312,3 +292,20 @@ class _Hook:
         finally:
             if report is not None and fresh:
                 _show(report)
+
+
+class _Installed:
+    """What `install` was given, and the hooks that it set."""
+
+    def __init__(
+        self, read: Callable[[], Scene], sinks: tuple[Callable[[Report], None], ...], clock: Callable[[], float]
+    ) -> None:
+        self.read, self.sinks, self.clock = read, sinks, clock
+        self._hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
+
+    def undo(self) -> None:
+        global _installed
+        for hook in self._hooks:
+            hook.remove()
+        if _installed is self:
+            _installed = None

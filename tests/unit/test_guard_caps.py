@@ -234,6 +234,63 @@ def test_a_check_that_fails_is_logged_once_and_breaks_nothing(
     ]
 
 
+def test_a_check_that_hangs_on_the_monitors_thread_blocks_no_other(
+    drifting: dict[str, Drifting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, go = threading.Event(), threading.Event()
+
+    def drift(self: Drifting) -> list[str]:
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            go.wait(60)
+        return []
+
+    monkeypatch.setattr(Drifting, "drift", drift)
+    guard = start(TORCH)
+    drifting["torch"].allocate(MIB)
+    thread = threading.Thread(target=guard.sample)
+    thread.start()
+    try:
+        assert hangs.wait(10)
+        assert enforcements() == {"torch": "enforced"}
+        memguard.resize("torch", "3GiB")
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_check_during_a_resize_is_not_taken_for_drift(
+    drifting: dict[str, Drifting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cap that is being raised is above what the framework compares with, until that is raised too."""
+    guard = start(TORCH)
+    torch = drifting["torch"]
+    torch.allocate(MIB)
+    asked, resize, threads = threading.Event(), Drifting.resize, []
+
+    def drift(self: Drifting) -> list[str]:
+        found = list(self.lost)
+        asked.set()
+        return found
+
+    def halfway(self: Drifting, caps: Any) -> None:
+        self.lost = (RAISED,)
+        asked.clear()
+        threads.append(threading.Thread(target=guard.ledger))
+        threads[0].start()
+        assert asked.wait(10)
+        self.lost = ()
+        resize(self, caps)
+
+    monkeypatch.setattr(Drifting, "drift", drift)
+    monkeypatch.setattr(Drifting, "resize", halfway)
+    events: list[Event] = []
+    guard.on_event = events.append
+    memguard.resize("torch", "5GiB")
+    threads[0].join()
+    assert events == [] and enforcements() == {"torch": "enforced"}
+
+
 def test_a_cap_that_no_longer_holds_cannot_be_resized(drifting: dict[str, Drifting]) -> None:
     guard = start(TORCH)
     drifting["torch"].allocate(MIB)
