@@ -166,7 +166,7 @@ result["asked"] = framework._asked(cupy) is cupy.get_default_memory_pool()
     )
     framework, setting, text = found["conflict"]
     assert framework == "cupy" and setting.startswith(f"cupy.cuda.set_allocator({name}")
-    assert "past CuPy's memory pool" in text and found["same"] and found["asked"]
+    assert "bypasses CuPy's memory pool" in text and found["same"] and found["asked"]
 
 
 def test_within_using_allocator_nothing_is_set(with_cupy: Run) -> None:

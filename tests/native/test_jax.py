@@ -414,7 +414,7 @@ result["preallocate"], result["notes"] = options()["preallocate"], framework.not
     )
     assert found["preallocate"] is kept
     asked = "XLA_PYTHON_CLIENT_PREALLOCATE" if option is None else "jax_pjrt_client_create_options preallocate"
-    note = f"jax: {asked} stays: it takes its whole cap when its backend starts"
+    note = f"jax: {asked} stays, so JAX takes its whole cap when its backend starts"
     assert found["notes"] == [note] * kept
 
 
@@ -455,8 +455,8 @@ result["not in the budget"] = framework.drift()
 """
     )
     assert found["right"] == found["not in the budget"] == []
-    assert found["wrong"] == ["jax: it started with a limit of 100.00 GiB on cuda:1, its cap is 4.00 GiB"]
-    assert found["none"] == ["jax: it started without a limit on cuda:0, its cap is 4.00 GiB"]
+    assert found["wrong"] == ["jax: its backend started with a limit of 100.00 GiB on cuda:1, but its cap is 4.00 GiB"]
+    assert found["none"] == ["jax: its backend started without a limit on cuda:0, but its cap is 4.00 GiB"]
 
 
 def test_live_before_it_is_too_late(with_jax: Run) -> None:
@@ -557,7 +557,7 @@ result["later"] = framework.drift()
     assert "its backend has started; its limit stays" in found["stays"]
     assert found["again"] == ["enforced", None, "its limit stays from the budget before", GIB]
     assert found["drift"] == []
-    assert found["later"] == ["jax: it started with a limit of 100.00 GiB on cuda:0, its cap is 4.00 GiB"]
+    assert found["later"] == ["jax: its backend started with a limit of 100.00 GiB on cuda:0, but its cap is 4.00 GiB"]
 
 
 @pytest.mark.parametrize("caps", ["{uuid: 2 * GIB}", "{uuid: 8 * GIB}", "{}"])
