@@ -23,6 +23,7 @@ from _run import MIB, SIX, budget_of_six, emit
 
 import memguard
 from memguard import BudgetExceeded
+from memguard._frameworks.simulated.adapter import oom_type
 
 SECONDS = 3600.0
 DRIFT = 64 * MIB
@@ -65,7 +66,7 @@ class Mixed:
             self.live.append(self.framework.allocate(size))
         except Exception as error:
             self.seen["refused"] += 1
-            self.seen["refused with another error"] += not isinstance(error, self.framework.oom_types())
+            self.seen["refused with another error"] += not isinstance(error, oom_type(self.name))
             self.draining, self.keep = True, int(len(self.live) * self.rng.uniform(0, 0.95))
         else:
             self.seen["allocated"] += 1

@@ -343,6 +343,7 @@ def tick() -> dict[str, Any]:
 def small_ops() -> dict[str, Any]:
     """Small torch operations with the monitor at 10 Hz and without: interleaved pairs, and as many without in both."""
     import memguard
+    from memguard import _api
 
     config = {
         "version": 1,
@@ -350,13 +351,13 @@ def small_ops() -> dict[str, Any]:
         "frameworks": {"torch": {"limit": "8GiB"}, "cupy": {"limit": "4GiB"}},
         "monitor": {"interval": "100ms"},
     }
-    guard = memguard.init(config)
+    memguard.init(config)
     import cupy
     import torch
 
     kept = cupy.ones(1000)
     a = torch.ones(64, device="cuda")
-    monitor = guard.observer.monitor  # type: ignore[attr-defined]
+    monitor = _api.current_session().monitor
 
     def block() -> float:
         """Operations in a second."""

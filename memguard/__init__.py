@@ -3,7 +3,8 @@
     import memguard
     memguard.init("budget.yaml")      # first line of the script
 
-Importing this imports no framework, starts no thread and reads no file: the names are bound when first used.
+Importing this imports no framework, starts no thread and opens no file but its modules: each name is bound when it is
+first used.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
     from memguard._api import shutdown as shutdown
     from memguard._api import trim as trim
     from memguard._api import workload as workload
+    from memguard._config import Budget as Budget
     from memguard._doctor import doctor as doctor
+    from memguard._guard import Guard as Guard
+    from memguard._ledger.types import Ledger as Ledger
     from memguard._oom.hooks import last_oom as last_oom
     from memguard._simulation.recorder import record_trace as record_trace
     from memguard._timeline import load_timeline as load_timeline
+    from memguard._types import Event as Event
+    from memguard._types import WorkloadReport as WorkloadReport
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
     from memguard.errors import CannotShare as CannotShare
@@ -58,6 +64,10 @@ _FUNCTIONS = (
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
     **dict.fromkeys(_FUNCTIONS, "memguard._api"),
+    **dict.fromkeys(("Event", "WorkloadReport"), "memguard._types"),
+    "Budget": "memguard._config",
+    "Guard": "memguard._guard",
+    "Ledger": "memguard._ledger.types",
     "doctor": "memguard._doctor",
     "last_oom": "memguard._oom.hooks",
     "load_timeline": "memguard._timeline",
@@ -67,19 +77,24 @@ _HOMES = {
 
 __all__ = [
     "AlreadyActive",
+    "Budget",
     "BudgetExceeded",
     "CannotShare",
     "CapNotApplied",
     "ConfigError",
     "ConflictingSetting",
     "DeviceError",
+    "Event",
     "FactsError",
+    "Guard",
+    "Ledger",
     "MemguardError",
     "NotActive",
     "PlanError",
     "TimelineError",
     "TraceError",
     "UnderPressure",
+    "WorkloadReport",
     "checkpoint",
     "doctor",
     "exchange",
@@ -102,10 +117,10 @@ __all__ = [
 logging.getLogger("memguard").addHandler(logging.NullHandler())
 
 
-if not TYPE_CHECKING:  # a type checker then sees the names above, and nothing else
+if not TYPE_CHECKING:  # so that a type checker sees the names above, and no others
 
     def __getattr__(name: str) -> object:
-        if name == "exchange":  # a module of its own, and importing it names it here
+        if name == "exchange":  # a module, which its import binds here
             return importlib.import_module("memguard.exchange")
         home = _HOMES.get(name)
         if home is None:

@@ -1,4 +1,4 @@
-"""The one budget that is active in this process, and memguard's public functions over it."""
+"""The budget that is active in this process, and memguard's public functions over it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Union
 
 from memguard import _workers
 from memguard._guard import Guard
-from memguard._monitor.session import Watch, began, belated, callbacks
+from memguard._monitor.session import Session, callbacks, outlived
+from memguard._oom import hooks
 from memguard._types import Event, WorkloadReport
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
@@ -28,17 +29,18 @@ BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 
 _NONE = "no budget is active in this process\n    fix: call memguard.init('budget.yaml') first"
 _FORKED = (
-    "no budget is active in this process: it was forked from one that has one, and a budget is of one process\n"
-    "    fix: call memguard.init here, for a budget of its own"
+    "no budget is active in this process: it was forked from one that has a budget, and a budget belongs to one "
+    "process\n    fix: call memguard.init here, for a budget of its own"
 )
 _WITHOUT = '    or: try it without one: simulate="h200" (`memguard run --simulate h200`)'
 
 simulated_by_default: Sequence[str] | None = None
-"""The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: an `init` of the program's own means these too."""
+"""The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: the program's own `init` uses them too."""
 from_environment: Guard | None = None
-"""What MEMGUARD_CONFIG applied: an `init` of the program's own replaces it without being asked to."""
-_environment: Any = sys.modules.get("_memguard_environment")  # there where that variable was set when Python started
-_active: Guard | None = None
+"""What MEMGUARD_CONFIG applied: the program's own `init` replaces it without `replace=True`."""
+_environment: Any = sys.modules.get("_memguard_environment")  # there if that variable was set when Python started
+_active: Session | None = None
+"""The one place that says which budget is active."""
 _why_none = _NONE
 _lock = threading.RLock()
 
@@ -47,15 +49,14 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
-    needs `replace=True`. `simulate="h200"` (or several names) runs it on simulated GPUs instead of real ones; under
+    needs `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
     `memguard run --simulate`, and with MEMGUARD_SIMULATE beside MEMGUARD_CONFIG, it need not be given again.
     Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
 
-    Other processes: a forked child is inert. In a worker of multiprocessing (`spawn`, `forkserver`) an `init` at the
-    top of the script applies nothing while the script is imported again there, and returns a guard that is not
-    active. Workers that are to have a budget call `init` in the function that they run, each with its own part; or,
-    with `spawn`, MEMGUARD_CHILDREN=1 is set, and the script's own applies in each. A program that is started by itself
-    (torchrun, subprocess) is like any other.
+    Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
+    script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give a worker a
+    budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
+    and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
     global _active, _why_none, from_environment
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
@@ -67,120 +68,109 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     with _lock:
         before = _active if _active is not None and _active.active else None
         if before is not None:
-            if before.budget == loaded and _simulated_names(before.host) == _names(simulate):
-                return before
-            if belated(before):
+            now = before.guard
+            if now.budget == loaded and _simulated_names(now.host) == _names(simulate):
+                return now
+            if outlived(before):
                 raise AlreadyActive(
                     "another budget became active while this function ran for one that is over\n"
                     "    fix: memguard.init(..., replace=True) on a thread of the program"
                 )
-            if not replace and before is not from_environment:
-                which = f": that of {before.budget.source}" if before.budget.source else ""
+            if not replace and now is not from_environment:
+                which = f": that of {now.budget.source}" if now.budget.source else ""
                 raise AlreadyActive(
                     f"another budget is active in this process{which}\n"
                     "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
                 )
         host = _host(simulate)
         try:
-            guard = Guard(loaded, host)  # before anything is undone: a budget that does not fit changes nothing
-            watch = Watch(guard)
-            watch.prepare(before)
+            session = Session(Guard(loaded, host))  # first: a budget that does not fit changes nothing
+            session.prepare(before)
         except BaseException as error:
             host.close()
             if isinstance(error, DeviceError) and not host.simulated:
                 raise DeviceError(f"{error}\n{_WITHOUT}") from error
             raise
         if before is not None:
-            before.stop()
-        _active = guard  # before start: an import in another thread may call back at once
+            before.guard.stop()
+        _active = session  # before it starts: an import in another thread may call memguard at once
         try:
-            _begin(guard, watch)
+            session.start()
         except BaseException:
             _active = None
             if before is not None:
-                _active = _again(before)
-                from_environment = _active if before is from_environment else from_environment
+                _active = _again(before.guard)
+                if before.guard is from_environment:
+                    from_environment = _active.guard if _active is not None else None
             raise
         _why_none, from_environment = _NONE, None
         if _environment is not None:
             _environment.disarm()
-        return guard
-
-
-def _begin(guard: Guard, watch: Watch) -> None:
-    """Apply, and then look on: monitor, timeline and the hooks for errors begin with what they watch in place."""
-    guard.start()
-    guard.observer = watch
-    try:
-        watch.start()
-    except BaseException:
-        guard.stop()
-        raise
-    began(guard)
+        return session.guard
 
 
 def _stay_passive() -> Guard:
     """Apply nothing and touch no GPU: this is a worker of multiprocessing that imports the script again."""
     global _why_none
     if _active is not None and _active.active:
-        return _active
+        return _active.guard
     _why_none = _workers.WHY
     _log.debug("memguard.init applies nothing while multiprocessing imports the script again in a worker")
     return _workers.PassiveGuard()
 
 
-def _again(before: Guard) -> Guard | None:
+def _again(before: Guard) -> Session | None:
     """The budget that was active before a replacement failed, applied anew."""
     try:
-        guard = Guard(before.budget, before.host)
-        guard.plan = before.plan  # as `resize` had left it
-        _begin(guard, Watch(guard))
+        session = Session(Guard(before.budget, before.host))
+        session.guard.plan = before.plan  # as `resize` had left it
+        session.start()
     except MemguardError as error:
-        # As text: a log that keeps its records would keep the error, what it came from, and the frames of that.
+        # As text: a log that keeps its records would keep the error, its causes, and their frames.
         _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
         return None
-    return guard
+    return session
 
 
 @contextmanager
 def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
     """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
 
-    Where the same budget is active already, the block leaves it active. With `replace=True` the one that was
-    active before is not brought back at the end.
+    If the same budget is active already, the block leaves it active. With `replace=True` the one that was active
+    before is not applied again at the end.
     """
-    with _lock:  # of two blocks that begin at once one applies the budget, and that one ends it
+    with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
         before = _active
-        active = init(budget, replace=replace, simulate=simulate)
+        active, mine = init(budget, replace=replace, simulate=simulate), _active
     try:
         yield active
     except Exception as error:
         if active.active:
-            active.observer.failed(error)
+            hooks.seen(error)
         raise
     finally:
         with _lock:
-            if _active is active and active is not before:
+            if mine is not None and _active is mine and mine is not before:
                 shutdown()
 
 
 def shutdown() -> list[str]:
-    """Undo the active budget. Returns what stays, as sentences; an empty list where nothing does, or none is active.
+    """Undo the active budget. Returns what stays, as sentences; an empty list if nothing does, or none is active.
 
-    A function of `on_pressure` that still runs for a budget that is over ends none that came after it.
+    A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
     global _active
     with _lock:
-        if belated(_active):
+        if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
         if _environment is not None:
             _environment.disarm()
-        current = _active
+        guard = _active.guard if _active is not None else None
         try:
-            return current.stop() if current is not None and current.active else []
+            return guard.stop() if guard is not None and guard.active else []
         finally:
-            if current is None or not current.active:  # else a Ctrl-C came first, and it can be tried again
+            if guard is None or not guard.active:  # else a Ctrl-C came first, and it can be tried again
                 _active = None
 
 
@@ -191,18 +181,27 @@ def ledger() -> Ledger:
 
 def require(framework: str, size: int | str) -> None:
     """Raise BudgetExceeded *before* an allocation of `size` (bytes or `"4GiB"`) by `framework` would fail."""
-    current().require(framework, size)
+    session = current_session()
+    session.checkpoint()
+    session.guard.require(framework, size)
 
 
 @contextmanager
 def workload(name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
     """Admission before a block (`needs`), its peak and what it left behind after it."""
-    with current().workload(name, framework=framework, needs=needs) as report:
-        yield report
+    session = current_session()
+    session.checkpoint()
+    with session.guard.workload(name, framework=framework, needs=needs) as report:
+        try:
+            yield report
+        except Exception as error:
+            hooks.seen(error)
+            raise
+    session.finished(report)
 
 
 def resize(framework: str, size: int | str) -> None:
-    """Change a framework's cap at run time. Raises CapNotApplied where it cannot change, as TensorFlow's."""
+    """Change a framework's cap at run time. Raises CapNotApplied if it cannot change, as TensorFlow's."""
     current().resize(framework, size)
 
 
@@ -212,12 +211,15 @@ def trim(framework: str | None = None) -> int:
 
 
 def checkpoint() -> None:
-    """The moment for what `on_pressure` says: trims, and UnderPressure. For loops that have no `workload` in them."""
-    current().observer.checkpoint()
+    """Do now what `on_pressure` says: trim, or raise UnderPressure. For loops that have no `workload` in them."""
+    current_session().checkpoint()
 
 
 def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Call `callback` with every event of the monitor, on the monitor's thread; the returned call takes that back."""
+    """Call `callback` with every event, until the returned call takes that back.
+
+    What the monitor notices comes on its thread; out-of-memory errors, leaks, trims and lost caps on the user's.
+    """
     if not callable(callback):
         raise TypeError(f"memguard.on_pressure takes a function, found {callback!r}")
     callbacks.append(callback)
@@ -230,7 +232,11 @@ def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def current() -> Guard:
-    """The active guard. Raises NotActive where none is."""
+    """The active guard. Raises NotActive if there is none."""
+    return current_session().guard
+
+
+def current_session() -> Session:
     if _active is None and _environment is not None:
         _environment.activate()
     found = _active  # once: another thread may shut it down meanwhile. Without the lock, which init may hold long
@@ -273,13 +279,13 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 
 def _inert() -> None:
-    """A forked child starts without a budget, with a lock of its own: the parent's may be held for ever."""
+    """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
     global _active, _lock, _why_none
     _lock = threading.RLock()
     before, _active = _active, None
     if before is not None:
         before.forked()
-        if _workers.from_fork_server(sys.modules, sys.orig_argv):  # somebody asked for a budget in the workers
+        if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers
             _why_none = _workers.SERVED
             _log.warning("%s", _why_none)
             return
@@ -287,5 +293,5 @@ def _inert() -> None:
         _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
 
 
-if hasattr(os, "register_at_fork"):  # here, so that it is there before anybody holds the lock
+if hasattr(os, "register_at_fork"):  # at import, so that it is registered before anybody holds the lock
     os.register_at_fork(after_in_child=_inert)

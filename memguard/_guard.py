@@ -1,4 +1,4 @@
-"""The conductor: plan, apply, account, undo. It decides nothing that `policy` and `accounts` can decide."""
+"""The guard: it plans a budget, applies it, knows which of its caps hold, and undoes it. `_policy` decides the rest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,11 @@ from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
-from memguard._ledger import types
-from memguard._ledger.reader import Books
-from memguard._ledger.types import Ledger, own_bytes
-from memguard._observer import Observer
-from memguard._types import Device, DevicePlan, Enforcement, Sample, State, Usage, WorkloadReport
-from memguard._undo import Undo
+from memguard._ledger.overhead import own_bytes, totals
+from memguard._ledger.reader import LedgerReader
+from memguard._ledger.types import Ledger
+from memguard._specs import SPECS
+from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
 from memguard._units import format_size, parse_size
 from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
 
@@ -32,18 +31,29 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memguard")
 
+_SAMPLES_PER_CHECK = 10
+"""Samples from one check for drift to the next: a check calls into every framework once more."""
+
 
 @dataclass
 class _Entry:
-    """A framework of the budget, and what was done to it."""
+    """A framework of the budget, and how its cap holds.
+
+    `drift`: what was changed after the cap was set, so that it no longer holds. `enforcement` is `watched` meanwhile.
+    """
 
     framework: Framework
     enforcement: Enforcement = Enforcement.PENDING
-    permanent: str | None = None
+    drift: tuple[str, ...] = ()
+
+    @property
+    def drift_reason(self) -> str:
+        """The drift in one sentence, without the framework's name in front."""
+        return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
 
 
 class Guard:
-    """An applied budget. Made by `memguard.init`; `print(guard)` shows the plan and what was done."""
+    """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
 
     def __init__(self, budget: Budget, host: Host) -> None:
         self.budget = budget
@@ -51,21 +61,26 @@ class Guard:
         self.notes: list[str] = []
         self.permanent: list[str] = []
         self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
+        self.on_event: Callable[[Event], None] | None = None
+        """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
+        self.on_stop: Callable[[], None] | None = None
+        """Called before everything is undone, without the guard's lock."""
         self._lock = threading.RLock()
         self._hook = ImportHook()
-        self._undo = Undo()
+        self._undo = ExitStack()
+        self._not_undone: list[str] = []
         self._entries: dict[str, _Entry] = {}
-        self._drifted: set[str] = set()
+        self._warned: set[str] = set()
+        self._samples = self._resized = 0
         self._started = False
-        self.observer = Observer()
-        # Frameworks that the budget does not name: no cap, and a row where they are live. Real ones only.
-        unnamed = () if host.simulated else tuple(n for n in registry.NAMES if n not in budget.frameworks)
-        self._books = Books(host, unnamed, self._warn)
+        # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
+        unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
+        self._reader = LedgerReader(host, unnamed, self._warn)
         self._pid = os.getpid()
 
     @property
     def active(self) -> bool:
-        """False after `shutdown`, and in a forked child, where a budget of the parent means nothing."""
+        """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
         return bool(self._entries) and self._pid == os.getpid()
 
     @property
@@ -74,18 +89,18 @@ class Guard:
         return {name: entry.framework for name, entry in self._entries.items()}
 
     def start(self) -> None:
-        """Apply everything, or undo everything and raise. Once: a guard that was stopped stays so."""
+        """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
         if self._started:
             raise MemguardError("this guard was started before\n    fix: call memguard.init again")
         self._started = True
         try:
-            # `state` waits for an import that runs in another thread, and that import may wait for us in a hook:
-            # so it is asked before there is a hook, and again without the lock.
+            # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
+            # hook. So ask before there is a hook, and later again without the lock.
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
             states = {name: entry.framework.state() for name, entry in entries.items()}
             with self._lock:
                 for note in self.plan.notes:
-                    self._note(note, logging.WARNING)
+                    self._warn(note)
                 self._warn_where_busy()
                 self._entries = entries
                 self._cure(states)
@@ -93,7 +108,7 @@ class Guard:
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
                 if entry.enforcement is Enforcement.PENDING and entry.framework.state() is not State.IMPORTABLE:
-                    self._imported(name)  # its import had begun before the hook was there
+                    self._imported(name)  # its import began before the hook was there
         except BaseException:
             self.stop()
             raise
@@ -101,12 +116,14 @@ class Guard:
     def stop(self) -> list[str]:
         """Undo everything, last first. Returns what stays, as sentences."""
         try:
-            self.observer.stop()  # without the lock, which its thread may be waiting for
+            if self.on_stop is not None:
+                self.on_stop()  # without the lock, for which the monitor's thread may be waiting
         finally:
             with self._lock:
-                stays = self._undo.run() + self.permanent
-                self._entries = {}  # a new one: other threads may be going through the old
-                self._books.clear()
+                self._undo.close()  # every step runs, also after one was interrupted
+                stays, self._not_undone = self._not_undone + self.permanent, []
+                self._entries = {}  # a new dict: other threads may be iterating over the old one
+                self._reader.clear()
                 self.host.close()
         for sentence in stays:
             _log.info("%s", sentence)
@@ -115,38 +132,84 @@ class Guard:
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
-        self._books.forked()
-        self.observer.forked()
+        self._reader.forked()
         self._hook.clear()
         for entry in self._entries.values():
             entry.framework.forked()
 
     def ledger(self) -> Ledger:
-        """A reading of every device. NVML is read before and after, and again if it moved meanwhile."""
+        """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
+        self._find_drift()
         with self._lock:
             self._check_active()
-            drifted = self._drift()
-            enforcements = self._enforcements()
-            enforcements.update({name: Enforcement.WATCHED.value for name, said in drifted.items() if said})
-            parts = [self._books.read(part, self.frameworks, enforcements) for part in self.plan.devices]
-            notes = [*self._all_notes(), *(note for said in drifted.values() for note in said)]
-            notes += [note for part in self.plan.devices for _, note in self._above_cap(part)]
-            return Ledger(time.time(), tuple(parts), self.host.simulated, tuple(notes))
+            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+            parts = tuple(self._reader.ledger(part, self.frameworks, enforcements) for part in self.plan.devices)
+            above = (
+                _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
+                for part in parts
+                for row in part.rows
+            )
+            notes = [*self._all_notes(), *(note for note in above if note is not None)]
+            return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
-        """The same figures without the rows, each asked for once: for several readings a second, on any thread."""
+        """The ledger's figures without its rows, for several readings a second on any thread.
+
+        Without the guard's lock: nobody has to wait for this thread if a driver hangs.
+        """
         self._check_active()
-        frameworks, books = self.frameworks, self._books  # without the lock: nobody waits where a driver hangs
-        parts = [books.sample(part, frameworks, self._enforcements) for part in self.plan.devices]
+        self._samples += 1
+        if self._samples % _SAMPLES_PER_CHECK == 1:
+            self._find_drift(wait=False)
+        frameworks, reader = self.frameworks, self._reader
+        parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
 
-    def _enforcements(self) -> dict[str, str]:
-        return {name: entry.enforcement.value for name, entry in self._entries.items()}
+    def _find_drift(self, *, wait: bool = True) -> None:
+        """Ask each framework whether the cap that was set still holds, and note what changed.
+
+        Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
+        changes what they compare with. `wait=False` gives up if the lock is taken.
+        """
+        entries, resized = self._entries, self._resized
+        answers = {name: self._drift_of(name, entry) for name, entry in entries.items()} if self.active else {}
+        if not answers or not self._lock.acquire(blocking=wait):
+            return
+        events = []
+        try:
+            if self._entries is entries and self._resized == resized:
+                events = [e for name, found in answers.items() if (e := self._drifted(name, entries[name], found))]
+        finally:
+            self._lock.release()
+        for event in events:
+            if self.on_event is not None:
+                self.on_event(event)
+
+    def _drift_of(self, name: str, entry: _Entry) -> tuple[str, ...]:
+        """What was changed since the cap was set; what is known already if that cannot be checked."""
+        if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
+            return ()  # no cap was set
+        try:
+            return tuple(entry.framework.drift())
+        except Exception as error:
+            self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
+            return entry.drift
+
+    def _drifted(self, name: str, entry: _Entry, found: tuple[str, ...]) -> Event | None:
+        """Note the drift of one framework. The event, if it is another than before."""
+        if found == entry.drift:
+            return None
+        entry.drift = found
+        entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
+        for sentence in found:
+            self._warn_once(sentence)
+        text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
+        return Event(time.time(), "note", f"{name}: {text}", framework=name)
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
-        """Raise BudgetExceeded where `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
+        """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
-        self.observer.checkpoint()
+        self._find_drift()
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -161,13 +224,14 @@ class Guard:
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
         footprint = self._entries[framework].framework.footprint(needed)
         for last in (False, True):
-            usages, memory = self._usages(part.device), self.host.memory(part.device)
+            usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
+            memory = self.host.memory(part.device)
             admission = _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory)
             if admission.refusal is not None:
                 raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
             if not admission.trim:
                 return
-            if last:  # a trim may do nothing: a graph is captured, or PyCUDA's context is not on this thread
+            if last:  # the trim did nothing: a graph is being captured, or PyCUDA's context is not on this thread
                 names = " and ".join(admission.trim)
                 raise BudgetExceeded(
                     framework,
@@ -176,7 +240,7 @@ class Guard:
                     f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
                     f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
                     f"graph is being captured)\n"
-                    f"    fix: memguard.trim() where {names} runs",
+                    f"    fix: call memguard.trim() on the thread that runs {names}",
                 )
             self._trim(admission.trim, part.device)
 
@@ -185,27 +249,22 @@ class Guard:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
         if needs is not None:
             self.require(framework, needs)
-        else:
-            self.observer.checkpoint()
         report = WorkloadReport(name, framework)
-        report.before, earlier = types.totals(self._usages_of(framework))
+        report.before, earlier = totals(self._usages_of(framework))
         try:
             yield report
-        except Exception as error:
-            self.observer.failed(error)
-            raise
         finally:
             try:
                 self._check_active()
-                report.after, peak = types.totals(self._usages_of(framework))
+                report.after, peak = totals(self._usages_of(framework))
                 report.peak = peak if peak is not None and peak > (earlier or 0) else None
-            except MemguardError as error:  # shut down in the block, or a GPU lost: the user's own error goes first
-                text = str(error)  # as an object it would keep the block's frames alive in a log that keeps records
+            except MemguardError as error:  # shut down in the block, or a GPU is lost: the user's own error goes first
+                text = str(error)  # the object would keep the block's frames alive in a log that keeps its records
                 _log.debug("workload %s: no figures at its end: %s", name, text)
-        self.observer.finished(report)
 
     def resize(self, framework: str, size: int | str) -> None:
-        """Change a cap on every device. Lowering trims, and reports what is still held above it."""
+        """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
+        self._find_drift()
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
@@ -213,14 +272,20 @@ class Guard:
             if entry.enforcement is Enforcement.PENDING:
                 self.plan = plan  # applied with the new cap when it is imported
                 return
+            if entry.drift:
+                remedy = "undo that change, and call memguard.resize again; or restart the process without it"
+                raise CapNotApplied(framework, entry.drift_reason, remedy)
             if entry.enforcement is not Enforcement.ENFORCED:
                 raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
-            entry.framework.resize(plan.caps(framework))
+            try:
+                entry.framework.resize(plan.caps(framework))
+            finally:
+                self._resized += 1
             self.plan = plan
-            self._report_residual(framework)
+            self._trim_above_cap(framework)
 
     def trim(self, framework: str | None = None) -> int:
-        """Give caches back to the driver, of one framework or all, on this thread. Returns the bytes returned."""
+        """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
         with self._lock:
             self._check_active()
             if framework is not None:
@@ -234,11 +299,12 @@ class Guard:
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def _free(self, device: Device) -> int:
-        """What is free to this process, whatever others do meanwhile; the card's figure where NVML knows no better."""
+        """What is free to this process, whatever others do meanwhile; what is free on the card if NVML omits it."""
         own = self.host.processes(device).get(self.host.pid)
         return self.host.memory(device).free if own is None else device.total - own
 
     def __str__(self) -> str:
+        self._find_drift(wait=False)
         lines = []
         for part in self.plan.devices:
             mark = " (simulated)" if part.device.simulated else ""
@@ -253,13 +319,11 @@ class Guard:
         return "\n".join([*lines, *(f"note: {note}" for note in self._all_notes())])
 
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
-        framework = entry.framework
         if state is State.ABSENT:
-            entry.enforcement = Enforcement.ABSENT
-            self._note(f"{name}: {framework.why_absent()}; its share stays free", logging.WARNING)
+            self._absent(name, entry)
         elif state is State.IMPORTABLE:
-            forget = self._hook.watch(framework.hook, lambda: self._imported(name))
-            self._undo.steps.append((f"{name}: import hook", forget))
+            forget = self._hook.watch(entry.framework.hook, lambda: self._imported(name))
+            self._undo.callback(self._take_back, f"{name}: import hook", forget)
         else:
             self._apply(name, entry)
 
@@ -272,35 +336,52 @@ class Guard:
             if entry.enforcement is not Enforcement.PENDING:
                 return
             if entry.framework.state() is State.ABSENT:
-                entry.enforcement = Enforcement.ABSENT
-                self._note(f"{name}: {entry.framework.why_absent()}; its share stays free", logging.WARNING)
-                return
-            self._apply(name, entry)
+                self._absent(name, entry)
+            else:
+                self._apply(name, entry)
+
+    def _absent(self, name: str, entry: _Entry) -> None:
+        entry.enforcement = Enforcement.ABSENT
+        self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
     def _apply(self, name: str, entry: _Entry) -> None:
         applied = entry.framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
         entry.enforcement = applied.enforcement
         if applied.undo is not None:
-            self._undo.steps.append((name, applied.undo))
+            self._undo.callback(self._take_back, name, applied.undo)
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
         for note in applied.notes:
             self._note(note)
-        if applied.residual:
-            self._report_residual(name)
+        self._trim_above_cap(name)
 
-    def _report_residual(self, name: str) -> None:
-        """A lowered cap evicts nothing by itself: trim, look again, and say what stays above it."""
+    def _take_back(self, what: str, undo: Callable[[], None]) -> None:
+        """One step of the undoing. What fails is listed, and does not stop the other steps."""
+        try:
+            undo()
+        except CapNotApplied as error:
+            self._not_undone.append(f"{what}: stays: {error.reason}")
+        except Exception as error:
+            self._not_undone.append(f"{what}: could not be undone: {error}")
+
+    def _trim_above_cap(self, name: str) -> None:
+        """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""
+        entry = self._entries[name]
+
+        def above() -> str | None:
+            usage = entry.framework.usage(part.device)
+            held = None if usage is None else usage.held
+            return _above_cap(name, held, part.caps[name], entry.enforcement.value, part.device)
+
         for part in self.plan.devices:
-            if any(framework == name for framework, _ in self._above_cap(part)):
+            if above() is not None:
                 self._trim([name], part.device)
-                for framework, note in self._above_cap(part):
-                    if framework == name:
-                        _log.warning("%s", note)
+                if (note := above()) is not None:
+                    _log.warning("%s", note)
 
     def _trim(self, names: Sequence[str], device: Device) -> None:
         """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
-        known = [*(entry.framework for entry in self._entries.values()), *self._books.strangers().values()]
+        known = [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
         if names and any(framework.capturing() for framework in known):
             _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
             return
@@ -308,29 +389,8 @@ class Guard:
             for name in names:
                 self._entries[name].framework.trim(device)
 
-    def _drift(self) -> dict[str, list[str]]:
-        """What no longer is as it was set, by framework; each is a warning once."""
-        applied = {n: e.framework for n, e in self._entries.items() if e.enforcement is Enforcement.ENFORCED}
-        found = {name: framework.drift() for name, framework in applied.items()}
-        for note in (note for said in found.values() for note in said):
-            if note not in self._drifted:
-                self._drifted.add(note)
-                _log.warning("%s", note)
-        return found
-
-    def _above_cap(self, part: DevicePlan) -> Iterator[tuple[str, str]]:
-        """What is held above its cap now: framework and sentence."""
-        for name, usage in self._usages(part.device).items():
-            cap = part.caps[name]
-            if usage is not None and usage.held is not None and usage.held > cap:
-                yield (
-                    name,
-                    f"{name}: holds {format_size(usage.held - cap)} above its cap of {format_size(cap)} on "
-                    f"{part.device.name}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs",
-                )
-
     def _cure(self, states: Mapping[str, State]) -> None:
-        """Keep TensorFlow's CUDA runtime out of torch's way, where both are in the budget and installed."""
+        """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
         both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
         if self.host.simulated or State.ABSENT in both:
             return
@@ -348,21 +408,19 @@ class Guard:
             warning = _policy.busy(part, self.host.memory(part.device), own)
             if warning is None:
                 continue
-            if self.budget.on_busy == "raise" and own is not None:  # else what is held may be this process's own
+            if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process itself may hold it
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
-            self._note(warning, logging.WARNING)
-
-    def _usages(self, device: Device) -> dict[str, Usage | None]:
-        return {name: entry.framework.usage(device) for name, entry in self._entries.items()}
+            self._warn(warning)
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
         entry = self._entry(framework)
         return [entry.framework.usage(part.device) for part in self.plan.devices]
 
     def _all_notes(self) -> list[str]:
-        return [*self.notes, *(note for entry in self._entries.values() for note in entry.framework.notes)]
+        entries = self._entries.values()
+        return [*self.notes, *(note for entry in entries for note in (*entry.framework.notes, *entry.drift))]
 
     def _is_current(self, framework: str, device: Device) -> bool:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
@@ -393,7 +451,22 @@ class Guard:
     def _warn(self, note: str) -> None:
         self._note(note, logging.WARNING)
 
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            _log.warning("%s", sentence)
+
     def _note(self, note: str, level: int = logging.INFO) -> None:
         if note not in self.notes:
             self.notes.append(note)
             _log.log(level, "%s", note)
+
+
+def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:
+    """The note about a framework that holds more than its cap."""
+    if held is None or cap is None or held <= cap:
+        return None
+    above = f"{name}: holds {format_size(held - cap)} above its cap of {format_size(cap)} on {device.name}"
+    if enforcement != Enforcement.ENFORCED.value:
+        return f"{above}, which is {enforcement}, not enforced"
+    return f"{above}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs"

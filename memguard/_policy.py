@@ -1,7 +1,7 @@
 """The decisions: budget and devices in, a plan out. Pure: no clock, thread, environment or GPU.
 
-`plan` is total: it returns a Plan or raises PlanError with every problem. Shares are divided by largest
-remainder in whole granules of 2 MiB, so caps never add up to more than was declared.
+`plan` returns a Plan or raises PlanError with every problem. Shares are divided by largest remainder in whole
+granules of 2 MiB, so caps never add up to more than was declared.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
 from memguard.errors import PlanError, Problem
@@ -21,78 +22,52 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CONTEXT = 544 * MIB
-"""A CUDA context: 518 MiB measured on an H200, and room for its growth. Charged once: contexts are shared."""
-SECOND_CONTEXT = "second context"
-MODULES = {
-    "context": 518 * MIB,
-    "torch": 344 * MIB,
-    "tensorflow": 92 * MIB,
-    "cupy": 262 * MIB,
-    "jax": 206 * MIB,
-    "pycuda": 8 * MIB,
-    "numba": 8 * MIB,
-    "nccl 1": 838 * MIB,
-    "nccl": 486 * MIB,
-    SECOND_CONTEXT: 518 * MIB,
-}
-"""The most of each that was measured on an H200. `nccl 1` is the first communicator, `nccl` each further one;
-`second context` is each beside the primary one, numbered from the second of them on."""
-WORKSPACE = {
-    "torch": 384 * MIB,
-    "tensorflow": 256 * MIB,
-    "cupy": 320 * MIB,
-    "jax": 320 * MIB,
-    "pycuda": 32 * MIB,
-    "numba": 32 * MIB,
-    "nccl 1": 896 * MIB,
-    "nccl": 512 * MIB,
-    SECOND_CONTEXT: CONTEXT,
-}
-"""Modules and library workspaces outside each framework's cap. Measured on an H200 beyond the context: torch 92
-after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; TensorFlow 92; CuPy 94
-beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER; JAX 34 at its first operation, 204 with cuSOLVER
-and cuFFT; NCCL 838 at the first collective and 486 for each further communicator."""
 SLACK = 64 * MIB
 """What is left for the driver's own rounding."""
 SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
-"""Contexts grow with the number of multiprocessors; on older architectures less is kept. Not measured by us."""
+"""A context grows with the number of multiprocessors, so less is kept on older architectures. Not measured by us."""
 
 
 def auto_reserve(
     architecture: str, frameworks: Sequence[str], communicators: int = 0, second_context: bool = False
 ) -> int:
-    """`reserve: auto`: by architecture and what is *declared*, so that caps never depend on import order."""
+    """`reserve: auto` in bytes, from the architecture and what the budget *declares*: import order changes no cap."""
     libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
     needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
     return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
 
 
 def workspace(name: str) -> int:
-    """Bytes that a framework, or a library by the name of `Framework.libraries`, may take outside every cap."""
-    return WORKSPACE.get(name, WORKSPACE.get(name.rpartition(" ")[0], 128 * MIB))
+    """What the reserve keeps for a framework, or for a library that `Framework.libraries` names, in bytes."""
+    found = _outside(name)
+    return found.workspace if found is not None else 128 * MIB
 
 
 def modules(name: str) -> int:
-    """The most that was measured of a framework or library outside its cap; 0 where nothing was."""
-    return MODULES.get(name, MODULES.get(name.rpartition(" ")[0], 0))
+    """The most that was measured of a framework or library outside every cap, in bytes; 0 if nothing was measured."""
+    found = _outside(name)
+    return found.modules if found is not None else 0
+
+
+def _outside(name: str) -> FrameworkSpec | Outside | None:
+    return SPECS.get(name) or OVERHEADS.get(name) or OVERHEADS.get(name.rpartition(" ")[0])
 
 
 def needs_ordinals(budget: Budget) -> bool:
-    """Whether the budget names a GPU by CUDA ordinal, so that CUDA's numbering has to be asked for."""
+    """Whether the budget names a GPU by CUDA ordinal, so that CUDA must be asked for its numbering."""
     return any(_is_ordinal(key) for key in budget.devices)
 
 
 @dataclass(frozen=True)
 class _Rule(Generic[T]):
-    """What the budget says for one device, and in which of its entries."""
+    """A value that the budget sets for one device, and the entry that sets it."""
 
     value: T
     at: tuple[str, ...]
 
 
 def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
-    """Resolve the budget against the devices. Raises PlanError where it does not fit one of them."""
+    """Resolve the budget against the devices. Raises PlanError if it does not fit one of them."""
     problems: list[Problem] = []
     plans = []
     matched: set[str] = set()
@@ -100,7 +75,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
         problems.append(
             budget.problem(
                 ("devices",),
-                "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be asked for here",
+                "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be read here",
                 "name the GPUs by UUID (`nvidia-smi -L`), or run `memguard doctor` to see why CUDA does not start",
             )
         )
@@ -121,9 +96,8 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
             problems.extend(resolved)
     if problems:
         raise PlanError(problems, budget.source or "plan")
-    own: dict[str, tuple[str, ...]] = {"tensorflow": ("growth",), "pycuda": ("context",)}
     options = {
-        name: {key: getattr(framework, key) for key in own.get(name, ())}
+        name: {option.name: getattr(framework, option.name) for option in SPECS[name].options if option.applied}
         for name, framework in budget.frameworks.items()
     }
     idle = [str(key) for key in budget.devices if str(key) not in matched]
@@ -167,7 +141,7 @@ def _device_plan(
         return [
             budget.problem(
                 ("frameworks", name),
-                f"its part of {label} is less than {format_size(GRANULE)}, the smallest cap",
+                f"its cap on {label} would be less than {format_size(GRANULE)}, the smallest cap",
                 "raise its share",
             )
             for name in empty
@@ -177,15 +151,19 @@ def _device_plan(
 
 
 def communicators(budget: Budget) -> int:
-    """NCCL's, that the budget says torch will keep on each GPU."""
-    torch = budget.frameworks.get("torch")
-    return (torch.nccl or 0) if torch is not None else 0
+    """How many NCCL communicators this process will keep on each GPU, as the budget says."""
+    return int(_setting(budget, "nccl") or 0)
 
 
 def own_context(budget: Budget) -> bool:
-    """Whether PyCUDA works in a context of its own."""
-    pycuda = budget.frameworks.get("pycuda")
-    return pycuda is not None and pycuda.context == "own"
+    """Whether a framework of the budget works in a CUDA context of its own."""
+    return bool(_setting(budget, "context") == "own")
+
+
+def _setting(budget: Budget, option: str) -> Any:
+    """The option's value in the one framework that has it; None if the budget does not name that framework."""
+    owners = (name for name in budget.frameworks if any(own.name == option for own in SPECS[name].options))
+    return next((getattr(budget.frameworks[name], option) for name in owners), None)
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
@@ -215,7 +193,7 @@ def _matches(key: str, device: Device) -> bool:
 
 
 def resized(current: Plan, framework: str, size: int) -> Plan:
-    """The plan with the framework's cap changed to `size` on every device. Raises PlanError where it does not fit."""
+    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit."""
     cap = round_down(size)
     problems = []
     devices = []
@@ -236,9 +214,9 @@ def resized(current: Plan, framework: str, size: int) -> Plan:
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
-    """A warning where the limit cannot be had now, because others hold part of the card; else None.
+    """A warning if the limit cannot be reached now, because others hold part of the GPU; else None.
 
-    `own` is None where NVML does not say what this process holds: then it cannot be told from others.
+    `own` is what this process holds, in bytes; None if NVML does not tell it from other processes.
     """
     available = memory.free + (own or 0)
     if part.limit <= available:
@@ -252,7 +230,10 @@ def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether memory can be had: `trim` names the frameworks whose cache must go first; `refusal` why not."""
+    """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
+
+    `available` is in bytes.
+    """
 
     available: int
     trim: tuple[str, ...] = ()
@@ -262,11 +243,11 @@ class Admission:
 def admit(
     framework: str, needed: int, footprint: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
 ) -> Admission:
-    """Whether `framework` can get `needed` bytes more on one device, within its cap and what the card has free.
+    """Whether `framework` can get `needed` bytes more on one device, within its cap and what the GPU has free.
 
-    `footprint` is what its allocator would take from the driver for them. Its own cache counts: what can go is
-    given back by the allocator itself, and what cannot may serve the request from within, so only what is sure to
-    fail is refused. Where held is unknown (TensorFlow with growth) live arrays count instead.
+    `footprint` is what its allocator would take from the driver for them, in bytes. Only a request that is sure to
+    fail is refused. So the framework's own cache counts as room: its allocator gives back the reclaimable part by
+    itself, and the rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
     """
     own = usages.get(framework) or Usage(held=0, in_use=0)
     idle = _cached(own)
@@ -283,7 +264,7 @@ def admit(
         return Admission(max(room, stuck))
     trim, found = [], 0
     siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := _cached(u))}
-    # Those first that say what a trim returns.
+    # First those that know how much a trim returns.
     for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
         if found >= short:
             break
@@ -302,11 +283,11 @@ def admit(
 
 
 def _cached(usage: Usage) -> int:
-    """What trimming the framework may return: all of its cache, where it does not say which part is fragmented."""
+    """What trimming the framework may return: all of its cache, if it does not say which part is fragmented."""
     if usage.reclaimable is not None:
         return usage.reclaimable
     known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # the two are read one after the other
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # two readings, at two moments
 
 
 def _unsure(usage: Usage | None) -> bool:

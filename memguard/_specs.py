@@ -4,17 +4,44 @@ The budget, its schema, the plan, the ledger, the reports, the monitor, the doct
 rows. How a framework is capped is in its adapter, which the row names. Adding a framework takes an adapter file under
 `_frameworks/`, a row here, and a line in CHANGELOG.md.
 
-Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13).
+Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13). Those of what no framework owns, the CUDA
+context and NCCL, are in `OVERHEADS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
 
 from memguard._units import MIB
+
+CONTEXT = 544 * MIB
+"""What `reserve: auto` keeps for a CUDA context: 518 MiB, and room for its growth. Contexts are shared: kept once."""
+SECOND_CONTEXT = "second context"
+"""The name of a CUDA context beside the primary one. A third is `second context 2`."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Memory that lies outside every cap. `modules` and `workspace` are as in `FrameworkSpec`."""
+
+    modules: int
+    workspace: int
+
+
+OVERHEADS: Mapping[str, Outside] = MappingProxyType(
+    {
+        "context": Outside(518 * MIB, CONTEXT),
+        # NCCL takes 838 MiB at the first collective, and 486 MiB for each further communicator: `nccl 2`, `nccl 3`, ...
+        "nccl 1": Outside(838 * MIB, 896 * MIB),
+        "nccl": Outside(486 * MIB, 512 * MIB),
+        SECOND_CONTEXT: Outside(518 * MIB, CONTEXT),
+    }
+)
+"""What lies outside the caps and belongs to no framework, by name. A numbered name counts as the one without."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +52,7 @@ class Option:
     `advice` says what to write instead of a wrong value. `synonyms` are other words that people write for a value, each
     with the word that it means, and `aliases` other names that they write for the setting. `elsewhere` says what to
     answer when the setting stands below another framework, whose name replaces `{name}`; `fix` says what to do then.
+    `applied` is False for a setting that only changes the reserve: the adapter does not get it.
     """
 
     name: str
@@ -38,11 +66,36 @@ class Option:
     words: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    applied: bool = True
+
+
+Memory = Literal["gpu", "pinned", "host", "disk", "none"]
+"""What an error says ran out. `pinned` is page-locked host memory, `host` the CPU's, `disk` a full file system
+(/dev/shm too), `none` nothing."""
+
+
+@dataclass(frozen=True)
+class ErrorPattern:
+    """One of a framework's own out-of-memory errors. The first pattern of the row that fits wins.
+
+    `text` is searched in the error's text, ignoring case, `type` in the qualified name of its type and of each base
+    class; both are regular expressions, and both must fit. Errors are only searched if a type's name contains "Memory"
+    or the text contains one of `STEMS` in `memguard._oom.classify`. Not `certain`: the same words have other causes.
+    `why` says in a few words why they mean that. `shared`: other frameworks use the same words, so the type of the
+    error decides who asked for the memory.
+    """
+
+    memory: Memory
+    certain: bool
+    why: str
+    text: str = ""
+    type: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class FrameworkSpec:
-    """One framework.
+    """One framework. The fields without a default are required.
 
     name              its key in the budget, and its name in every table and report
     title             its name in sentences
@@ -51,12 +104,20 @@ class FrameworkSpec:
     modules           the most that was measured outside its cap: kernels, modules, library workspaces
     workspace         what `reserve: auto` keeps for the same; never less than `modules`
     cap_is            how its cap holds, for `memguard plan`
-    allocator         which model of an allocator stands in for it on simulated GPUs
+    hook              the module after whose import the cap can be applied, if it is not `module`
+    allocator         the model that stands in for it on simulated GPUs, a key of `MODELS` in
+                      `memguard._frameworks.simulated.adapter`; any other name means a caching pool
+    simulates         the allocators that this model stands for, as traces name them, the usual one first; empty if the
+                      framework has only one
     aliases           other names that people write for it in a budget
     options           its own settings in the budget
     families          first parts of the type names of its errors
-    never_gives_back  its pool returns nothing to the driver while the process lives
+    errors            its own out-of-memory errors
+    size_attribute    the attribute of its errors that holds the bytes asked for
+    never_gives_back  its pool returns nothing to the driver while the process lives (measured)
+    rounds_up         the most by which its allocator rounds a request up, as a part of the request
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
+    unfragment        how the user avoids a fragmented cache, as the end of a sentence
     """
 
     name: str
@@ -66,12 +127,21 @@ class FrameworkSpec:
     modules: int
     workspace: int
     cap_is: str
-    allocator: str
+    hook: str = ""
+    allocator: str = ""
+    simulates: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
     families: tuple[str, ...] = ()
+    errors: tuple[ErrorPattern, ...] = ()
+    size_attribute: str = ""
     never_gives_back: bool = False
+    rounds_up: Fraction = Fraction(0)
     own_trim: str | None = None
+    unfragment: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hook", self.hook or self.module)
 
 
 _ROWS = (
@@ -85,6 +155,7 @@ _ROWS = (
         workspace=384 * MIB,
         cap_is="its allocator's fraction, to the byte",
         allocator="torch",
+        simulates=("native",),
         aliases=("pytorch",),
         options=(
             Option(
@@ -99,10 +170,35 @@ _ROWS = (
                 advice="write how many process groups communicate on one GPU: '1' for plain data parallel training, "
                 "'0' for none",
                 aliases=("communicators",),
+                applied=False,
             ),
         ),
         families=("torch",),
+        errors=(
+            ErrorPattern("disk", True, "torch shares tensors through /dev/shm", r"file </torch_\w+>: No space left"),
+            ErrorPattern("disk", False, "an older torch does not say why", r"unable to \w+( to)? file </torch_"),
+            ErrorPattern(
+                "disk", False, "a bus error because /dev/shm is full", "DataLoader worker.*out of shared memory"
+            ),
+            ErrorPattern("host", True, "torch's allocator for the CPU", "DefaultCPUAllocator"),
+            ErrorPattern("gpu", True, "torch's own type", type=r"^torch\.(cuda\.)?OutOfMemoryError$"),
+            ErrorPattern(
+                "gpu",
+                True,
+                "torch's text, whatever the type",
+                "(CUDA|HIP|XPU|MPS backend) out of memory",
+            ),
+            ErrorPattern(
+                "gpu",
+                False,
+                "torch asks NVML for figures only after a request was refused",
+                "NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator",
+            ),
+            # Page-locked memory gives CUDA's error 2 too.
+            ErrorPattern("gpu", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
+        ),
         own_trim="torch.cuda.empty_cache()",
+        unfragment="PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch starts, avoids that",
     ),
     FrameworkSpec(
         name="tensorflow",
@@ -125,6 +221,21 @@ _ROWS = (
             ),
         ),
         families=("tensorflow",),
+        errors=(
+            ErrorPattern(
+                "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True
+            ),
+            ErrorPattern("host", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
+            ErrorPattern("host", True, "the node ran on the CPU", r"allocating tensor.*_device=\S*\bcpu:\d"),
+            ErrorPattern("gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)"),
+            ErrorPattern("gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor"),
+            ErrorPattern(
+                "gpu", False, "no word of the device", "^failed to allocate memory", r"ResourceExhaustedError$"
+            ),
+            ErrorPattern("gpu", True, "no room for a copy to a GPU", r"\bgpu:\d.*Dst tensor|Dst tensor.*\bgpu:\d"),
+            ErrorPattern("gpu", False, "no room for a copy to a device", "Dst tensor is not initialized"),
+            ErrorPattern("gpu", True, "a context, a module or XLA's buffers", "out.of.memory", r"^tensorflow\."),
+        ),
         never_gives_back=True,
     ),
     FrameworkSpec(
@@ -137,8 +248,16 @@ _ROWS = (
         workspace=320 * MIB,
         cap_is="the limit of its memory pool",
         allocator="cupy",
+        simulates=("MemoryPool",),
         aliases=("cupy-cuda12x", "cupy-cuda13x"),
         families=("cupy", "cupy_backends"),
+        errors=(
+            ErrorPattern(
+                "pinned", True, "CuPy falls back to a copy without it", "pinned memory .*could not be allocated"
+            ),
+            ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$"),
+        ),
+        size_attribute="_size",
         own_trim="cupy.get_default_memory_pool().free_all_blocks()",
     ),
     FrameworkSpec(
@@ -151,8 +270,24 @@ _ROWS = (
         workspace=320 * MIB,
         cap_is="memory_fraction, set before its backend starts",
         allocator="xla",
+        simulates=("bfc", "default"),
         aliases=("flax",),
         families=("jax", "jaxlib"),
+        errors=(
+            ErrorPattern(
+                "host", True, "only XLA's CPU client says that", r"RESOURCE_EXHAUSTED: Out of memory allocating \d"
+            ),
+            ErrorPattern(
+                "gpu",
+                True,
+                "only XLA's clients of devices say that",
+                "Out of memory while trying to allocate|space hbm",
+                shared=True,
+            ),
+            ErrorPattern(
+                "gpu", False, "older words, the CPU's too", "RESOURCE.EXHAUSTED: Failed to allocate", shared=True
+            ),
+        ),
         never_gives_back=True,
     ),
     FrameworkSpec(
@@ -163,6 +298,7 @@ _ROWS = (
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a counted pool behind mem_alloc and gpuarray",
+        hook="pycuda.driver",
         allocator="pool",
         options=(
             Option(
@@ -186,6 +322,11 @@ _ROWS = (
             ),
         ),
         families=("pycuda",),
+        errors=(
+            ErrorPattern("gpu", True, "PyCUDA's own type", type=r"^pycuda\._driver\.MemoryError$"),
+            ErrorPattern("gpu", False, "a context takes half a GiB", "wasn't able to create a context"),
+        ),
+        rounds_up=Fraction(1, 16),  # its bins: 256 MiB asked, 272 MiB taken
     ),
     FrameworkSpec(
         name="numba",
@@ -195,6 +336,7 @@ _ROWS = (
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a memory manager that counts its allocations",
+        hook="numba.cuda",
         allocator="emm",
         families=("numba",),
     ),
@@ -202,3 +344,6 @@ _ROWS = (
 
 SPECS: Mapping[str, FrameworkSpec] = MappingProxyType({row.name: row for row in _ROWS})
 """The frameworks that a budget may name, by name, in the order in which they are listed."""
+
+NEVER_GIVE_BACK = frozenset(row.name for row in _ROWS if row.never_gives_back)
+"""The frameworks whose pools return nothing to the driver while the process lives."""

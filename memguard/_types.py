@@ -1,4 +1,4 @@
-"""The words memguard thinks in, as frozen dataclasses. All sizes are bytes; None means unknown, never 0.
+"""memguard's data, as frozen dataclasses and tuples. All sizes are bytes; None means unknown, never 0.
 
 What each word means is in `docs/words.md`.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class State(Enum):
-    """How far a framework is in this process."""
+    """How far a framework has come in this process."""
 
     ABSENT = "absent"
     IMPORTABLE = "importable"
@@ -25,7 +25,7 @@ class Enforcement(Enum):
 
     ENFORCED = "enforced"  # the framework's own allocator refuses
     PENDING = "pending"  # enforced as soon as the framework is imported or initialises CUDA
-    WATCHED = "watched"  # only observed
+    WATCHED = "watched"  # only observed: nothing refuses, or what refused was changed since
     ABSENT = "absent"  # not installed, or a build without CUDA
 
 
@@ -91,10 +91,10 @@ class Plan:
 class Usage(NamedTuple):
     """What a framework holds on one device. A tuple, as the monitor makes them many times a second.
 
-    held         bytes it has taken from the driver; None where it will not say
+    held         bytes it has taken from the driver; None if it does not report them
     in_use       bytes that live arrays occupy
     reclaimable  the part of held − in_use that a trim would really return; None if not known
-    held_at_least, held_at_most   bounds where `held` is None
+    held_at_least, held_at_most   bounds if `held` is None
     """
 
     held: int | None
@@ -107,17 +107,15 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Applied:
-    """What came of applying a cap: how it holds, how to undo it, or why that cannot be.
+    """The result of applying a cap: how it holds, how to undo it, or why it cannot be undone.
 
-    Exactly one of `undo` and `permanent` is set. `residual` is what the framework still holds
-    above its cap, by device UUID, where it was live already.
+    Exactly one of `undo` and `permanent` is set.
     """
 
     enforcement: Enforcement
     undo: Callable[[], None] | None = None
     permanent: str | None = None
     notes: tuple[str, ...] = ()
-    residual: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,9 +139,9 @@ class TraceEvent:
 
 @dataclass
 class WorkloadReport:
-    """What a `workload` block did. Bytes of `in_use`; filled in when the block ends, None where unknown.
+    """What a `workload` block did, in bytes in use. Filled in when the block ends; None if unknown.
 
-    `peak` is None too where the process had been higher before the block: frameworks keep one peak only.
+    `peak` is also None if the process had been higher before the block: frameworks keep only one peak.
     """
 
     name: str
@@ -174,7 +172,7 @@ class Pressure(str, Enum):
 
 
 class FrameworkSample(NamedTuple):
-    """One framework on one GPU at one moment, in bytes; None where it does not say."""
+    """One framework on one GPU at one moment, in bytes; None if unknown."""
 
     held: int | None
     in_use: int | None
@@ -183,7 +181,7 @@ class FrameworkSample(NamedTuple):
 
 
 class DeviceSample(NamedTuple):
-    """One GPU at one moment, in bytes. `process` is what NVML says this process holds; None where it will not say."""
+    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown."""
 
     uuid: str
     total: int
@@ -197,17 +195,17 @@ class DeviceSample(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the monitor sees in one tick: the ledger's figures without its rows. `time` is that of `time.time()`."""
+    """The ledger's figures without its rows, as the monitor reads them. `time` is as `time.time()`."""
 
     time: float
     devices: tuple[DeviceSample, ...]
 
 
 class Event(NamedTuple):
-    """Something that the monitor noticed, or that was done.
+    """Something that the monitor or the guard noticed, or that was done.
 
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time), probe (a probe failed, or came back), trim, oom, note.
+    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds, or holds again).
     """
 
     time: float

@@ -1,7 +1,7 @@
-"""Worker processes in which a script's own `memguard.init` comes by again, and nobody asked it to.
+"""Worker processes that import the script again, and with it run its `memguard.init` a second time.
 
-`spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script again in each worker: what
-stands at its top would give every worker the whole budget once more.
+`spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. An `init` at its
+top would give every worker the whole budget once more, so it applies nothing there unless it is asked to.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from memguard._guard import Guard
 from memguard.errors import NotActive
 
 ASKED = "MEMGUARD_CHILDREN"
-"""The environment variable with which the script's `init` applies in the workers too."""
+"""The environment variable that makes the script's `init` apply in the workers too."""
 WHY = (
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
     "imports the script again in it\n"
     "    fix: put this call under `if __name__ == '__main__':`; for a budget in the worker, call memguard.init in the "
-    f"function that it runs, or set {ASKED}=1 and start workers with spawn: "
-    "the script's own then applies in each"
+    f"function that it runs, or set {ASKED}=1 and start workers with spawn: then the script's own applies in each"
 )
 SERVED = (
     "no budget is active in this process: it is a worker of multiprocessing's fork server, which imported the script "
@@ -32,9 +31,9 @@ _ANSWERED = {"active", "frameworks", "notes", "permanent", "start", "stop", "for
 
 
 def reimporting(modules: Mapping[str, object]) -> bool:
-    """Whether multiprocessing is importing the parent's script here. Looks, and imports nothing.
+    """Whether multiprocessing is importing the parent's script in this process. Imports nothing.
 
-    `_inheriting` is how multiprocessing itself refuses to start processes from there.
+    multiprocessing itself reads `_inheriting`, to refuse to start processes during that import.
     """
     for name in _POOLS:
         current = getattr(modules.get(name), "current_process", None)
@@ -44,20 +43,20 @@ def reimporting(modules: Mapping[str, object]) -> bool:
 
 
 def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> bool:
-    """In a forked child: whether it was multiprocessing's server that forked it, and not one of the workers."""
+    """In a forked child: whether multiprocessing's server forked it, and not one of the workers."""
     parent = getattr(modules.get("multiprocessing.process"), "parent_process", None)
     return any("multiprocessing.forkserver" in word for word in command) and callable(parent) and parent() is None
 
 
 def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
-    """Whether `init` is to apply its budget: always, but for a worker that has not asked for it."""
+    """Whether `init` should apply its budget: always, except in a worker that has not asked for it."""
     return not reimporting or environ.get(ASKED, "") not in ("", "0")
 
 
 class PassiveGuard(Guard):
-    """What `init` returns where it applied nothing: not active, and what needs a budget raises NotActive."""
+    """What `init` returns if it applied nothing: not active, and whatever needs a budget raises NotActive."""
 
-    def __init__(self) -> None:  # not Guard's, which plans for GPUs
+    def __init__(self) -> None:  # not Guard's, which asks for GPUs
         self.notes, self.permanent = [], []
 
     def __getattribute__(self, name: str) -> Any:

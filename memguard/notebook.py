@@ -5,7 +5,7 @@
     %memguard trim [FRAMEWORK]                       give idle caches back to the driver
     %%memguard --framework torch --needs 4GiB        admission before the cell; its peak, and what it left, after it
 
-What is shown comes from the budget that is active: by `memguard.init` in a cell, or by MEMGUARD_CONFIG.
+It shows the active budget, which `memguard.init` in a cell or MEMGUARD_CONFIG applied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magic_function(extension.magic, "line_cell", "memguard")
     shell.events.register("pre_run_cell", extension.runs)
     shell.events.register("post_run_cell", extension.ran)
-    hooks.shows = extension.show
+    hooks.display = extension.show
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -48,7 +48,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def _unload(shell: Any) -> None:
-    """Take back what is ours, known by its class's name: a reload makes another class."""
+    """Remove what is ours, known by its class's name: a reload makes another class."""
     for magics in shell.magics_manager.magics.values():
         if _is_ours(magics.get("memguard")):
             del magics["memguard"]
@@ -56,8 +56,8 @@ def _unload(shell: Any) -> None:
         for callback in list(shell.events.callbacks[event]):
             if _is_ours(callback):
                 shell.events.unregister(event, callback)
-    if _is_ours(hooks.shows):
-        hooks.shows = None
+    if _is_ours(hooks.display):
+        hooks.display = None
 
 
 def _is_ours(function: Any) -> bool:
@@ -66,7 +66,7 @@ def _is_ours(function: Any) -> bool:
 
 
 class Extension:
-    """Of one shell, from load to unload."""
+    """The extension of one shell, from load to unload."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -75,7 +75,7 @@ class Extension:
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """The ledger; or `%memguard plan`, `%memguard trim [FRAMEWORK]`, `%%memguard --framework NAME --needs SIZE`."""
-        # What stands above the cell in a traceback is of no interest to who wrote the cell.
+        # The frames above the cell are of no interest to its author.
         __tracebackhide__ = "__ipython_bottom__"
         if cell is not None:
             return self._cell(_cell_options(line), cell)
@@ -100,7 +100,7 @@ class Extension:
                 value = _run(body, last, self._shell.user_ns)
             failed = False
         except MemguardError as error:
-            if report is None:  # refused at the door: the way there is of no interest
+            if report is None:  # refused before the cell ran: memguard's frames are of no interest
                 raise error.with_traceback(None) from None
             raise
         finally:
@@ -110,12 +110,12 @@ class Extension:
 
     @property
     def _number(self) -> int:
-        """What stands in the brackets before the cell. In newer IPythons the shell's own counter is at the next one."""
+        """The number in brackets before the cell. In newer IPythons the shell's own counter is one further."""
         number: int = self._shell.displayhook.prompt_count
         return number
 
     def _compiled(self, cell: str) -> tuple[Any, Any]:
-        """The cell's statements, and its last line where that is an expression: the shell shows its value."""
+        """The cell's statements, and its last line if that is an expression, whose value the shell shows."""
         compiler = self._shell.compile
         text = self._shell.transform_cell(cell)
         place = compiler.cache(text, self._number, raw_code=cell)  # tracebacks show its lines
@@ -126,8 +126,7 @@ class Extension:
         return compiler(tree, place, "exec"), last
 
     def show(self, report: Report | str) -> None:
-        """A report, or the line that one like it came again: under the traceback, which is shown when the cell has
-        ended; else, of another thread, at once."""
+        """Show a report, or a line in its place: while a cell runs, after its traceback; else at once."""
         if self._running:
             self._reports.append(report)
         else:
@@ -135,7 +134,7 @@ class Extension:
 
     def runs(self, info: Any = None) -> None:
         """Before each cell."""
-        hooks.in_full_again()  # what the cell before said may be out of sight, or this one's own output of before
+        hooks.in_full_again()  # the report of an earlier cell may be out of sight
         self._running = True
 
     def ran(self, result: Any) -> None:
@@ -151,27 +150,27 @@ class Extension:
             from IPython.display import display
 
             display({"text/plain": str(report), "text/html": report._repr_html_()}, raw=True)
-        if error is not None and found is not None:  # else what is in the traceback is for %debug
+        if error is not None and found is not None:  # another error's locals are for %debug
             _release(error)
 
 
 def _release(error: BaseException) -> None:
-    """Let go of what the error holds, and say what became free."""
+    """Let go of what the error holds, and print what became free."""
     before = _in_use()
     let_go(error)
     after = _in_use()
     freed = {name: size - after.get(name, size) for name, size in before.items()}
-    said = ", ".join(f"{name} {format_size(size)}" for name, size in freed.items() if size > 0)
-    if said:
-        print(f"memguard: let go of what the traceback held: {said}", file=sys.stderr)
+    sizes = ", ".join(f"{name} {format_size(size)}" for name, size in freed.items() if size > 0)
+    if sizes:
+        print(f"memguard: let go of what the traceback held: {sizes}", file=sys.stderr)
 
 
 def let_go(error: BaseException) -> None:
-    """Empty the frames that the error holds, and those of the errors that it came from: arrays live in their locals.
+    """Empty the frames of the error, and of the errors that it came from: arrays live in their locals.
 
-    The error, its traceback and its text stay, wherever they are kept (`sys.last_value`, the shell, a variable of the
-    user's): `%tb` shows them again, and `%debug` finds no locals. A generator or coroutine that caught the error and
-    waits to go on keeps what it has.
+    The error, its traceback and its text stay wherever they are kept (`sys.last_value`, the shell, a variable of the
+    user's): `%tb` shows them again, but `%debug` finds no locals. A generator or coroutine that caught the error and is
+    suspended keeps what it has.
     """
     frames = [place.tb_frame for one in _chain(error) for place in _places(one.__traceback__)]
     waiting = _waiting([frame for frame in frames if frame.f_code.co_flags & _GENERATORS])
@@ -184,7 +183,7 @@ def let_go(error: BaseException) -> None:
             frame.clear()
         except RuntimeError:  # it still runs
             continue
-        _ = frame.f_locals  # up to Python 3.12 a copy, made for whoever looked at it last, that is emptied so
+        _ = frame.f_locals  # up to Python 3.12 a copy, which reading it empties
     gc.collect()
 
 
@@ -195,9 +194,9 @@ def _places(place: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _waiting(frames: list[FrameType]) -> set[int]:
-    """Of these frames of generators and coroutines the ids of those that are not over: their generator has them still.
+    """The ids of those frames whose generator or coroutine is not over and still has them.
 
-    That is looked up the long way, through everything that Python has: a frame does not say it.
+    A frame does not know its generator: that takes a search through all objects of Python.
     """
     owners = gc.get_referrers(*frames) if frames else []
     names = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
@@ -247,7 +246,7 @@ def _summary(report: WorkloadReport, failed: bool = False) -> str:
 
 
 def _in_use() -> dict[str, int]:
-    """Bytes of live arrays by framework; none where no budget is active."""
+    """Bytes of live arrays by framework; empty if no budget is active."""
     found: dict[str, int] = {}
     try:
         for part in _api.ledger().devices:
@@ -275,7 +274,7 @@ def _cell_options(line: str) -> argparse.Namespace:
 def _words(line: str, usage: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError as error:  # a quotation mark without its other
+    except ValueError as error:  # an unclosed quotation mark
         _refuse(f"{error}\nusage: {usage}")
 
 

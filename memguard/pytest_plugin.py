@@ -1,6 +1,6 @@
 """A failed test with an out-of-memory error shows memguard's report. Off with `-p no:memguard`.
 
-pytest loads this wherever memguard is installed: it imports nothing, and does nothing until a budget is active.
+pytest loads this wherever memguard is installed. It imports nothing, and does nothing until a budget is active.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, None]:
     outcome = yield
     report = outcome.get_result()
-    incidents = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
-    if incidents is None or call.excinfo is None or not report.failed:
+    hooks = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
+    if hooks is None or call.excinfo is None or not report.failed:
         return
-    found = incidents.seen(call.excinfo.value, show=False)
+    found = hooks.seen(call.excinfo.value, show=False)
     if found is not None:
         report.sections.append(("memguard", str(found)))

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 CONFIG, DISABLE, SIMULATE, CHILDREN = "MEMGUARD_CONFIG", "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE", "MEMGUARD_CHILDREN"
-MODULES = ("tensorflow", "torch", "cupy", "jax", "pycuda", "numba.cuda")
-"""What the first import of applies the budget. Not `numba`, which most programs use for the CPU."""
+MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
+"""The first import of one of these applies the budget. They are the rows' `hook`s (`memguard/_specs.py`), written out
+because nothing of memguard may be imported yet; a test compares them. Not `numba`, which most programs use for the CPU.
+"""
 POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
 # Programs that may import a framework without computing anything with it, by their name or their module's.
 _TOOLS = {

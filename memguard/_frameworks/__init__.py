@@ -1,1 +1,1 @@
-"""One file per framework; the contract stands in `base.py`."""
+"""Caps on each framework's own allocator: one adapter per framework; `base.py` holds the contract."""

@@ -1,16 +1,24 @@
-"""What a framework is to memguard: one class in one file, with this contract.
+"""The contract between memguard and one framework: a subclass of `Framework` in a file of its own.
 
-Adding one: a file here, a line in `registry.py`, a line in CHANGELOG.md. `tests/contract` runs over all of them.
+Adding a framework takes three things:
 
-The rules every method keeps:
+1. A file here with its adapter: a subclass of `Framework` whose `spec` is its row.
+2. That row in `memguard/_specs.py`: the budget, the plan, the reports and the simulation read everything from it.
+3. A line in CHANGELOG.md.
 
-- The framework is imported only by its own file, inside methods, and only where `state()` is already
-  `imported` or `live`. No method initialises the framework, a context or a device by looking at it.
-- `apply` sets, reads back what it set, and raises CapNotApplied (reason, remedy) where a cap cannot hold as
-  declared. It returns an undo, or says why there is none. After a raise nothing stays applied.
-- `usage` answers for what the framework knows, None where it holds nothing or is not live. Figures it will not
-  give are None, never 0.
-- Every private symbol of the framework is probed before use and has a fallback or a clear refusal.
+The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
+pyproject.toml, and what to import first to `MODULES` in `memguard/_activation/_memguard_environment.py`: both are
+literals, and a test compares them with the rows.
+
+The rules for every method:
+
+- Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
+  `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
+- `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
+  returns an undo, or says why there is none. If it raises, nothing stays applied.
+- `usage` reports what the framework knows: None if it holds nothing or is not live. A figure that it does not give is
+  None, never 0.
+- Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
 """
 
 from __future__ import annotations
@@ -22,9 +30,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._devices.host import Host
+from memguard._specs import FrameworkSpec
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
@@ -33,29 +42,39 @@ _log = logging.getLogger("memguard")
 
 
 class Framework(ABC):
-    """One framework in this process. Caps are bytes by device UUID, one for every device of the plan."""
+    """One framework in this process. Caps are bytes by device UUID, one for each device of the plan."""
 
-    name: ClassVar[str]
-    module: ClassVar[str]
-    hook: ClassVar[str]
-    """The module after whose import the caps can be applied (often `module` itself)."""
-    tested: ClassVar[tuple[str, ...]]
-    """Versions that the GPU and native tests ran against."""
+    spec: FrameworkSpec
+    """Its row."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """What turned out after `apply`, as sentences: the guard shows them with its own."""
+        """What was learned after `apply`, as sentences: the guard shows them with its own notes."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def module(self) -> str:
+        """What is imported to have the framework."""
+        return self.spec.module
+
+    @property
+    def hook(self) -> str:
+        """The module after whose import the caps can be applied (often `module` itself)."""
+        return self.spec.hook
 
     def state(self) -> State:
-        """How far the framework is, found without importing or initialising anything."""
+        """How far the framework is in this process. Imports and initialises nothing."""
         loaded = self._loaded()
         if loaded is not None:
             return State.LIVE if self._live(loaded) else State.IMPORTED
         return State.ABSENT if self.why_absent() else State.IMPORTABLE
 
     def why_absent(self) -> str | None:
-        """Why the framework cannot hold GPU memory here (not installed, a CPU build); None where it can."""
+        """Why the framework cannot hold GPU memory here (not installed, a CPU build); None if it can."""
         try:
             found = self.module in sys.modules or importlib.util.find_spec(self.module) is not None
         except (ImportError, ValueError):
@@ -68,18 +87,21 @@ class Framework(ABC):
 
     @abstractmethod
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """Make the caps hold. Called once the framework is imported, live or not."""
+        """Make the caps hold. Called once the framework is imported, live or not.
+
+        `options` are the framework's settings of the budget, by name: those of its row that are `applied`.
+        """
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
-        """What the framework holds on the device; None where it is not live there."""
+        """What the framework holds on the device; None if it is not live there."""
 
     @abstractmethod
     def trim(self, device: Device) -> None:
-        """Give back to the driver what can be given back now, on this thread. Does nothing where nothing can."""
+        """Give back to the driver what can be given back now, on this thread. Does nothing if nothing can."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Change applied caps at run time. Lowering evicts nothing by itself: the guard trims and reports."""
+        """Change applied caps at run time. Lowering a cap evicts nothing by itself: the guard trims and reports."""
         raise CapNotApplied(
             self.name,
             "its limit is fixed once it is set",
@@ -87,33 +109,29 @@ class Framework(ABC):
         )
 
     def footprint(self, size: int) -> int:
-        """What one more allocation of `size` bytes would make the framework take from the driver, at most."""
+        """The most that one more allocation of `size` bytes would make the framework take from the driver, in bytes."""
         return size
 
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        """The framework's own out-of-memory exceptions, most specific first; empty where it is not imported."""
-        return ()
-
     def drift(self) -> list[str]:
-        """What no longer is as `apply` left it, so that the cap does not hold any more: sentences, mostly none."""
+        """What was changed since `apply` so that the cap no longer holds: sentences, mostly none."""
         return []
 
     def capturing(self) -> bool:
-        """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil it."""
+        """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil the graph."""
         return False
 
     def libraries(self) -> frozenset[str]:
-        """What lives outside the cap beside the usual, by its name in `policy` (NCCL communicators)."""
+        """What it holds outside its cap beside the usual, by name in `OVERHEADS` (`nccl 1`, `nccl 2`)."""
         return frozenset()
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts that it allocates in there, where those may be others than the primary one."""
+        """Handles of the CUDA contexts that it allocates in on the device, if they may differ from the primary one."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        """Start recording allocations; the returned call stops and gives them (times from `time.time()`).
+        """Start recording allocations; the returned call stops and returns them (times as `time.time()`).
 
-        None where the framework reports no single allocations: the recorder then samples `usage`.
+        None if the framework does not report single allocations: the recorder then samples `usage`.
         """
         return None
 
@@ -123,14 +141,14 @@ class Framework(ABC):
             _log.info("%s", note)
 
     def about(self) -> dict[str, str]:
-        """What a trace should say about the framework beside its version, such as its allocator."""
+        """What a trace records about the framework beside its version, such as its allocator."""
         return {}
 
-    def forked(self) -> None:  # noqa: B027 (most have nothing to let go of)
-        """In a forked child: stop capping, without a lock of the parent's and without touching CUDA."""
+    def forked(self) -> None:  # noqa: B027 (most have nothing to release)
+        """In a forked child: stop capping, without taking a lock of the parent and without touching CUDA."""
 
     def _loaded(self) -> ModuleType | None:
-        """The hook module where its import is complete; waits for one running in another thread."""
+        """The hook module if its import is complete; waits for an import that runs in another thread."""
         module = sys.modules.get(self.hook)
         if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
             module = importlib.import_module(self.hook)
@@ -140,23 +158,23 @@ class Framework(ABC):
 def accept_standing(
     name: str, title: str, pool: str, standing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
-    """For a framework that is live already, whose limits cannot change any more.
+    """For a framework that is live already, whose limits can no longer change: accept the limits that it has.
 
-    That is right only where an earlier budget of this process left the very limits that are wanted. `standing` is
-    cap and limit by device. Raises CapNotApplied elsewhere.
+    They are accepted only if an earlier budget of this process set them and they fit these caps. `standing` is cap and
+    limit by device UUID, in bytes. Raises CapNotApplied otherwise.
     """
     if not standing:
         raise CapNotApplied(
             name,
-            f"it was live before memguard.init(): its {pool} exists and cannot be limited any more",
+            f"it was live before memguard.init(): its {pool} exists and can no longer be limited",
             f"call memguard.init() before {title}'s first operation",
         )
     for uuid, (cap, limit) in standing.items():
-        own = limit < cap // MIB * MIB  # the user's: it fits every cap that is not stricter
+        own = limit < cap // MIB * MIB  # the user's own limit: it fits every cap that is not stricter
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
                 name,
-                f"it went live with a limit of {format_size(limit)}, which stays; this budget gives it "
+                f"it went live with a limit of {format_size(limit)}, which cannot change; this budget gives it "
                 f"{format_size(caps.get(uuid))}",
                 f"write {name}: {{limit: {limit // MIB}MiB}}, or restart the process",
             )
@@ -164,6 +182,6 @@ def accept_standing(
 
 
 def with_size(error: BaseException, asked: int) -> BaseException:
-    """The refusal, with the bytes asked for as `memguard_requested`. A call, so that no frame keeps the error alive."""
+    """The error with the bytes asked for as `memguard_requested`. A call, so that no frame keeps the error alive."""
     error.memguard_requested = asked  # type: ignore[attr-defined]
     return error

@@ -1,14 +1,14 @@
 """PyTorch and TensorFlow built for different CUDA majors, in one process.
 
-TensorFlow brings CUDA runtime symbols into the global scope. Where they are of another major, torch's
-`cudaGetDeviceProperties` binds to them, misreads the struct (1 multiprocessor instead of 132) and dies of
-SIGFPE in its first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two cures, both
-measured to work, training and torch's own exceptions included:
+TensorFlow puts CUDA runtime symbols into the global scope. If they are of another major version, torch's
+`cudaGetDeviceProperties` binds to them, misreads the struct (1 multiprocessor instead of 132), and the process dies of
+SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). There are two cures. Both
+were measured to work, including training and torch's own exceptions:
 
 - TensorFlow not loaded yet: load torch's own `libcudart` with RTLD_GLOBAL, so that it is found first.
 - TensorFlow loaded, torch not: load torch's CUDA libraries with RTLD_DEEPBIND, so that they find their own.
 
-A loaded library cannot be unloaded: the cure is permanent. It is verified when torch initialises CUDA.
+A loaded library cannot be unloaded, so the cure is permanent. It is verified when torch initialises CUDA.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from memguard.errors import CapNotApplied
 
 
 def cure_installed() -> str | None:
-    """`cure` for the PyTorch that is installed; None where it is built without CUDA."""
+    """`cure` for the installed PyTorch; None if it is built without CUDA."""
     version = settings.cuda_version()
     return None if version is None else cure(version)
 
 
 def cure(cuda_version: str) -> str | None:
-    """Apply the cure that fits what is loaded. `cuda_version` is torch's (`'13.0'`).
+    """Apply the cure for what is loaded so far. `cuda_version` is torch's (`'13.0'`).
 
-    Returns what was done as a sentence, None where nothing was needed (torch is loaded already).
+    Returns what was done, as a sentence; None if nothing is needed because torch is loaded already.
     """
     if "torch" in sys.modules:
         return None
@@ -41,7 +41,7 @@ def cure(cuda_version: str) -> str | None:
         if "tensorflow" not in sys.modules:
             library = _runtime(cuda_version)
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-            return f"loaded {library.name} of torch first, so that TensorFlow's cannot take its place"
+            return f"loaded {library.name} of torch first, so that it does not bind to TensorFlow's"
         names = _bind_deeply(cuda_version)
     except (OSError, LookupError) as error:
         raise CapNotApplied(
@@ -49,14 +49,14 @@ def cure(cuda_version: str) -> str | None:
             f"torch and TensorFlow may need different CUDA runtimes, and torch's could not be loaded first: {error}",
             "import torch before tensorflow",
         ) from error
-    return f"loaded {' and '.join(names)} bound to their own CUDA runtime, as TensorFlow was imported first"
+    return f"loaded {' and '.join(names)} bound to their own CUDA runtime, because TensorFlow was imported first"
 
 
 def _bind_deeply(cuda_version: str) -> list[str]:
     ctypes.CDLL(str(_runtime(cuda_version)))
     folder = _torch_folder() / "lib"
     first = folder / "libtorch_global_deps.so"
-    if first.exists():  # as `import torch` does it: with the libraries that the others need
+    if first.exists():  # as `import torch` does: it loads what the others need
         ctypes.CDLL(str(first), mode=ctypes.RTLD_GLOBAL)
     names = ["libc10_cuda.so", "libtorch_cuda.so"]
     for name in names:
@@ -77,7 +77,7 @@ def _runtime(cuda_version: str) -> Path:
     for folder in _folders():
         for found in sorted(folder.glob(f"libcudart.so.{major}*")) + sorted(folder.glob(f"libcudart-*.so.{major}*")):
             return found
-    raise LookupError(f"libcudart.so.{major} is not where torch's libraries are")
+    raise LookupError(f"libcudart.so.{major} is in none of the folders of torch's libraries")
 
 
 def _folders() -> Iterator[Path]:

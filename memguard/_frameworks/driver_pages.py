@@ -1,9 +1,9 @@
-"""What the driver makes of single allocations: the pages it takes for them, which no library counts.
+"""The pages that the driver takes for single allocations, which no library counts.
 
-Measured on an H200: an allocation above 1 MiB is rounded up to 2 MiB, smaller ones are packed into slabs of
-2 MiB. 200 arrays of 1.1 MiB took 398 MiB where CuPy's pool counted 220. Slabs lie at multiples of 2 MiB, the first
-piece at a slab's start, each at a multiple of 512 bytes and none in two: 60 pieces of 0.7 MiB take 60 MiB. A slab
-serves whoever asks in its context, and goes back with its last piece.
+Measured on an H200: an allocation above 1 MiB is rounded up to 2 MiB, smaller ones are packed into slabs of 2 MiB. 200
+arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. The first piece lies at a
+slab's start, each piece at a multiple of 512 bytes, and none in two slabs: 60 pieces of 0.7 MiB take 60 MiB. A slab
+serves every framework in its context, and goes back to the driver with its last piece.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from memguard._units import GRANULE, MIB, round_down, round_up
 
 SMALL = MIB
-"""Up to here the driver packs allocations into slabs."""
+"""The driver packs allocations of up to this size into slabs."""
 TINY = MIB // 8
-"""Up to here so many fit a slab that what is lost at its end does not count."""
+"""So many pieces of up to this size fit into a slab that what is lost at its end does not matter."""
 UNIT = 512
 
 
 def whole_share(size: int, unit: int = UNIT) -> int:
-    """`size` rounded up so that the driver wastes nothing on it: whole pages, or an even part of a slab."""
+    """`size` rounded up so that the driver wastes nothing: to whole pages, or to an even part of a slab."""
     if size <= TINY:
         return size
     if size > SMALL:
@@ -35,7 +35,7 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 @dataclass
 class _Shared:
-    """A slab, everybody's pieces in it, and what the frameworks' rows count of it."""
+    """A slab: the pieces of all frameworks in it, and how many bytes of it the frameworks' rows count."""
 
     pieces: int = 0
     counted: int = 0
@@ -43,11 +43,11 @@ class _Shared:
 
 
 class Slabs:
-    """The slabs of one GPU that this process's frameworks have pieces in.
+    """The slabs of one GPU that hold pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is what the driver holds of them beyond what the frameworks' rows count: ends that nothing fits into,
-    holes that freed pieces leave. Below zero where rows count more, as guests of a slab that another counts whole.
-    A slab whose first piece nobody here has counted is somebody else's, and so are its gaps.
+    `gaps` is what the driver holds in slabs beyond what the frameworks' rows count, in bytes: ends that nothing fits
+    into, and holes that freed pieces leave. It is negative if rows count more: one framework counts a slab whole, and
+    another counts its pieces in it. A slab whose first piece was not counted here belongs to others, as do its gaps.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Slabs:
         self._slabs: dict[int, _Shared] = {}
 
     def enter(self, address: int) -> bool:
-        """One more piece. Whether it opened its slab."""
+        """Count one more piece. Returns whether it opened its slab."""
         with self._lock:
             slab = self._slabs.setdefault(address // GRANULE, _Shared())
             slab.pieces += 1
@@ -67,7 +67,7 @@ class Slabs:
             return False
 
     def count(self, address: int, change: int) -> None:
-        """A row counts so much more of the slab."""
+        """A framework's row counts `change` more bytes of the slab."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.counted += change
@@ -75,7 +75,7 @@ class Slabs:
                 self.gaps -= change
 
     def leave(self, address: int) -> None:
-        """One piece less; nothing is counted of the slab any more where it was the last."""
+        """Count one piece less. With its last piece the slab is forgotten."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.pieces -= 1
@@ -86,12 +86,12 @@ class Slabs:
 
 
 slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
-"""By the GPU's UUID. Of the process, as the driver's are: a framework's count outlives the budget it began under."""
+"""By the GPU's UUID. One for the process, as the driver's slabs are: a framework's count outlives its budget."""
 
 
 @dataclass
 class _Own:
-    """One framework's pieces in one slab: how many, their bytes, and the same of those that are going."""
+    """One framework's pieces in one slab: their number and bytes, and the same for those whose free is pending."""
 
     whole: bool
     pieces: int = 0
@@ -105,7 +105,7 @@ class _Own:
 
     @property
     def reclaimable(self) -> int:
-        """What is counted less once those that are going are gone: of a whole slab nothing before its last piece."""
+        """The bytes that go back once the pending frees are done. A whole slab goes back only with its last piece."""
         if not self.whole:
             return self.going_bytes
         return GRANULE if self.pieces and self.pieces == self.going else 0
@@ -114,7 +114,8 @@ class _Own:
 class DriverPages:
     """One framework's allocations on one GPU, by address: the pages that the driver takes for them.
 
-    A slab is counted whole by whoever opened it, if `whole`; of others' slabs the pieces are. Not for finalizers.
+    With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Not to be called
+    from finalizers.
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
@@ -124,13 +125,13 @@ class DriverPages:
         self._slabs: dict[int, _Own] = {}
 
     def growth(self, size: int) -> int:
-        """Bytes by which `held` grows with one more allocation of `size`, at least: a slab's room may be in holes."""
+        """The least by which `held` grows with one more allocation of `size`. A slab's room may be in holes."""
         if size > SMALL:
             return round_up(size)
         return 0 if any(GRANULE - slab.bytes >= size for slab in self._slabs.values() if slab.whole) else GRANULE
 
     def fits(self, size: int, cap: int) -> bool:
-        """Whether `held` may stay within the cap with one more. Looks into the slabs only where it is close."""
+        """Whether `held` may stay within the cap with one more allocation. Searches the slabs only if it is close."""
         return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap
 
     def add(self, address: int, size: int) -> None:
@@ -143,7 +144,7 @@ class DriverPages:
         self._change(slab, address, 1, size, 0, 0)
 
     def going(self, address: int, size: int) -> None:
-        """No longer in use, and still with the driver."""
+        """Its free is pending: no longer in use, but the driver does not have it back."""
         self.in_use -= size
         if size > SMALL:
             self._going += round_up(size)
@@ -151,7 +152,7 @@ class DriverPages:
             self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size)
 
     def remove(self, address: int, size: int) -> None:
-        """What was going is gone."""
+        """Its pending free is done."""
         if size > SMALL:
             self._large -= round_up(size)
             self._going -= round_up(size)
@@ -163,7 +164,7 @@ class DriverPages:
         self._shared.leave(address)
 
     def gone(self, address: int, size: int) -> None:
-        """No longer in use, and not with the driver either."""
+        """Freed at once: no longer in use, and the driver has it back."""
         self.going(address, size)
         self.remove(address, size)
 
@@ -171,11 +172,11 @@ class DriverPages:
         return self._large + self._small
 
     def reclaimable(self) -> int:
-        """What goes back with all that is going: a slab does with its last piece."""
+        """The bytes that go back once all pending frees are done. A slab goes back with its last piece."""
         return self._going
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """The bytes that go back to the driver with these allocations: a slab does with its last piece."""
+        """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
         found, small = 0, Counter[int]()
         for address, size in pieces:
             if size > SMALL:
@@ -187,7 +188,7 @@ class DriverPages:
         return found + GRANULE * sum(count == self._slabs[slab].pieces for slab, count in small.items())
 
     def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int) -> None:
-        """Every sum follows, so that asking costs nothing."""
+        """Update the slab and every sum, so that reading a figure costs nothing."""
         before = slab.counted if slab.pieces else 0
         self._going -= slab.reclaimable
         slab.pieces, slab.going = slab.pieces + pieces, slab.going + going
@@ -200,5 +201,5 @@ class DriverPages:
 
 
 def _units(size: int) -> int:
-    """Rounded away from zero, as the driver rounds a piece."""
+    """`size` rounded away from zero to whole units, as the driver rounds a piece."""
     return round_up(size, UNIT) if size >= 0 else -round_up(-size, UNIT)

@@ -1,7 +1,7 @@
-"""Run something right after a module's first import: how caps reach frameworks imported after `init`.
+"""Call something right after a module's first import: how caps reach frameworks imported after `init`.
 
-A finder at the front of `sys.meta_path` finds the module as Python would and wraps its loader once.
-An error of the callback comes out of the user's `import` statement. Removing the hook leaves no trace.
+A finder at the front of `sys.meta_path` finds the module as Python would, and wraps its loader once.
+What the callback raises comes out of the user's `import` statement. Removing the hook leaves no trace.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Callbacks by module name, each called after that module's code has run, until one call succeeds."""
+    """Callbacks by module name. Each is called after that module's code has run, until one call succeeds."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
-        self._lock = threading.Lock()  # never held while anything is found or imported
+        self._lock = threading.Lock()  # never held during a search or an import
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after `module` is first imported; the returned call takes that back."""
+        """Call `callback` after `module` is first imported; the returned call cancels that."""
         with self._lock:
             self._waiting[module] = callback
             if self not in sys.meta_path:
@@ -40,7 +40,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         return forget
 
     def clear(self) -> None:
-        """Take every callback back. In a forked child too, where another thread may have held the lock."""
+        """Cancel every callback. Also for a forked child, where another thread may have held the lock."""
         self._lock = threading.Lock()
         self._waiting.clear()
         self._leave_when_idle()
@@ -51,7 +51,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         names: set[str] = vars(self._finding).setdefault("names", set())
         if fullname not in self._waiting or fullname in names:
             return None
-        names.add(fullname)  # the other finders may ask for it again on the way, or import another one
+        names.add(fullname)  # another finder may search for it again, or import another one
         try:
             for finder in list(sys.meta_path):
                 if finder is self or not hasattr(finder, "find_spec"):
@@ -74,13 +74,13 @@ class ImportHook(importlib.abc.MetaPathFinder):
         try:
             callback()
         except BaseException:
-            if module not in self._waiting:  # the import fails with it, and a second attempt must not slip through
+            if module not in self._waiting:  # the import fails too, and a second attempt must not go uncapped
                 self.watch(module, callback)
             raise
 
     def _leave_when_idle(self) -> None:
         if not self._waiting:
-            with contextlib.suppress(ValueError):  # gone already
+            with contextlib.suppress(ValueError):  # removed already
                 sys.meta_path.remove(self)
 
 
@@ -93,7 +93,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Put the real loader back first: the module must look as if we had never been there.
+        # Put the real loader back first, so that the module looks as if it had never been hooked.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner

@@ -1,9 +1,10 @@
-"""JAX: `memory_fraction` among the client options that its GPU backend starts with; preallocation off.
+"""JAX: capped by `memory_fraction`, one of the client options that its GPU backend starts with; preallocation is off.
 
-Facts: the fraction is of what CUDA gives, is read once when the backend starts, and nothing changes or shrinks the
-pool afterwards; for 4 GiB an H200 gave a limit of 4,294,967,296 bytes. The client options win over the environment.
-With both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION set the GPU backend does not load and JAX goes on
-with the CPU, silently. `cuda_async` and `platform` know no limit (6 GiB served under 2.8). An out-of-memory takes 10 s.
+Measured: the fraction is of what CUDA can give. JAX reads it once, when the backend starts; nothing changes or shrinks
+the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options win over the
+environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend does not load
+and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit (6 GiB served under a limit of
+2.8). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -18,9 +19,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -30,16 +32,13 @@ _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 _LIMITED = ("", "default", "bfc")
 _standing: dict[str, int] = {}
-"""The caps that JAX went live with, by device: they stay for the process, whatever comes next."""
+"""The caps that JAX went live with, by device UUID. They stay until the process ends."""
 
 
 class JAX(Framework):
-    """JAX's BFC allocator (XLA), capped by the `memory_fraction` of its client."""
+    """JAX's BFC allocator (from XLA), capped by the `memory_fraction` of its client."""
 
-    name: ClassVar[str] = "jax"
-    module: ClassVar[str] = "jax"
-    hook: ClassVar[str] = "jax"
-    tested: ClassVar[tuple[str, ...]] = ("0.11.2", "0.10.2")
+    spec = SPECS["jax"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -48,7 +47,7 @@ class JAX(Framework):
         self._options: dict[str, Any] = {}
 
     def why_absent(self) -> str | None:
-        """Not installed, without a CUDA plugin, or told to keep off the GPU. Imports nothing."""
+        """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -87,7 +86,7 @@ class JAX(Framework):
             raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
         fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
         if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
-            self._say("jax: it takes one fraction for all GPUs; the smallest of its caps' fractions is set on each")
+            self._say("jax: it has one fraction for all GPUs, so the smallest of its caps holds on each")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         jax.config.update(_OPTIONS, wanted)
@@ -112,18 +111,18 @@ class JAX(Framework):
         return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
-        """`memory_stats()` (1.4 µs) of the backend that is live; `pool_bytes` is what it holds."""
+        """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
         locals_ = self._locals()
         found = next((found for found, uuid in locals_ if uuid == device.uuid), None)
         if found is None:
             return Usage(None, None) if any(not uuid for _, uuid in locals_) else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # the platform and cuda_async allocators keep no pool of their own
+        if not stats or "pool_bytes" not in stats:  # the platform and cuda_async allocators have no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, peak=stats["peak_bytes_in_use"])
 
     def trim(self, device: Device) -> None:
-        """Nothing from outside shrinks XLA's pool."""
+        """Does nothing: XLA's pool cannot be shrunk from outside."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(
@@ -135,10 +134,6 @@ class JAX(Framework):
     def footprint(self, size: int) -> int:
         return round_up(size, 256)
 
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        errors: Any = getattr(sys.modules.get("jax"), "errors", None)  # none while another thread imports it
-        return () if errors is None else (errors.JaxRuntimeError,)
-
     def drift(self) -> list[str]:
         if not self._caps:
             return []
@@ -147,8 +142,8 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
         return [
-            f"jax: it started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} on "
-            f"cuda:{ordinal}, its cap is {format_size(cap)}"
+            f"jax: its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} on "
+            f"cuda:{ordinal}, but its cap is {format_size(cap)}"
             for ordinal, (limit, cap) in self._limits().items()
             if not 0 < limit <= cap
         ]
@@ -164,7 +159,7 @@ class JAX(Framework):
             raise ConflictingSetting(
                 self.name,
                 " and ".join(fractions),
-                "are both set: JAX then loads no GPU backend and goes on with the CPU",
+                "are both set: JAX then loads no GPU backend and silently uses the CPU",
                 f"unset {_DEPRECATED}, the deprecated one",
             )
         for setting, value in (
@@ -173,13 +168,13 @@ class JAX(Framework):
         ):
             if value.strip().lower() not in _LIMITED:
                 raise ConflictingSetting(
-                    self.name, f"{setting}={value}", "knows no limit", "unset it, so that JAX uses its BFC allocator"
+                    self.name, f"{setting}={value}", "has no limit", "unset it, so that JAX uses its BFC allocator"
                 )
 
     def _stricter(
         self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
     ) -> float:
-        """The stricter of the cap's fraction and the user's; ConflictingSetting where the user's is looser."""
+        """The stricter of the cap's fraction and the user's; ConflictingSetting if the user's is looser."""
         name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
         given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
         for setting, value in given:
@@ -206,16 +201,16 @@ class JAX(Framework):
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """Off, unless the user asked for it: then JAX takes its whole cap when its backend starts."""
+        """False, unless the user asked for it: JAX then takes its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
         setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
-        self._say(f"jax: {setting} stays: it takes its whole cap when its backend starts")
+        self._say(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
         return True
 
     def _locals(self) -> list[tuple[Any, str]]:
-        """The devices of a live backend with their UUIDs, "" where not known: JAX numbers them as CUDA does."""
+        """The devices of a live backend, each with its UUID, or "" if unknown. JAX numbers devices as CUDA does."""
         client = _client()
         if client is None:
             return []
@@ -227,7 +222,7 @@ class JAX(Framework):
         return [(found, self._by_ordinal.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """By ordinal: the limit that a live backend has, and its cap."""
+        """By ordinal: the limit that the live backend has, and its cap, in bytes."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
             for found, uuid in self._locals()
@@ -241,14 +236,14 @@ def _ordinal(local: Any) -> int:
 
 
 def _client() -> Any:
-    """JAX's CUDA backend where it has started, else None. Asking starts none."""
+    """JAX's CUDA backend if it has started, else None. Never starts one."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     backends = getattr(bridge, "_backends", None)
     return backends.get("cuda") if isinstance(backends, dict) else None
 
 
 def _has_plugin() -> bool:
-    """Whether a CUDA plugin of JAX lies on the path (`jax_plugins` is a namespace package: nothing is imported)."""
+    """Whether a CUDA plugin of JAX is installed. Imports nothing: `jax_plugins` is a namespace package."""
     try:
         spec = importlib.util.find_spec("jax_plugins")
     except (ImportError, ValueError):
@@ -258,7 +253,7 @@ def _has_plugin() -> bool:
 
 
 def _as_mapping(options: Any) -> dict[str, Any]:
-    """`jax_pjrt_client_create_options` as JAX reads it: a mapping, or `key:value;key:value`."""
+    """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or `key:value;key:value`."""
     if isinstance(options, str):
         pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)
         return dict(pairs)
@@ -266,7 +261,7 @@ def _as_mapping(options: Any) -> dict[str, Any]:
 
 
 def _fraction(cap: int, total: int) -> float:
-    """The largest fraction in single precision, in which the client takes it, that does not pass the cap."""
+    """The largest fraction that stays within the cap, in single precision, as the client takes it."""
     fraction = struct.unpack("f", struct.pack("f", cap / total))[0]
     while int(fraction * total) > cap:
         bits = struct.unpack("I", struct.pack("f", fraction))[0] - 1

@@ -1,8 +1,8 @@
-"""Numba: a memory manager (EMM plugin) with a cap, and its pending frees flushed before it refuses.
+"""Numba: a memory manager (EMM plugin) with a cap. It flushes the pending frees before it refuses.
 
-Facts: the plugin must be set before Numba makes its context; Numba has no pool: each array is an allocation of the
-driver's, freed later, when more than ten or a fifth of the card are pending. What is counted is the pages that the
-driver takes for them, pending ones included. `Device.reset()` destroys everybody's memory, not only Numba's.
+Measured: the plugin must be set before Numba makes its context. Numba has no pool: each array is one allocation from
+the driver. Frees are deferred until more than ten, or more than a fifth of the GPU, are pending. What counts is the
+pages that the driver takes, including those of pending frees. `Device.reset()` destroys the memory of every framework.
 
 Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`).
 """
@@ -22,6 +22,7 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -30,9 +31,9 @@ _DRIVER = "numba.cuda.cudadrv.driver"
 
 
 class _Count:
-    """What Numba holds in one context: live arrays and those whose free is pending.
+    """What Numba holds in one context: live arrays, and arrays whose free is pending.
 
-    Finalizers run at any time and on any thread, also inside `taken`: they append to the log, and that is all.
+    Finalizers run at any time and on any thread, even inside `taken`. So they only append to the log.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -43,7 +44,7 @@ class _Count:
         self._log: deque[tuple[Callable[[int, int], None], int, int]] = deque()
 
     def pages(self) -> DriverPages:
-        """The figures, what finalizers left behind worked in. With the lock."""
+        """The figures, after applying what finalizers logged. Call with the lock held."""
         while self._log:
             step, address, size = self._log.popleft()
             step(address, size)
@@ -56,7 +57,7 @@ class _Count:
         self.peak = max(self.peak, pages.in_use)
 
     def freeing(self, free: Callable[..., None], handle: Any) -> Callable[..., None]:
-        """`free`, which now says when it is done; as it is where it is of a module, an event or managed memory."""
+        """`free`, wrapped to log when it has run; unchanged if it frees a module, an event or managed memory."""
         try:
             address = int(getattr(handle, "value", handle))
         except (TypeError, ValueError):
@@ -76,10 +77,7 @@ class _Count:
 class Numba(Framework):
     """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
 
-    name: ClassVar[str] = "numba"
-    module: ClassVar[str] = "numba"
-    hook: ClassVar[str] = "numba.cuda"
-    tested: ClassVar[tuple[str, ...]] = ("0.30.4",)
+    spec = SPECS["numba"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -88,7 +86,7 @@ class Numba(Framework):
         self._rmm: rmm.Limit | None = None
 
     def why_absent(self) -> str | None:
-        """Not installed, or told to keep off the GPU (NUMBA_DISABLE_CUDA, NUMBA_ENABLE_CUDASIM)."""
+        """Not installed, or kept off the GPU by NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -119,22 +117,25 @@ class Numba(Framework):
         if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
             setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
             raise ConflictingSetting(
-                self.name, setting, "allocates for Numba, past any cap", "remove it, or leave numba out of the budget"
+                self.name,
+                setting,
+                "allocates for Numba, past any cap",
+                "remove it, or leave numba out of the budget",
             )
         live = [context.memory_manager for context in _contexts()]
         if not all(hasattr(manager, "memguard") for manager in live):
             raise CapNotApplied(
                 self.name,
-                "it was live before memguard.init(): its context keeps the memory manager that it has",
+                "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        manager: Any = type(live[0]) if live else _capped(driver)  # a budget before this one has left its own
+        manager: Any = type(live[0]) if live else _capped(driver)  # left by an earlier budget
         driver.set_memory_manager(manager)
         if driver._memory_manager is not manager:
             driver._memory_manager = before
             raise CapNotApplied(
                 self.name,
-                "its memory manager reads back as another",
+                "its memory manager reads back as another one",
                 "report this with the version; until then leave numba out of the budget",
             )
         self._caps, self._manager, manager.memguard = dict(caps), manager, self
@@ -142,13 +143,12 @@ class Numba(Framework):
         def undo() -> None:
             if driver._memory_manager is manager:
                 driver._memory_manager = before
-            manager.memguard = self._manager = None  # contexts made meanwhile keep it: it refuses nothing any more
+            manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
 
-        over = {uuid: self._held(uuid) - cap for uuid, cap in caps.items()}
-        return Applied(Enforcement.ENFORCED, undo, residual={uuid: size for uuid, size in over.items() if size > 0})
+        return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
-        """From memguard's own count of Numba's allocations; None where Numba has no context on the device."""
+        """From memguard's own count of Numba's allocations; None if Numba has no context on the device."""
         managers = _managers(device.uuid)
         if not managers:
             return None
@@ -157,7 +157,7 @@ class Numba(Framework):
         if self._manager is None:
             return None
         if not isinstance(managers[0], self._manager):
-            return Usage(None, None)  # another has taken its place, and nobody counts
+            return Usage(None, None)  # another memory manager took its place, and nobody counts
         count: _Count = managers[0].deallocations.count
         with count.lock:
             pages = count.pages()
@@ -168,7 +168,7 @@ class Numba(Framework):
         for context in _contexts():
             pending = getattr(context.memory_manager, "deallocations", None)
             if pending is not None and _uuid(context) == device.uuid:
-                count = getattr(pending, "count", None)  # its lock: an allocation may be flushing them as well
+                count = getattr(pending, "count", None)  # an allocation may flush them at the same time
                 lock = count.lock if count is not None else contextlib.nullcontext()
                 with lock, contexts.pushed(int(context.device.id)) as there:
                     if there:
@@ -182,10 +182,6 @@ class Numba(Framework):
 
     def footprint(self, size: int) -> int:
         return round_up(size)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        driver: Any = sys.modules.get(_DRIVER)
-        return () if driver is None else (driver.CudaAPIError,)
 
     def drift(self) -> list[str]:
         if self._rmm is not None:
@@ -207,19 +203,19 @@ class Numba(Framework):
                 count.lock = threading.RLock()  # another thread of the parent may have held the old one
 
     def allocate(self, driver: Any, manager: Any, size: int, ask: Callable[[int], Any]) -> Any:
-        """`ask` the driver; Numba's own error where that passes the cap, even without the frees that are pending."""
+        """Allocate through `ask`. Raises Numba's own error if the cap does not allow it, even with nothing pending."""
         count, cap = manager.deallocations.count, self._caps.get(manager.uuid)
         for _ in range(2):
             if cap is None or count.pages().fits(size, cap):
                 try:
                     memory = ask(size)
-                except driver.CudaAPIError as error:  # whose text names no size
+                except driver.CudaAPIError as error:  # its text names no size
                     with_size(error, size)
                     raise
                 count.taken(int(memory.device_pointer_value or 0), size)
                 if cap is None or count.pages().held() <= cap:
                     return memory
-                del memory  # no hole in a slab was large enough for it, and the driver opened another
+                del memory  # it fitted no hole in a slab, so the driver opened another slab
             manager.deallocations.clear()
         raise with_size(
             driver.CudaAPIError(
@@ -235,23 +231,16 @@ class Numba(Framework):
             self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host))
         except ImportError as error:
             raise CapNotApplied(
-                self.name, f"it is told to allocate through RMM, and {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
+                self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
             ) from error
         return applied
 
-    def _held(self, uuid: str) -> int:
-        found = 0
-        for manager in _managers(uuid):
-            with manager.deallocations.count.lock:
-                found += manager.deallocations.count.pages().held()
-        return found
-
 
 def _capped(driver: Any) -> type:
-    """The class of memory managers that ask the framework in `memguard` before they take memory."""
+    """The class of memory managers that ask the adapter in `memguard` before they take memory."""
 
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-        """Numba's pending frees; the count hears when one is pending, and when the driver has it back."""
+        """Numba's pending frees. The count learns when a free becomes pending, and when the driver has the memory."""
 
         def __init__(self, uuid: str) -> None:
             super().__init__()
@@ -284,7 +273,7 @@ def _capped(driver: Any) -> type:
 
 
 def _contexts() -> list[Any]:
-    """Numba's contexts that exist. Asking makes none."""
+    """Numba's existing contexts. Never makes one."""
     module = sys.modules.get(_DRIVER)
     devices = getattr(getattr(module, "driver", None), "devices", None) or {}
     return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]

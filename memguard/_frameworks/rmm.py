@@ -1,9 +1,9 @@
-"""RMM, where it is the allocator of a framework: a limit around its resource, or nothing more than watching.
+"""RMM as the allocator of a framework: a limit around its resource if possible, else only watched.
 
-`LimitingResourceAdaptor` counts live allocations. Over a resource that keeps nothing back (`CudaMemoryResource`)
-that is what is held, and the cap holds; over a pool it is not, so such a framework is `watched`. What it counts is
-what was asked for: the driver's pages may be more (`_driver_bytes`). RMM has one resource per device for everybody:
-the first framework limits it, a second one on it shares that limit.
+`LimitingResourceAdaptor` counts live allocations. Over a resource that caches nothing (`CudaMemoryResource`) that is
+what is held, and the cap holds. Over a pool it is not, so such a framework is `watched`. It counts the bytes asked for;
+the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has one resource per
+device for all frameworks: the first framework limits it, and a second one shares that limit.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from memguard._types import Applied, Enforcement, Usage
 from memguard.errors import CapNotApplied
 
 _limits: dict[int, tuple[str, Any]] = {}
-"""By ordinal: the framework whose cap it is, and the adaptor."""
+"""By ordinal: the framework whose cap holds, and the adaptor."""
 
 
 class Limit:
-    """RMM's limit for one framework: the adaptors that were put around the devices' resources."""
+    """RMM's limit for one framework: the adaptors around the devices' resources, by UUID."""
 
     def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int]) -> None:
         self._adaptors = dict(adaptors)
         self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
-        """The adaptors by ordinal, until the limit is undone; empty where RMM is only watched."""
+        """The adaptors by ordinal, until the limit is undone; empty if RMM is only watched."""
 
     def usage(self, uuid: str) -> Usage | None:
-        """Live bytes since the limit was set; None where there is none on that device, unknown where only watched."""
+        """Live bytes since the limit was set; None without a limit on that device, unknown if RMM is only watched."""
         adaptor = self._adaptors.get(uuid)
         if adaptor is None:
             return Usage(None, None) if not self._adaptors else None
@@ -37,7 +37,7 @@ class Limit:
         return Usage(size, size, 0)
 
     def drift(self, framework: str) -> list[str]:
-        """The GPUs whose resource does not go through the limit any more (`rmm.reinitialize`)."""
+        """A sentence for each GPU whose resource no longer goes through the limit (`rmm.reinitialize`)."""
         rmm: Any = sys.modules.get("rmm")
         now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
         return [
@@ -54,24 +54,24 @@ def is_cupys(allocator: Any) -> bool:
 
 
 def is_loaded_for(framework: str) -> bool:
-    """Whether RMM's allocator for the framework was imported: a swapped allocator is then most likely RMM's."""
+    """Whether RMM's allocator for the framework was imported: a replaced allocator is then most likely RMM's."""
     return f"rmm.allocators.{framework}" in sys.modules
 
 
 def ordinals(framework: str, host: Host) -> dict[str, int]:
-    """CUDA's ordinals by UUID, without initialising CUDA. NVML's own numbers may be those of other GPUs."""
+    """CUDA's ordinals by UUID, without initialising CUDA. NVML may number the GPUs differently."""
     devices = host.devices(ordinals=True)
     found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
     if len(found) == len(devices):
         return found
     if len(devices) == 1:
         return {devices[0].uuid: 0}
-    why = "CUDA's numbering of the GPUs could not be asked"
+    why = "CUDA's numbering of the GPUs could not be read"
     raise CapNotApplied(framework, why, "run `memguard doctor` to see why CUDA does not start")
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every device of the caps, or say why it is only watched."""
+    """Limit RMM's resource on every device that has a cap, or say in a note why it is only watched."""
     import rmm
 
     for uuid, ordinal in ordinals.items():
@@ -114,7 +114,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
             else:
                 stays.append(f"cuda:{ordinal}")
         if stays:
-            why = f"RMM's resource was wrapped again since, so its limit stays on {' and '.join(stays)}"
+            why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
             raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
 
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
@@ -122,7 +122,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:
-    """Whether allocations from the resource reach the adaptor: it is that, or something around it. Undone: yes."""
+    """Whether allocations from the resource reach the adaptor: it is that, or wraps it. True without an adaptor."""
     for _ in range(100):
         if adaptor is None or resource is adaptor:
             return True

@@ -1,7 +1,7 @@
-"""CUDA contexts beside a GPU's primary one, found by looking: nothing is made, and nobody's context is changed.
+"""CUDA contexts beside a GPU's primary one. Reading only: no context is made or changed.
 
-The driver lists no contexts. Those that PyCUDA's modules made at their import, those in which PyCUDA has a pool, and
-the ones current on the calling thread are what can be seen; another thread's may stay unseen until it looks itself.
+The driver lists no contexts. Visible are those that PyCUDA's modules made at their import, those in which PyCUDA has a
+pool, and those current on the calling thread. A context of another thread may stay unseen until that thread looks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _log = logging.getLogger("memguard")
 
 
 def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
-    """Who made each context of the GPU that is not the primary one, by handle. `pools` are those PyCUDA allocates in.
+    """By handle, who made each context of the GPU beside the primary one. `pools` are those that PyCUDA allocates in.
 
-    Never raises. Without a primary context there is no second one: the first of any kind is the process's own.
+    Never raises. Without a primary context there is no second one: the first context of any kind counts as primary.
     """
     try:
         return _beside(ordinal, pools)
-    except Exception as error:  # a driver that ends, a module of PyCUDA's half imported: a reading goes on
+    except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading goes on
         _log.debug("second contexts: %s: %s", type(error).__name__, error)
         return {}
 
@@ -46,7 +46,7 @@ def _beside(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
 
 
 def _on(ordinal: int, context: int) -> bool:
-    """Whether a living context belongs to the GPU."""
+    """Whether the context is alive and belongs to the GPU."""
     try:
         with contexts.entered(context):
             return contexts.current() == ordinal

@@ -1,9 +1,9 @@
 """TensorFlow: a logical device with `memory_limit` on every visible GPU, and growth through the environment.
 
-Facts: the limit must be set before TensorFlow builds its allocator (its first operation); growth set on the
-device silently disappears beside a limit, so `TF_FORCE_GPU_ALLOW_GROWTH` is used; a GPU left unconfigured is
-taken whole; `cuda_malloc_async` ignores the limit (11,274 MiB taken under 4,096), so it is refused; nothing
-shrinks the pool afterwards, and with growth TensorFlow does not say how much it holds.
+Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. Growth set on the device
+is silently lost beside a limit, so `TF_FORCE_GPU_ALLOW_GROWTH` is used. TensorFlow takes the whole of a GPU without a
+limit. `cuda_malloc_async` ignores the limit (11,274 MiB taken under 4,096), so it is refused. Nothing shrinks the pool
+afterwards. With growth TensorFlow does not say how much it holds.
 """
 
 from __future__ import annotations
@@ -13,39 +13,37 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 _log = logging.getLogger("memguard")
 _standing: dict[str, tuple[int, int, bool]] = {}
-"""Cap, limit and growth that TensorFlow went live with, by device: they stay for the process, whatever comes next."""
+"""Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATOR = "TF_GPU_ALLOCATOR"
 _UNLIMITED = {
     "cuda_malloc_async": "ignores memory_limit",
-    "cuda_malloc": "passes every request on to the driver and knows no limit",
+    "cuda_malloc": "passes every request on to the driver and has no limit",
 }
 
 
 class TensorFlow(Framework):
     """TensorFlow's BFC allocator, capped by `LogicalDeviceConfiguration(memory_limit)`."""
 
-    name: ClassVar[str] = "tensorflow"
-    module: ClassVar[str] = "tensorflow"
-    hook: ClassVar[str] = "tensorflow"
-    tested: ClassVar[tuple[str, ...]] = ("2.21.0",)
+    spec = SPECS["tensorflow"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
         self._caps: dict[str, int] = {}
         self._growth = True
-        self._limits: dict[str, int] = {}  # what holds: the cap, or a stricter limit of the user's own
+        self._limits: dict[str, int] = {}  # what holds: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # its numbers for each GPU where nothing was applied, once live
+        self._seen: dict[str, range] | None = None  # its numbers for each GPU, if live without caps
 
     def _live(self, module: ModuleType) -> bool:
         context = _context()
@@ -64,12 +62,12 @@ class TensorFlow(Framework):
             return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
         self._caps, self._growth = dict(caps), bool(options.get("growth", True))
         undo: list[Callable[[], None]] = []
-        said = list(self.notes)
+        notes = list(self.notes)
         try:
             by_gpu = self._match(gpus)
             wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
             if own not in ("", wanted):
-                self._say(f"tensorflow: {_GROWTH}={own} was set; growth: {wanted} of the budget holds")
+                self._say(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
             undo.append(_set_environment(_GROWTH, wanted))
             for gpu, uuid in by_gpu:
                 limit, step = self._limit(tf, gpu, caps[uuid])
@@ -77,13 +75,13 @@ class TensorFlow(Framework):
                 undo.append(step)
             self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
         except BaseException:
-            self._caps, self._limits, self.notes = {}, {}, said
+            self._caps, self._limits, self.notes = {}, {}, notes
             for step in reversed(undo):
                 step()
             raise
 
         def undo_all() -> None:
-            undo[0]()  # the environment, which children would inherit
+            undo[0]()  # the environment variable, which children would inherit
             if self._live(tf):
                 _standing.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
@@ -103,9 +101,9 @@ class TensorFlow(Framework):
         return applied
 
     def usage(self, device: Device) -> Usage | None:
-        """`get_memory_info` (2.3 µs), asked only once TensorFlow is live, because it would initialise it.
+        """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
 
-        With growth it says what is in use, not what the pool holds: held is None, with bounds.
+        With growth it tells what is in use, not what the pool holds: then held is None, with bounds.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._live(tf):
@@ -123,7 +121,7 @@ class TensorFlow(Framework):
         return Usage(None, in_use, 0, held_at_least=peak, held_at_most=limit, peak=peak)
 
     def trim(self, device: Device) -> None:
-        """Nothing from outside shrinks TensorFlow's pool."""
+        """Does nothing: TensorFlow's pool cannot be shrunk from outside."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(
@@ -135,18 +133,14 @@ class TensorFlow(Framework):
     def footprint(self, size: int) -> int:
         return round_up(size, 256)
 
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        tf: Any = sys.modules.get("tensorflow")
-        return () if tf is None else (tf.errors.ResourceExhaustedError,)
-
     def drift(self) -> list[str]:
-        """Limits that were taken away or raised: before TensorFlow went live, as later they cannot change."""
+        """Limits that were removed or raised before TensorFlow went live; afterwards they cannot change."""
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
             return []
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
-        return [f"tensorflow: the limit of {name} was taken away after memguard.init" for name in lost]
+        return [f"tensorflow: the limit of {name} was removed or raised after memguard.init" for name in lost]
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_ALLOCATOR, "").strip().lower()
@@ -159,7 +153,7 @@ class TensorFlow(Framework):
             )
 
     def _match(self, gpus: list[Any]) -> list[tuple[Any, str]]:
-        """Each of TensorFlow's GPUs with its UUID: TensorFlow numbers them as CUDA does."""
+        """Each of TensorFlow's GPUs with its UUID. TensorFlow numbers GPUs as CUDA does."""
         devices = self.host.devices(ordinals=True)
         matched = []
         for gpu in gpus:
@@ -174,7 +168,7 @@ class TensorFlow(Framework):
         return matched
 
     def _numbers(self, tf: Any, device: Device) -> Sequence[int]:
-        """The numbers of the GPU's logical devices; none where TensorFlow has none there, or it cannot be known."""
+        """The numbers of the GPU's logical devices; empty if TensorFlow has none there, or they cannot be known."""
         if self._logical:
             return [self._logical[device.uuid]] if device.uuid in self._logical else ()
         if self._seen is None:
@@ -182,7 +176,7 @@ class TensorFlow(Framework):
         return self._seen.get(device.uuid, ())
 
     def _look(self, tf: Any) -> dict[str, range]:
-        """Those of all GPUs. CUDA is initialised once TensorFlow is live, so that its numbering costs no child."""
+        """The numbers for all GPUs. CUDA is initialised by now, so reading its numbering starts no child process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()
@@ -199,7 +193,7 @@ class TensorFlow(Framework):
         return found
 
     def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
-        """Limit a GPU. What then holds, in bytes, and the undo; after a raise the device table is as before."""
+        """Limit a GPU. Returns what then holds, in bytes, and the undo. If it raises, the device table is as before."""
         own = tf.config.get_logical_device_configuration(gpu)
         if own:
             return self._keep(gpu, [c.memory_limit for c in own], cap), lambda: None
@@ -224,7 +218,7 @@ class TensorFlow(Framework):
         return cap // MIB * MIB, undo
 
     def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
-        """A limit of the user's own, which stays where it is not looser than the cap."""
+        """The user's own limit in bytes, which stays unless it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
             self._say_stricter(gpu.name.rsplit("physical_device:", 1)[-1], only * MIB, cap)
@@ -234,7 +228,7 @@ class TensorFlow(Framework):
             raise ConflictingSetting(
                 self.name,
                 setting,
-                f"divides the GPU into {len(limits)} logical devices, which memguard cannot cap as one",
+                f"splits the GPU into {len(limits)} logical devices, which memguard cannot cap as one",
                 "configure it as one logical device, or leave tensorflow out of the budget",
             )
         raise ConflictingSetting(
@@ -253,7 +247,7 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """TensorFlow numbers its GPUs as CUDA does; the only one of both needs no number."""
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If both sides have only one GPU, no number is needed."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
@@ -265,7 +259,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context where it exists; asking `context_safe` creates none."""
+    """TensorFlow's eager context if it exists; `context_safe` creates none."""
     module = sys.modules.get("tensorflow.python.eager.context")
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None

@@ -1,78 +1,118 @@
-"""What a ledger's table says, cell by cell, and the table in HTML, for notebooks.
+"""The ledger as tables: by rich for terminals and text, and in HTML for notebooks.
 
-From its plain data, so that a ledger that was kept as JSON has a table too.
+The HTML is written here because rich exports preformatted text of one width, whose cells no notebook can select.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
+from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._units import MIB, format_size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 NUMBERS = ("held", "cap", "in use", "cached", "trimmable")
 COLUMNS = ("MiB", *NUMBERS, "cap is")
 _STYLE = {"right": "text-align: right", "left": "text-align: left"}
-# Thin, and by inline styles: notebooks take style sheets out of what they show.
+# Inline styles: notebooks remove style sheets from what they show.
 _RULE = "border-top: 1px solid #888"
 
 
-def ledger_table(ledger: Mapping[str, Any]) -> str:
-    """`ledger` is `Ledger.as_dict()`: one table for each GPU, sizes in MiB, and the notes behind them."""
-    parts = [_device(part, ledger["simulated"]) for part in ledger["devices"]]
-    parts += [f"<div>note: {escape(note)}</div>" for note in ledger["notes"]]
-    return "\n".join(parts)
+def rich_ledger(ledger: Ledger) -> RenderableType:
+    """One table for each GPU, sizes in MiB, and the notes below them."""
+    from rich.console import Group
+    from rich.text import Text
+
+    tables = [_rich_table(part, ledger.simulated) for part in ledger.devices]
+    return Group(*tables, *(Text(f"note: {note}") for note in ledger.notes))
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The cells of one row, which is `vars()` of an `accounts.Row`, in the order of `COLUMNS`."""
-    live = row["kind"] == "framework" and row["in_use"] is not None
-    return [
-        row["name"] + ("*" if row["note"] else ""),
-        ("≥ " if row["at_least"] is not None else "") + _mib(row["bytes"]),
-        "" if row["cap"] is None else _mib(row["cap"]),
-        *(_mib(row[name]) if live else "" for name in ("in_use", "cached", "reclaimable")),
-        row["enforcement"],
-    ]
+def html_ledger(ledger: Ledger) -> str:
+    """The same in HTML."""
+    tables = [_html_table(part, ledger.simulated) for part in ledger.devices]
+    return "\n".join([*tables, *(f"<div>note: {escape(note)}</div>" for note in ledger.notes)])
 
 
-def total(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The cells of the last row."""
-    return ["total", _mib(sum(row["bytes"] or 0 for row in rows)), *[""] * (len(COLUMNS) - 2)]
+def _rich_table(part: DeviceLedger, simulated: bool) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    ordinal = "" if part.device.ordinal is None else f"cuda:{part.device.ordinal}, "
+    table = Table(
+        title=f"{part.device.name}{' (simulated)' if simulated else ''}  {part.device.uuid}",
+        caption="\n".join([ordinal + _process(part), *_notes(part)]),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+    for group in _groups(part):
+        for row in group:
+            table.add_row(*row)
+        table.add_section()
+    return table
 
 
-def _device(part: Mapping[str, Any], simulated: bool) -> str:
+def _html_table(part: DeviceLedger, simulated: bool) -> str:
     mark = " (simulated)" if simulated else ""
-    limit = "" if part["limit"] is None else f" of its limit of {format_size(part['limit'])}"
-    lines = [f"<b>{escape(part['name'])}{mark}</b> {escape(part['uuid'])}"]
-    lines += [f"this process: {format_size(part['process'])}{limit}"]
-    rows = part["rows"]
-    frameworks = [row for row in rows if row["kind"] == "framework"]
-    others = [row for row in rows if row["kind"] != "framework"]
-    groups = [[cells(row) for row in frameworks], [cells(row) for row in others], [total(rows)]]
-    notes = [f"* {row['name']}: {row['note']}" for row in rows if row["note"]]
+    head = f"<b>{escape(part.device.name)}{mark}</b> {escape(part.device.uuid)}<br>{_process(part)}"
+    styles = ["", f' style="{_RULE}"', f' style="{_RULE}"']
+    bodies = (
+        f"<tbody{style}>{''.join(_html_row('td', row) for row in group)}</tbody>"
+        for style, group in zip(styles, _groups(part), strict=True)
+        if group
+    )
     return "\n".join(
         [
             "<table>",
-            f'<caption style="{_STYLE["left"]}; caption-side: top">{"<br>".join(lines)}</caption>',
-            f"<thead>{_row('th', COLUMNS)}</thead>",
-            *(_group(group, bool(number)) for number, group in enumerate(groups) if group),
+            f'<caption style="{_STYLE["left"]}; caption-side: top">{head}</caption>',
+            f"<thead>{_html_row('th', COLUMNS)}</thead>",
+            *bodies,
             "</table>",
-            *(f"<div>{escape(note)}</div>" for note in notes),
+            *(f"<div>{escape(note)}</div>" for note in _notes(part)),
         ]
     )
 
 
-def _group(rows: Iterable[list[str]], ruled: bool) -> str:
-    style = f' style="{_RULE}"' if ruled else ""
-    return f"<tbody{style}>{''.join(_row('td', row) for row in rows)}</tbody>"
-
-
-def _row(tag: str, row: Sequence[str]) -> str:
+def _html_row(tag: str, row: Sequence[str]) -> str:
     sides = ["left", *["right"] * len(NUMBERS), "left"]
     written = (f'<{tag} style="{_STYLE[side]}">{escape(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True))
     return f"<tr>{''.join(written)}</tr>"
+
+
+def _process(part: DeviceLedger) -> str:
+    limit = "" if part.limit is None else f" of its limit of {format_size(part.limit)}"
+    return f"this process: {format_size(part.process)}{limit}"
+
+
+def _notes(part: DeviceLedger) -> list[str]:
+    return [f"* {row.name}: {row.note}" for row in part.rows if row.note]
+
+
+def _groups(part: DeviceLedger) -> list[list[list[str]]]:
+    """The cells in the order of `COLUMNS`: of the frameworks, of the other rows, and of the total."""
+    frameworks = [_cells(row) for row in part.rows if row.kind == "framework"]
+    others = [_cells(row) for row in part.rows if row.kind != "framework"]
+    total = _mib(sum(row.bytes or 0 for row in part.rows))
+    return [frameworks, others, [["total", total, *[""] * (len(COLUMNS) - 2)]]]
+
+
+def _cells(row: Row) -> list[str]:
+    live = row.kind == "framework" and row.in_use is not None
+    return [
+        row.name + ("*" if row.note else ""),
+        ("≥ " if row.at_least is not None else "") + _mib(row.bytes),
+        "" if row.cap is None else _mib(row.cap),
+        *(_mib(size) if live else "" for size in (row.in_use, row.cached, row.reclaimable)),
+        row.enforcement,
+    ]
 
 
 def _mib(size: int | None) -> str:

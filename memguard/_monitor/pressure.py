@@ -1,12 +1,12 @@
-"""What the samples of the monitor mean: how close to cap and limit, when they are reached, whether a workload leaks.
+"""What the monitor's samples mean: how close a framework is to its cap, the process to its limit, and until when.
 
 Pure: no clock, thread, environment or GPU; the time is that of the samples. `decide` is a function of the settings, a
-sample and the state before it. The levels go up at once and come down only below their threshold less the hysteresis.
+sample and the state before it. A level goes up at once and comes down only below its threshold less the hysteresis.
 
 A forecast needs a steady rise of at least 3 s and 6 blocks above everything seen in the five minutes before it, and
 three quarters of the cap in use: below that a rise is as likely a model being loaded, or the first batch. So a leak is
-announced when a quarter of the cap is left, at the earliest. One that is small beside what a workload takes and gives
-back over several seconds is seen late; `leak` sees it between repetitions.
+announced when a quarter of the cap is left, at the earliest. A leak that is small beside what a workload takes and
+gives back over several seconds is seen late; `leaks` sees it between repetitions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import format_size
 
@@ -24,30 +25,27 @@ if TYPE_CHECKING:
     from memguard._config import MonitorConfig
 
 BLOCK = 0.5
-"""Seconds. The lowest level of each block counts for the slope, so that what is given back within it has none."""
+"""Seconds. The lowest level of each block counts for the slope, so that what is given back within it adds none."""
 BLOCKS = 20
-"""Blocks that are kept: ten seconds, or more where samples come more rarely."""
+"""Blocks that are kept: ten seconds, or more if samples are taken less often."""
 EVIDENCE = 3.0, 6
 """The seconds and blocks that a rise must have lasted."""
 RISING = 6 / 7, 3 / 4
-"""The part of all pairs of blocks that a steady rise has rising, of fewer than ten blocks and of more: more than chance
-and one step bring about, and less than without noise."""
+"""The share of pairs of blocks that go up in a steady rise, of fewer than ten blocks and of more: more than chance or
+one step explains, and less than without noise."""
 FLOOR = 0.755
-"""The part of a cap that must be in use before a forecast is made."""
+"""The share of a cap that must be in use before a forecast is made."""
 MEMORY = 300.0
-"""Seconds for which the highest level is remembered, in parts of a tenth."""
+"""Seconds for which the highest level is remembered, in ten parts."""
 AGAIN = 60.0
-"""Seconds within which the same warning is not given again, and after which a rise that went no further is over."""
-_REPETITIONS = 100
-_KEEPERS = ("tensorflow", "jax")
-"""Their pools grow and give nothing back: what is idle in them is theirs to use, and no pressure."""
+"""Seconds in which the same warning is not repeated, and after which a rise that went no further is over."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core.
 
-    `names`: what texts call a GPU, by UUID; nothing where that is empty, its UUID where it has none.
+    `names`: what texts call a GPU, by UUID. An empty name is left out; a GPU without one is called by its UUID.
     """
 
     interval: float = 0.5
@@ -61,7 +59,7 @@ class Settings:
 
     @classmethod
     def of(cls, monitor: MonitorConfig, on_pressure: Sequence[str], devices: Sequence[Device] = ()) -> Settings:
-        """What a budget file says, for these GPUs."""
+        """The settings of a budget file, for these GPUs."""
         return cls(
             interval=monitor.interval,
             warn=float(monitor.warn),
@@ -78,7 +76,7 @@ class Settings:
 
 
 def _names(devices: Sequence[Device]) -> dict[str, str]:
-    """By CUDA's number, or NVML's where CUDA was not asked. The only one there is needs no name."""
+    """By CUDA's number, or NVML's if CUDA was not asked. A single GPU needs no name."""
     if len(devices) == 1:
         return {devices[0].uuid: ""}
     numbers = {d.uuid: f"GPU {d.index}" if d.ordinal is None else f"cuda:{d.ordinal}" for d in devices}
@@ -86,8 +84,8 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 
 class Action(NamedTuple):
-    """Something to do. kind: log (info), warn (a warning), callback (each event once), and, where the budget says so,
-    trim and raise (at the next checkpoint, never asynchronously)."""
+    """Something to do. kind: log (info), warn (a warning), callback (each event once), and, if the budget says so, trim
+    and raise (at the next checkpoint, never asynchronously)."""
 
     kind: str
     event: Event
@@ -103,12 +101,12 @@ class _Block(NamedTuple):
 
 
 class _Track(NamedTuple):
-    """What is remembered of one framework on one GPU, or of one GPU."""
+    """What `decide` remembers of one framework on one GPU, or of one GPU."""
 
     level: Pressure = Pressure.OK
     blocks: tuple[_Block, ...] = ()
     peaks: tuple[tuple[int, int], ...] = ()  # before the blocks: a number of thirty seconds, and its highest level
-    said: int | None = None  # the highest level of the rise that a forecast was made for
+    announced: int | None = None  # the highest level of the rise that a forecast was made for
     rose: float = 0.0  # when that was reached
     warned: tuple[tuple[Pressure, float], ...] = ()
 
@@ -117,7 +115,10 @@ _NEW = _Track()
 
 
 class _Level(NamedTuple):
-    """How much of `top` is needed; `base` of both no framework can give back. `others` hold what is missing."""
+    """How much of `top` is needed, in bytes. No framework can give back `base`, a part of both.
+
+    `others`: other processes hold what is missing.
+    """
 
     used: int
     top: int
@@ -155,24 +156,28 @@ def decide(settings: Settings, sample: Sample, state: State) -> tuple[State, lis
             track = _seen(state._tracks.get(key, _NEW), sample.time, level.used)
             if track.level is not Pressure.OK or level.used >= settings.warn * level.top:
                 track = _pressure(settings, sample.time, key, level, track, actions)
-            if settings.forecast > 0 and (level.used > FLOOR * level.top or track.said is not None):
+            if settings.forecast > 0 and (level.used > FLOOR * level.top or track.announced is not None):
                 track = _forecast(settings, sample.time, key, level, track, actions)
             tracks[key] = track
     return State(tracks, block, sample.devices), actions
 
 
 def needed(name: str, usage: FrameworkSample) -> int | None:
-    """The bytes of a framework that a trim would not return; None where it says nothing.
+    """The bytes of a framework that a trim would not return; None if it reports nothing.
 
-    Held less reclaimable; in use where that is not known, and where idle memory stays the framework's own.
+    Held less reclaimable. In use, if that is unknown, or if idle memory never leaves the framework.
     """
-    if usage.held is not None and usage.reclaimable is not None and (name not in _KEEPERS or usage.in_use is None):
+    if (
+        usage.held is not None
+        and usage.reclaimable is not None
+        and (name not in NEVER_GIVE_BACK or usage.in_use is None)
+    ):
         return max(usage.held - usage.reclaimable, 0)
     return usage.in_use if usage.in_use is not None else usage.held
 
 
 def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
-    """Of each framework with a cap, and of the process (None) where it has a limit."""
+    """Of each framework with a cap, and of the process (None) if it has a limit."""
     need = idle = reclaimable = held = 0
     silent = False
     for name, usage in device.frameworks.items():
@@ -183,7 +188,7 @@ def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
         need += part
         reclaimable += usage.reclaimable or 0
         if usage.held is None:
-            silent = True  # what it holds beyond its need is in `process`, and nobody knows how much that is
+            silent = True  # `process` contains what it holds beyond its need, and that is unknown
         else:
             idle += usage.held - part
             held += usage.held
@@ -195,17 +200,17 @@ def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
     used = need + device.overhead if silent or device.process is None else max(process - idle, 0)
     left = device.free + reclaimable
     squeezed = process + device.free < device.limit and device.limit - left > used
-    if squeezed:  # others, or the driver, hold a part of what the limit promises
+    if squeezed:  # other processes or the driver hold a part of what the limit promises
         used = device.limit - left
     yield None, _Level(used, device.limit, min(device.overhead, device.limit), squeezed)
 
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
     """The blocks with one more sample."""
-    level, blocks, peaks, said, rose, warned = track  # without `_replace`, which takes four times as long
+    level, blocks, peaks, announced, rose, warned = track  # without `_replace`, which takes four times as long
     number = int(time // BLOCK)
     if not blocks:
-        return _Track(level, (_Block(number, time, used, used),), peaks, said, rose, warned)
+        return _Track(level, (_Block(number, time, used, used),), peaks, announced, rose, warned)
     last = blocks[-1]
     if number == last.number:
         if last.low <= used <= last.high:
@@ -219,7 +224,7 @@ def _seen(track: _Track, time: float, used: int) -> _Track:
         blocks = (*blocks, _Block(number, time, used, used))
     else:  # the clock was set back: nothing before can be compared
         return _Track(level, (_Block(number, time, used, used),))
-    return _Track(level, blocks, peaks, said, rose, warned)
+    return _Track(level, blocks, peaks, announced, rose, warned)
 
 
 def _remembered(peaks: tuple[tuple[int, int], ...], block: _Block, now: float) -> tuple[tuple[int, int], ...]:
@@ -263,7 +268,7 @@ def _pressure(
 
 
 def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
-    """Where a level begins, or, once it was reached, where it ends."""
+    """The ratio at which a level begins or, once it was reached, ends."""
     return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
 
 
@@ -274,37 +279,37 @@ def _sentence(settings: Settings, key: tuple[str, str | None], level: _Level, pr
         return f"pressure {pressure.value}: {framework} needs {sizes} of its cap{on}"
     if level.others:
         left, limit = format_size(max(level.top - level.used, 0)), format_size(level.top)
-        had = f"{left} can still be had of the limit of {limit}{on}"
-        return f"pressure {pressure.value}: {had}: other processes hold the rest of the card"
+        remaining = f"{left} is left of the limit of {limit}{on}"
+        return f"pressure {pressure.value}: {remaining}: other processes hold the rest of the card"
     return f"pressure {pressure.value}: this process needs {sizes} of its limit{on}"
 
 
 def _forecast(
     settings: Settings, now: float, key: tuple[str, str | None], level: _Level, track: _Track, actions: list[Action]
 ) -> _Track:
-    if track.said is not None:
-        if level.used > track.said:
-            return track._replace(said=level.used, rose=now)
+    if track.announced is not None:
+        if level.used > track.announced:
+            return track._replace(announced=level.used, rose=now)
         high = max(block.high for block in track.blocks[-EVIDENCE[1] :])
-        over = high < track.said - settings.hysteresis * level.top or now - track.rose >= AGAIN
-        return track._replace(said=None) if over else track
+        over = high < track.announced - settings.hysteresis * level.top or now - track.rose >= AGAIN
+        return track._replace(announced=None) if over else track
     rise = _rise(level, track)
     if rise is None or rise[1] >= settings.forecast:
         return track
     slope, seconds = rise
     what = f"{key[1]} grows by" if key[1] is not None else "this process grows by"
     if level.others:
-        what = "what can be had shrinks by"
+        what = "what is available shrinks by"
     end = f"its cap of {format_size(level.top)}" if key[1] is not None else f"the limit of {format_size(level.top)}"
     text = f"{what} {format_size(int(slope))}/s: {end} is reached in about {max(seconds, 0):.0f} s{settings.on(key[0])}"
     left = max(level.top - level.used, 0)
     event = Event(now, "forecast", text, track.level, key[0], key[1], max(seconds, 0.0), left)
     actions += [Action("warn", event), Action("callback", event)]
-    return track._replace(said=level.used, rose=now)
+    return track._replace(announced=level.used, rose=now)
 
 
 def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
-    """A steady rise: bytes per second, and seconds until it is at the top. None where there is none."""
+    """A steady rise: bytes per second, and seconds until it is at the top. None if there is none."""
     blocks = track.blocks
     now = blocks[-1]
     floor = level.top - (1 - FLOOR) * (level.top - level.base)
@@ -321,19 +326,19 @@ def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
         return None
     for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
         slope = _slope(part)
-        # Above all that was seen before by what the rise brings in two seconds: else it is a batch as others were.
+        # Above everything seen before by two seconds of the rise: else it is a batch like those before.
         if slope > 0 and high > highest + 2 * slope:
             return slope, (level.top - high) / slope
     return None
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
-    """The lowest of each three: what a workload takes and gives back within a second and a half has no slope there."""
+    """The lowest of each three: what a workload takes and gives back within a second and a half has no slope then."""
     return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
 
 
 def _slope(blocks: Sequence[_Block]) -> float:
-    """Theil-Sen: the median of the slopes between all pairs; 0 where too few of them rise, or it was one step."""
+    """Theil-Sen: the median of the slopes between all pairs; 0 if too few of them rise, or it was one step."""
     if len(blocks) < EVIDENCE[1]:
         return 0.0
     if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:
@@ -341,32 +346,3 @@ def _slope(blocks: Sequence[_Block]) -> float:
     slopes = [(b.low - a.low) / (b.time - a.time) for a, b in combinations(blocks, 2)]
     rising = sum(slope > 0 for slope in slopes)
     return median(slopes) if rising >= RISING[len(blocks) >= 10] * len(slopes) - 1e-9 else 0.0
-
-
-def leak(afters: Sequence[int]) -> int | None:
-    """The bytes that each repetition of a workload leaves behind, from what was in use after each; None for no leak.
-
-    The first is warm-up and does not count; of the others the last hundred do. Where there are fewer than twelve (four
-    at least), every one must add to the last and lie near one line, the fewer the nearer; where there are more, so many
-    pairs must rise as chance hardly brings about. The second half must rise by half of what the whole does, at least:
-    a cache that fills is no leak.
-    """
-    kept = afters[1:][-_REPETITIONS:]
-    count = len(kept)
-    if count < 4:
-        return None
-    slope = _theil_sen(kept)
-    if slope <= 0 or _theil_sen(kept[count // 2 - (count < 6) :]) < slope / 2:
-        return None
-    pairs = count * (count - 1) // 2
-    score = sum((b > a) - (b < a) for a, b in combinations(kept, 2))
-    if count < 12:
-        off = [after - slope * number for number, after in enumerate(kept)]
-        steady = score == pairs and max(off) - min(off) <= slope * (count - 1) * min((count - 3) / 20, 1 / 4)
-    else:  # Mann-Kendall: `score` has this variance where the order is chance
-        steady = score >= 4.5 * (pairs * (2 * count + 5) / 9) ** 0.5
-    return round(slope) or None if steady else None
-
-
-def _theil_sen(values: Sequence[int]) -> float:
-    return median((b - a) / (m - n) for (n, a), (m, b) in combinations(enumerate(values), 2))

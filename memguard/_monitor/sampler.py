@@ -1,8 +1,8 @@
-"""The monitor: a daemon thread that takes samples, asks `pressure` what they mean, and has that done.
+"""The monitor: a daemon thread that takes samples, asks `pressure` what they mean, and has it done.
 
-It knows no GPU and no framework: what it calls is given to it, and so is the clock. Whatever that raises, the thread
-goes on: a sample that fails is said once and tried again later, a callback that fails is said once. It keeps plain
-data only: of an exception its text, never itself, as its traceback would keep the arrays of its frames alive.
+It knows no GPU and no framework: what it calls is given to it, and so is the clock. Whatever those calls raise, the
+thread goes on: a sample that fails is logged once and tried again later, a callback that fails is logged once. It keeps
+plain data only. Of an exception it keeps the text, as the traceback would keep the arrays of its frames alive.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _log = logging.getLogger("memguard")
 KEPT = 600
 """Samples that are kept: five minutes at the default interval."""
 SLOWEST_RETRY = 30.0
-"""Seconds between two attempts while samples fail, at most, or the interval where that is longer."""
+"""Seconds between two attempts while samples fail, at most; or the interval, if that is longer."""
 BURST = 10.0
-"""Seconds for which an expensive sample (the first one imports) may be made up later."""
+"""Seconds of its CPU share that the monitor may save up for an expensive sample."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
 
 
 class Clock(Protocol):
-    """Where time comes from. Seconds all."""
+    """Where time comes from. All in seconds."""
 
     def time(self) -> float:
         """The time of day, as in `Sample.time`."""
 
     def cpu(self) -> float:
-        """What the calling thread has computed so far."""
+        """The CPU time of the calling thread so far."""
 
     def wait(self, stop: threading.Event, seconds: float) -> bool:
-        """Wait, or less where `stop` is set meanwhile; whether it is set."""
+        """Wait, but not longer than until `stop` is set. Returns whether it is."""
 
 
 class SystemClock:
-    """The real one."""
+    """The system's clock."""
 
     def time(self) -> float:
         return time.time()
@@ -58,9 +58,9 @@ class SystemClock:
 
 
 class Monitor:
-    """`take` reads a sample; `act` does what `pressure.decide` says; `record` is given each sample and its events.
+    """`take` reads a sample; `act` does what `pressure.decide` decides; `record` is given each sample and its events.
 
-    All three run on the monitor's thread. Where a sample failed, `record` is given one without devices.
+    All three run on the monitor's thread. For a sample that failed `record` is given one without devices.
     """
 
     def __init__(
@@ -92,29 +92,29 @@ class Monitor:
 
     @property
     def interval(self) -> float:
-        """Seconds between samples as it is now: longer than declared where they cost too much, or fail."""
+        """Seconds between samples at present: longer than declared if they cost too much, or fail."""
         return self._interval
 
     def start(self) -> None:
-        """Begin, also again after `stop`. Does nothing where it runs already."""
+        """Begin, also again after `stop`. Does nothing if it runs already."""
         with self._lock:
             if self.alive:
                 return
-            self._stop = threading.Event()  # of its own: a thread that still hangs must not come back to life
+            self._stop = threading.Event()  # a new one: a thread that still hangs must not come back to life
             self._thread = threading.Thread(
                 target=self._run, args=(self._stop, os.getpid()), name="memguard-monitor", daemon=True
             )
             self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait for that, at most `JOIN` seconds. Called by a callback on its own thread, it does not wait."""
+        """End, and wait for it at most `JOIN` seconds. Called on its own thread, by a callback, it does not wait."""
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(JOIN)
 
     def forked(self) -> None:
-        """In a forked child: nothing runs there, and a lock that was held in the parent is nobody's."""
+        """In a forked child: no thread runs there, and the parent's lock may be held for ever."""
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = None
@@ -148,24 +148,24 @@ class Monitor:
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 
     def _tick(self, over: Callable[[], bool]) -> None:
-        """One sample, and what follows from it; nothing follows where `over` says so."""
+        """One sample, and what follows from it; nothing follows once `over` is true."""
         actions: list[Action] = []
         try:
             sample = self._take()
         except BaseException as error:  # SystemExit would end the thread without a word
             if over():
-                return  # it was taken apart under us
+                return  # the budget ended during the sample
             sample = Sample(self._clock.time(), ())
             self._failures += 1
             if self._failures > 1:
                 return
-            actions = _both("warn", sample.time, f"the GPUs cannot be looked at, tried again later: {_text(error)}")
+            actions = _both("warn", sample.time, f"the GPUs cannot be read, trying again later: {_text(error)}")
         else:
             if over():
                 return
             if self._failures:
                 self._failures = 0
-                actions = _both("log", sample.time, "the GPUs can be looked at again")
+                actions = _both("log", sample.time, "the GPUs can be read again")
             with self._lock:
                 self._ring.append(sample)
             try:
@@ -190,7 +190,7 @@ class Monitor:
     def _complain(self, what: str, error: BaseException) -> None:
         if what not in self._complained:
             self._complained.add(what)
-            _log.warning("the monitor could not %s, and says this once: %s", what, _text(error))
+            _log.warning("the monitor could not %s (logged once): %s", what, _text(error))
 
 
 def _both(kind: str, when: float, text: str) -> list[Action]:
@@ -199,7 +199,7 @@ def _both(kind: str, when: float, text: str) -> list[Action]:
 
 
 def _text(error: BaseException) -> str:
-    """Kind and words of an error, in one line: `str` of a foreign one may fail as well."""
+    """Type and text of an error, in one line: `str` of an exception may fail as well."""
     try:
         words = " ".join(str(error).split())[:300]
     except Exception:

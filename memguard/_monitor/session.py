@@ -1,6 +1,6 @@
-"""What looks on while a budget is active: the monitor and its timeline, and the diagnosis of an out-of-memory.
+"""A budget in effect: its guard, the hooks for out-of-memory errors, the monitor and the timeline.
 
-The monitor's thread notices and says; what frees memory or raises waits for a checkpoint on the user's thread.
+The monitor's thread notices and reports. What frees memory or raises waits for a checkpoint on the user's thread.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from memguard._devices import contexts
-from memguard._observer import Observer
+from memguard._monitor.leaks import Workloads
 from memguard._oom import hooks
 from memguard._types import Event, Pressure, Sample, WorkloadReport
 from memguard._units import format_size
@@ -25,144 +26,120 @@ if TYPE_CHECKING:
     from memguard._guard import Guard
     from memguard._monitor import pressure
     from memguard._monitor.sampler import Monitor
+    from memguard._oom.report import Report
     from memguard._timeline import Writer
 
 _log = logging.getLogger("memguard")
-_REPETITIONS = 100
-"""Ends of one workload that are remembered for the question whether it leaks."""
-
-_NAMES = 256
-"""Workloads that are remembered, by name."""
 
 callbacks: list[Callable[[Event], None]] = []
-"""Registered with `memguard.on_pressure`: of the process, as they outlive a budget."""
+"""Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
 
-_monitors = threading.local()
-"""On a monitor's thread: `guard`, whose budget a callback there may end."""
+_thread = threading.local()
+"""`session`, on a monitor's thread: the one whose budget a callback there may end."""
 
 
-def belated(active: Guard | None) -> bool:
-    """Whether this is the thread of a monitor whose own budget is over, while another one is active."""
-    own = getattr(_monitors, "guard", None)
+def outlived(active: Session | None) -> bool:
+    """Whether this thread is the monitor of a budget that is over, while another budget is active."""
+    own = getattr(_thread, "session", None)
     return own is not None and active is not None and active is not own
 
 
-def began(guard: Guard) -> None:
-    """The budget was begun on this thread: where that is a monitor's, it may end this one from now on."""
-    if getattr(_monitors, "guard", None) is not None:
-        _monitors.guard = guard
-
-
-class _Repeated:
-    """The ends of one workload."""
-
-    def __init__(self) -> None:
-        self._after: deque[int] = deque(maxlen=_REPETITIONS)
-        self._left: deque[int] = deque(maxlen=_REPETITIONS)
-        self._count = 0
-        self._said = False
-
-    def again(self, after: int, delta: int) -> int | None:
-        """The bytes that each repetition leaves behind, where they are suspected to leak for the first time."""
-        self._count += 1
-        self._after.append(after)
-        self._left.append((self._left[-1] if self._left else 0) + delta)
-        if self._said or (self._count > 20 and self._count % 10):  # half a millisecond for a hundred of them
-            return None
-        from memguard._monitor.pressure import leak
-
-        each = [leak(list(series)) for series in (self._after, self._left)]
-        found = [size for size in each if size is not None]
-        self._said = len(found) == 2
-        return min(found) if self._said else None
-
-
-class Watch(Observer):
-    """Of one guard, from `start` to `stop`."""
+class Session:
+    """One budget from `start` until its guard stops."""
 
     def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._writer: Writer | None = None
-        self._undo: Callable[[], None] | None = None
-        self._due: deque[Event] = deque(maxlen=64)  # trims that wait for a checkpoint
-        self._raises: dict[tuple[str | None, str | None], Event] = {}  # so do these
-        self._settings: pressure.Settings | None = None
-        self._repeated: dict[tuple[str, str], _Repeated] = {}
-        self._failed: list[Callable[[Event], None]] = []
-        self._here = threading.local()  # of each thread: whether it is the monitor's, or in a checkpoint already
+        self.guard = guard
         self.monitor: Monitor | None = None
+        self._writer: Writer | None = None
+        self._undo = ExitStack()
+        self._due: deque[Event] = deque(maxlen=64)  # trims that wait for a checkpoint
+        self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
+        self._settings: pressure.Settings | None = None
+        self._workloads = Workloads()
+        self._failed: list[Callable[[Event], None]] = []
+        self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
-    def prepare(self, before: Guard | None) -> None:
-        """Raise TimelineError where the timeline could not be begun when `before` is over, which may write the same."""
-        self._writer = self._made_writer()
+    @property
+    def active(self) -> bool:
+        """Whether the budget is in effect in this process."""
+        return self.guard.active
+
+    def prepare(self, before: Session | None) -> None:
+        """Raise TimelineError if the timeline cannot be begun once `before` is over, which may write the same file."""
+        self._writer = self._new_writer()
         if self._writer is not None:
-            other = before.observer._writer if before is not None and isinstance(before.observer, Watch) else None
+            other = before._writer if before is not None else None
             self._writer.check(other.path if other is not None else None)
 
     def start(self) -> None:
-        """Hooks for errors always; a thread and a file only where the budget has `monitor`."""
-        self._undo = hooks.install(self)
-        wanted = self._guard.budget.monitor
-        if wanted is None:
-            return
+        """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
+        self.guard.start()
+        try:
+            self.guard.on_event, self.guard.on_stop = self._announce, self._end
+            self._undo.callback(hooks.install(self._scene, self._write_oom, self._announce_oom))
+            if self.guard.budget.monitor is not None:
+                self._start_monitor()
+        except BaseException:
+            self.guard.stop()
+            raise
+        if getattr(_thread, "session", None) is not None:
+            _thread.session = self  # a monitor's callback began this budget, and may end it
+
+    def _start_monitor(self) -> None:
         from memguard._monitor.pressure import Settings
         from memguard._monitor.sampler import Monitor
 
-        self._writer = self._writer or self._made_writer()
+        budget = self.guard.budget
+        assert budget.monitor is not None
+        self._writer = self._writer or self._new_writer()
         if self._writer is not None:
+            self._undo.callback(self._writer.close)
             self._writer.begin()
-        devices = [part.device for part in self._guard.plan.devices]
-        self._settings = Settings.of(wanted, self._guard.budget.on_pressure, devices)
+        devices = [part.device for part in self.guard.plan.devices]
+        self._settings = Settings.of(budget.monitor, budget.on_pressure, devices)
         self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
-        atexit.register(self._ended)
+        self._undo.callback(self.monitor.stop)
+        # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
+        atexit.register(self.monitor.stop)
+        self._undo.callback(atexit.unregister, self.monitor.stop)
         self.monitor.start()
 
-    def _made_writer(self) -> Writer | None:
-        wanted = self._guard.budget.monitor
+    def _new_writer(self) -> Writer | None:
+        wanted = self.guard.budget.monitor
         if wanted is None or wanted.timeline is None:
             return None
         from memguard._timeline import Writer, rank_of
 
         return Writer(
             wanted.timeline,
-            self._guard.plan,
+            self.guard.plan,
             limit_bytes=wanted.timeline_size,
             rank=rank_of(os.environ),
-            simulated=self._guard.host.simulated,
+            simulated=self.guard.host.simulated,
             say=_log.warning,
             begin=False,
         )
 
-    def stop(self) -> None:
-        atexit.unregister(self._ended)
-        monitor, self.monitor = self.monitor, None
-        writer, self._writer = self._writer, None
-        undo, self._undo = self._undo, None
-        try:  # a Ctrl-C in the first wait must not leave the rest as it is
-            if monitor is not None:
-                monitor.stop()
+    def _end(self) -> None:
+        """The guard stops: end monitor, timeline and hooks, last first."""
+        try:
+            self._undo.close()
         finally:
-            try:
-                if writer is not None:
-                    writer.close()
-            finally:
-                if undo is not None:
-                    undo()
-
-    def _ended(self) -> None:
-        """The interpreter ends: before the frameworks go, nobody looks at them any more."""
-        if self.monitor is not None:
-            self.monitor.stop()
+            self.monitor = self._writer = None
 
     def forked(self) -> None:
-        _monitors.guard = None  # a callback forked: the child's thread is no monitor's
+        """In a forked child: no thread of the parent's is there, and its locks may be held."""
+        self.guard.forked()
+        _thread.session = None  # if a callback forked: the child's thread is no monitor's
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
             self._writer.forked()
 
+    # the user's threads
+
     def checkpoint(self) -> None:
-        """Trim what the budget says to trim under pressure; raise UnderPressure where it says `raise`, and it lasts."""
+        """Trim what the budget says to trim under pressure. Raise UnderPressure if it says so and pressure lasts."""
         here = self._here
         if getattr(here, "busy", False) or getattr(here, "monitor", False):
             return
@@ -176,44 +153,45 @@ class Watch(Observer):
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
 
+    def _trim(self, event: Event) -> None:
+        try:
+            returned = self.guard.trim(event.framework)
+        except MemguardError as error:
+            _log.debug("nothing was trimmed under pressure: %s", str(error))
+            return
+        who = event.framework or "all frameworks"
+        text = f"trimmed {who} under pressure: {format_size(returned)} went back to the driver"
+        _log.info("%s", text)
+        self._announce(Event(time.time(), "trim", text, uuid=event.uuid, framework=event.framework, bytes=returned))
+
     def _taken_raises(self) -> list[Event]:
         taken = [self._raises.pop(key, None) for key in list(self._raises)]
         return [event for event in taken if event is not None]
 
     def _critical(self, event: Event) -> bool:
-        """Whether it is, now: after what was trimmed, and whatever the last sample saw."""
+        """Whether it is critical now: after the trims, and whatever the last sample saw."""
         from memguard._monitor import pressure
 
         assert self._settings is not None
         try:
-            state, _ = pressure.decide(self._settings, self._guard.sample(), pressure.START)
+            state, _ = pressure.decide(self._settings, self.guard.sample(), pressure.START)
         except MemguardError:
             return False
         return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
-    def failed(self, error: BaseException) -> None:
-        hooks.seen(error)
-
     def finished(self, report: WorkloadReport) -> None:
-        """Whether a workload leaks: what is in use after it grows, and it is the workload that leaves it behind."""
-        if report.delta is None or report.after is None:
-            return
-        key = report.name, report.framework
-        repeated = self._repeated.pop(key, None) or _Repeated()
-        self._repeated[key] = repeated  # the latest last
-        while len(self._repeated) > _NAMES:
-            self._repeated.pop(next(iter(self._repeated)))
-        each = repeated.again(report.after, report.delta)
-        if each is None:
-            return
-        text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
-        self._event(Event(time.time(), "leak", text, framework=report.framework, bytes=each), logging.WARNING)
+        """A workload has ended without an error: warn if it leaks."""
+        each = self._workloads.leaked(report)
+        if each is not None:
+            text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
+            _log.warning("%s", text)
+            self._announce(Event(time.time(), "leak", text, framework=report.framework, bytes=each))
 
-    # what a diagnosis is made of
+    # out-of-memory errors
 
-    def scene(self) -> hooks.Scene:
+    def _scene(self) -> hooks.Scene:
         """Ledger, plan, other processes and the last samples, read now."""
-        guard = self._guard
+        guard = self.guard
         ledger = guard.ledger()
         processes = {
             part.device.uuid: {p: n for p, n in guard.host.processes(part.device).items() if p != guard.host.pid}
@@ -222,21 +200,22 @@ class Watch(Observer):
         samples = self.monitor.last(10.0) if self.monitor is not None else []
         return hooks.Scene(ledger, guard.plan, processes, tuple(samples))
 
-    def diagnosed(self, report: Mapping[str, Any]) -> None:
-        """An out-of-memory was explained: into the timeline with it, and to the callbacks on this thread."""
+    def _write_oom(self, report: Report) -> None:
         if self._writer is not None:
-            self._writer.oom(report)
-        who, size = report["requester"], report["requested"]
-        text = f"out of memory: {who or 'unknown'}: {report['why'] or report['error']}"
-        self._call(Event(time.time(), "oom", text, uuid=report["uuid"], framework=who, bytes=size))
+            self._writer.oom(report.as_dict())
+
+    def _announce_oom(self, report: Report) -> None:
+        who, size = report.verdict.requester, report.verdict.requested
+        text = f"out of memory: {who or 'unknown'}: {report.why or report.error}"
+        self._call(Event(time.time(), "oom", text, uuid=report.uuid, framework=who, bytes=size))
 
     # the monitor's thread
 
     def _take(self) -> Sample:
-        self._here.monitor, _monitors.guard = True, self._guard
+        self._here.monitor, _thread.session = True, self
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = contexts.relax()
-        return self._guard.sample()
+        return self.guard.sample()
 
     def _act(self, action: pressure.Action) -> None:
         event = action.event
@@ -258,10 +237,12 @@ class Watch(Observer):
             for event in events:
                 writer.event(event)
 
-    def _event(self, event: Event, level: int) -> None:
-        _log.log(level, "%s", event.text)
-        if self._writer is not None:
-            self._writer.event(event)
+    # any thread
+
+    def _announce(self, event: Event) -> None:
+        """Into the timeline, and to the callbacks."""
+        if (writer := self._writer) is not None:
+            writer.event(event)
         self._call(event)
 
     def _call(self, event: Event) -> None:
@@ -269,7 +250,7 @@ class Watch(Observer):
             try:
                 callback(event)
             except (Exception, SystemExit) as error:
-                if callback not in self._failed:  # once for each: it is called again at the next event
+                if callback not in self._failed:  # warn once for each: it is called again at the next event
                     self._failed.append(callback)
                     code = getattr(callback, "__code__", None)
                     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
@@ -277,16 +258,3 @@ class Watch(Observer):
                     _log.warning(
                         "memguard.on_pressure: %s%s failed: %s: %s", name, where, type(error).__name__, str(error)
                     )
-
-    # the user's thread
-
-    def _trim(self, event: Event) -> None:
-        try:
-            returned = self._guard.trim(event.framework)
-        except MemguardError as error:
-            _log.debug("nothing was trimmed under pressure: %s", str(error))
-            return
-        who = event.framework or "all frameworks"
-        text = f"trimmed {who} under pressure: {format_size(returned)} went back to the driver"
-        done = Event(time.time(), "trim", text, uuid=event.uuid, framework=event.framework, bytes=returned)
-        self._event(done, logging.INFO)

@@ -1,26 +1,26 @@
-"""Which out-of-memory error an exception is, by its type first and its text second. Pure: a table of rules.
+"""Which memory an exception says ran out, by its type first and its text second. Pure: a table of rules.
 
 A rule names the memory that ran out and says why its words mean that. The first rule that fits wins, so the order
-matters: what only reads like it, then disks, page-locked memory and CPU memory, then GPU memory from sure to possible.
-`tests/oom` holds the texts that it has to tell apart, with their sources.
+matters: what only reads like an out-of-memory error, then disks, page-locked memory and CPU memory, then GPU memory
+from sure to possible. What only one framework says is in its row. `tests/oom` holds the texts to be told apart, with
+their sources.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-Memory = Literal["gpu", "pinned", "host", "disk", "none"]
-"""`pinned` is page-locked host memory, `host` the CPU's, `disk` a full file system (/dev/shm too)."""
+from memguard._specs import SPECS, Memory
 
 
 @dataclass(frozen=True)
-class Facts:
+class ErrorFacts:
     """An exception as plain data. `mro` holds the qualified names of its type and of all bases but `object`."""
 
     type: str
@@ -33,7 +33,7 @@ class Facts:
 class Verdict:
     """What ran out, who asked, and for how many bytes. Not `certain`: type and text leave other causes open.
 
-    `requester` is a framework, or the library (`cublas`, `cuda`) whose error it is; None where nothing says.
+    `requester` is a framework, or the library (`cublas`, `cuda`) whose error it is; None if nothing says who asked.
     """
 
     memory: Memory
@@ -44,10 +44,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """`text` is searched in the exception's text, `type` in each name of its mro; both regular expressions.
+    """`text` is searched in the exception's text, `type` in each name of its mro; both are regular expressions.
 
-    requester: a name; TYPE the framework whose type it is; GROUP what the text's first group caught. With a name
-    after it (`TYPE jax`) that is the requester where the type is no framework's.
+    requester: a name; TYPE: the framework that defines the type; GROUP: what the first group of the text caught. In
+    `TYPE jax` the name is the requester if no framework defines the type.
     """
 
     memory: Memory
@@ -66,7 +66,7 @@ class Rule:
         return re.compile(self.type)
 
     def match(self, text: str, mro: Iterable[str]) -> re.Match[str] | None:
-        """Where the text fits, if the type does too."""
+        """The match in the text, if the type fits too."""
         found = self._text.search(text)
         return found if found and (not self.type or any(self._type.search(name) for name in mro)) else None
 
@@ -77,99 +77,104 @@ _HOST_CALLS = "cuMemHostAlloc|cuMemAllocHost|cuMemHostRegister|cudaHostAlloc|cud
 _DEVICE_CALLS = r"cuMemAlloc|cuMemCreate|cudaMalloc"
 _LIBRARIES = "(cublas|cudnn|cusolver|cufft|cusparse)"
 
-RULES = (
-    # What only reads like it.
+_NOT_OUT_OF_MEMORY = (
     Rule("none", None, False, "cuInit takes no device memory", "Call to cuInit"),
-    Rule("none", None, True, "a mistake in a program quotes what it stumbled over", type=rf"^builtins\.({_MISTAKES})"),
+    Rule("none", None, True, "a mistake in a program quotes the value at fault", type=rf"^builtins\.({_MISTAKES})"),
     Rule("none", None, True, "a refusal of memguard's own, which explains itself", type=r"^memguard\.errors\."),
     Rule("none", None, True, "a server's quota or message size", type=r"^grpc\."),
     Rule("none", None, True, "a launch that wants more than a block has", "out of resource"),
     Rule("none", None, True, "the allocator goes on without it", "this is not a failure"),
     Rule("none", None, False, "NCCL does not say which call failed", "unhandled cuda error(?!.*Last error)"),
-    # Disks.
-    Rule("disk", "torch", True, "torch shares tensors through /dev/shm", r"file </torch_\w+>: No space left"),
-    Rule("disk", "torch", False, "an older torch does not say why", r"unable to \w+( to)? file </torch_"),
-    Rule("disk", "torch", False, "a bus error of a full /dev/shm", "DataLoader worker.*out of shared memory"),
+)
+_DISK = (
     Rule("disk", None, True, "ENOSPC in words", "No space left on device"),
     Rule("disk", None, False, "SQLite's word for both", "database or disk is full"),
-    # Page-locked host memory.
+)
+_PINNED = (
     Rule("pinned", "TYPE", True, "the call that failed locks host memory", rf"({_HOST_CALLS})\b.*{_OOM}"),
     Rule("pinned", "nccl", True, "NCCL's cudaHostAlloc", "CUDA host alloc"),
     Rule("pinned", None, True, "StreamExecutor's host allocation", rf"bytes on host: CUDA_ERROR_{_OOM}"),
-    Rule("pinned", "TYPE tensorflow", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc"),
-    Rule("pinned", "cupy", True, "CuPy falls back to a copy without it", "pinned memory .*could not be allocated"),
-    # CPU memory.
-    Rule("host", "torch", True, "torch's allocator for the CPU", "DefaultCPUAllocator"),
+)
+_HOST = (
     Rule("host", None, True, "NumPy's words", "Unable to allocate .* for an array with shape"),
-    Rule("host", "tensorflow", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
-    Rule("host", "tensorflow", True, "the node ran on the CPU", r"allocating tensor.*_device=\S*\bcpu:\d"),
-    Rule("host", "jax", True, "words of XLA's CPU client alone", r"RESOURCE_EXHAUSTED: Out of memory allocating \d"),
     Rule("host", None, True, "killed for memory", "OOM.?Killed|oom.kill event|running low on memory|% memory budget"),
     Rule("host", None, True, "Ray speaks of the node's memory", type=r"^ray\..*OutOfMemory"),
     Rule("host", None, True, "in so many words", "out of host memory|cannot allocate memory"),
     Rule("host", None, False, "mostly a limit on threads", "can't start new thread"),
-    Rule("host", None, False, "no word of which memory", "^(Memory usage limit exceeded|Insufficient Memory)$"),
+    Rule("host", None, False, "it does not say which memory", "^(Memory usage limit exceeded|Insufficient Memory)$"),
     Rule("host", None, False, "ONNX Runtime on a CPU: bad_alloc, or a layout that only CPU nodes have",
          "ONNXRuntimeError.*bad allocation|nchwc.*BFCArena"),
-    # GPU memory: the type says so.
-    Rule("gpu", "torch", True, "torch's own type", type=r"^torch\.(cuda\.)?OutOfMemoryError$"),
-    Rule("gpu", "cupy", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$"),
-    Rule("gpu", "pycuda", True, "PyCUDA's own type", type=r"^pycuda\._driver\.MemoryError$"),
+)  # fmt: skip
+_GPU_BY_TYPE = (
     Rule("gpu", "TYPE", True, "memguard's simulated GPUs", type=r"^memguard\..*OutOfMemory$"),
     Rule("gpu", "rmm", True, "RMM raises the built-in MemoryError", r"bad_alloc.*(RMM failure|[/\\]rmm[/\\])"),
-    # GPU memory: the text says so.
     Rule("gpu", "GROUP", True, "the library's own status for it", rf"{_LIBRARIES}_(?:STATUS_)?ALLOC_FAILED"),
-    Rule("gpu", "tensorflow", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)"),
-    Rule("gpu", "tensorflow", False, "a tensor, and no word of the device", "OOM when allocating tensor"),
-    Rule("gpu", "tensorflow", False, "no word of the device", "^failed to allocate memory", r"ResourceExhaustedError$"),
-    Rule("gpu", "tensorflow", True, "a copy to a GPU found no room", r"\bgpu:\d.*Dst tensor|Dst tensor.*\bgpu:\d"),
-    Rule("gpu", "tensorflow", False, "a copy to a device found no room", "Dst tensor is not initialized"),
-    Rule("gpu", "tensorflow", True, "a context, a module or XLA's buffers", _OOM, r"^tensorflow\."),
-    Rule("gpu", "TYPE jax", True, "words that XLA has for devices", "Out of memory while trying to allocate|space hbm"),
-    Rule("gpu", "TYPE jax", False, "older words, the CPU's too", "RESOURCE.EXHAUSTED: Failed to allocate"),
-    Rule("gpu", "torch", True, "torch's text, by whatever type", "(CUDA|HIP|XPU|MPS backend) out of memory"),
-    Rule("gpu", "torch", False, "torch asks NVML for figures only after a request was refused",
-         "NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"),
+)
+_GPU_BY_TEXT = (
     Rule("gpu", None, True, "an allocator of device memory that has no row of its own",
          "bytes of device memory|memory error on GPU|from device: CUDA_ERROR|allocation error on worker.*cudaError"),
     Rule("gpu", "TYPE cuda", True, "the call that failed takes device memory", rf"({_DEVICE_CALLS})\w*\b.*{_OOM}"),
     Rule("gpu", "cuda", True, "Thrust's allocator of device memory", "bad_alloc: cudaErrorMemoryAllocation"),
-    # GPU memory, possibly: page-locked memory gives CUDA's error 2 too, and a library's status has many causes.
-    Rule("gpu", "torch", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
+)  # fmt: skip
+_GPU_POSSIBLY = (  # page-locked memory gives CUDA's error 2 too, and a library's status has many causes
     Rule("gpu", "GROUP", False, "NCCL's buffers", r"(NCCL).*(CUDA [cm]alloc|Cuda failure (2 )?'out of memory)"),
     Rule("gpu", "cuda", False, "error 2 of any call", rf"CUDA (driver )?(failed with )?error:? (2 )?{_OOM}"),
     Rule("gpu", "TYPE cuda", False, "error 2 by name", "CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),
     Rule("gpu", "GROUP", False, "what a full GPU makes of them",
          rf"{_LIBRARIES}_(?:STATUS_)?(?:NOT_INITIALIZED|INTERNAL_ERROR)|(cusolver) error: 7\b"),
     Rule("gpu", "cudnn", False, "no algorithm whose workspace fits", "Unable to find a valid cuDNN algorithm"),
-    Rule("gpu", "pycuda", False, "a context takes half a GiB", "wasn't able to create a context"),
     Rule("gpu", None, False, "an arena of a GPU, or of a CPU", "BFCArena.*Failed to allocate memory"),
-    Rule("gpu", None, False, "what comes after out-of-memory errors that were caught",
+    Rule("gpu", None, False, "what follows out-of-memory errors that were caught",
          "No executable batch size|No available memory for the cache|less than desired GPU memory"),
-    # What is left.
-    Rule("host", None, False, "C++'s word, of whatever memory", r"^(std::)?bad_alloc$", r"^builtins\.MemoryError$"),
+)  # fmt: skip
+_REST = (
+    Rule("host", None, False, "C++'s word for any memory", r"^(std::)?bad_alloc$", r"^builtins\.MemoryError$"),
     Rule("host", None, True, "Python's own", type=r"^builtins\.MemoryError$"),
-    Rule("none", None, False, "a process that was killed, by whom is not said", "exited unexpectedly|Signals.SIGKILL"),
+    Rule("none", None, False, "a process was killed, by whom is unknown", "exited unexpectedly|Signals.SIGKILL"),
     Rule("none", None, False, "one of many causes is a full GPU or too much locked memory",
          "CUDNN_STATUS_(EXECUTION_FAILED|NOT_SUPPORTED)|cuSolver (internal error|has not been initialized)"
          r"|DNN library initialization failed|Blas \w+ launch failed|cudaErrorOperatingSystem"),
 )  # fmt: skip
+
+
+def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
+    """The frameworks' own rules about this memory: those of a type alone, or those of a text.
+
+    A framework that ties a text to its type comes first, so that the words of another do not take its error.
+    """
+    found = {
+        spec.name: [own for own in spec.errors if own.memory == memory and (not own.text) is by_type]
+        for spec in SPECS.values()
+    }
+    for name in sorted(found, key=lambda name: not any(own.text and own.type for own in found[name])):
+        for own in found[name]:
+            yield Rule(memory, f"TYPE {name}" if own.shared else name, own.certain, own.why, own.text, own.type)
+
+
+RULES = (
+    *_NOT_OUT_OF_MEMORY,
+    *_rows("disk"), *_DISK,
+    *_PINNED, *_rows("pinned"),
+    *_rows("host"), *_HOST,
+    *_rows("gpu", by_type=True), *_GPU_BY_TYPE,
+    *_rows("gpu"), *_GPU_BY_TEXT,
+    *_GPU_POSSIBLY,
+    *_REST,
+)  # fmt: skip
+"""The general rules above, with each framework's own (`FrameworkSpec.errors`) among those about the same memory."""
 
 STEMS = (
     "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "torch_", "initializ", "internal_error", "launch failed",
     "no space left", "disk is full", "bfcarena", "dst tensor", "space hbm", "batch size", "new thread",
     "able to create", "unexpectedly",
 )  # fmt: skip
-"""Of every text that a rule fits, but for those that rule it out for sure, at least one is a part, in small letters:
-what has none of them and no type that speaks of memory is no out-of-memory error, and is not searched for it."""
+"""Every text that a rule fits contains one of these, in small letters, unless the rule is a certain `none`. So an error
+with none of them in its text, and no type that says Memory, is no out-of-memory error and is not searched."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
 """ENOMEM, ENOSPC, EDQUOT."""
-_FAMILIES = {
-    "torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax", "cupy": "cupy",
-    "cupy_backends": "cupy", "pycuda": "pycuda", "numba": "numba", "rmm": "rmm",
-}  # fmt: skip
-"""Framework by the first part of a type's name."""
+_FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.families}, "rmm": "rmm"}
+"""The framework, by the first part of a type's name."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
 _VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
@@ -188,8 +193,8 @@ _RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception)): ", re.MULTILINE)
 _QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 
 
-def classify(facts: Facts) -> Verdict:
-    """What ran out, by type first and text second. `none` where it is no out-of-memory error at all."""
+def classify(facts: ErrorFacts) -> Verdict:
+    """What ran out, by type first and text second. `none` if it is no out-of-memory error at all."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
         return Verdict(memory, None, asked(facts) if memory != "none" else None, True)
@@ -208,26 +213,27 @@ def classify(facts: Facts) -> Verdict:
     return Verdict("none", None, None, True)
 
 
-def _worth_a_look(facts: Facts) -> bool:
-    """Whether a rule may fit: quickly, as every error that leaves a block comes by here."""
+def _worth_a_look(facts: ErrorFacts) -> bool:
+    """Whether a rule may fit. Fast, because every error that leaves a block is checked."""
     if any("Memory" in name for name in facts.mro):
         return True
     text = facts.text.casefold()
     return any(stem in text for stem in STEMS)
 
 
-def family(facts: Facts) -> str | None:
-    """The framework that raised the exception, by its type."""
+def family(facts: ErrorFacts) -> str | None:
+    """The framework that raised the exception, by its type; None if no framework did."""
     if facts.type.startswith("memguard."):  # a simulated one
         return facts.attributes.get("framework")
     names = (*facts.mro, *_wrapped(facts.text))
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)
 
 
-def asked(facts: Facts) -> int | None:
-    """The bytes asked for, as exactly as attributes or text have them; None where they do not."""
-    own = "requested" if facts.type.startswith("memguard.") else "_size" if family(facts) == "cupy" else ""
-    for name in ("memguard_requested", own):  # of memguard's allocators, whose drivers do not say it; simulated; CuPy's
+def asked(facts: ErrorFacts) -> int | None:
+    """The bytes asked for, as exactly as attributes or text give them; None if they do not."""
+    raised = SPECS.get(family(facts) or "")
+    own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
+    for name in ("memguard_requested", own):  # set by memguard's adapters, where the driver's error names no size
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
@@ -243,14 +249,14 @@ def asked(facts: Facts) -> int | None:
 
 
 def _wrapped(text: str) -> tuple[str, ...]:
-    """The type that a traceback within the text ends in: workers send their errors as text."""
+    """The type that a traceback in the text ends with: workers send their errors as text."""
     if "Traceback (most recent call last)" not in text:
         return ()
     names = _RAISED.findall(text)[-1:]
     return tuple(name if "." in name else f"builtins.{name}" for name in names)
 
 
-def _requester(rule: Rule, found: re.Match[str], facts: Facts) -> str | None:
+def _requester(rule: Rule, found: re.Match[str], facts: ErrorFacts) -> str | None:
     if rule.requester == "GROUP":
         return next(group for group in found.groups() if group).lower()
     if rule.requester is not None and rule.requester.startswith("TYPE"):
@@ -259,6 +265,6 @@ def _requester(rule: Rule, found: re.Match[str], facts: Facts) -> str | None:
 
 
 def _had_more_free(text: str) -> bool:
-    """Where the text itself gives both figures, and there was room: an earlier error that came out late."""
+    """Whether the text gives both figures and there was room: an earlier error that surfaced late."""
     found = _FREE.search(text)
     return found is not None and int(found[1]) > int(found[2])

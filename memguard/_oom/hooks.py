@@ -1,7 +1,10 @@
-"""Out-of-memory errors as they come by: recognised, explained once, noted on the exception, printed, remembered.
+"""Out-of-memory errors: recognised, explained once, noted on the exception, passed to the sinks, shown, remembered.
 
-The user's exception goes on as it came. What is kept of it is text and figures: no exception, traceback, frame or
-array outlives its own time because of this module. Nothing here raises.
+An error comes from one of Python's hooks for uncaught exceptions, a `workload` or `guard` block, a notebook's cell or
+a failed test. `seen` makes the report, gives it to the sinks that `install` was given, and shows it.
+
+The user's exception goes on as it came. Only text and figures of it are kept: this module keeps no exception,
+traceback, frame or array alive. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -15,36 +18,37 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from memguard._specs import SPECS
 from memguard._types import Plan, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
     from memguard._ledger.types import Ledger
-    from memguard._oom.report import Facts, Report, Verdict
+    from memguard._oom.report import ErrorFacts, Report, Verdict
 
 _log = logging.getLogger("memguard")
 
-_MARK = "_memguard_incident"
-"""What a reported exception carries: process and number. Pickled with it, it means nothing elsewhere."""
+_MARK = "_memguard_report"
+"""The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
 _ATTRIBUTES = (
-    "errno", "status", "code", "error_code", "_error_code", "result", "value", "_size", "_limit", "framework",
-    "requested", "memguard_requested",
+    "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
+    "requested", "memguard_requested", *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
 """Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
 _TEXT = 4_000
-"""Characters that are looked at of a text's beginning, and of its end: TensorFlow's tell the whole graph."""
+"""Characters that are read of a text's beginning, and of its end: TensorFlow's lists the whole graph."""
 _WALKED = 100
-"""Exceptions of one chain that are looked at."""
+"""Exceptions of one chain that are examined."""
 _KEPT = 8
-"""Reports that are remembered, for exceptions that come by again."""
+"""Reports that are remembered, for exceptions that are seen again."""
 _AGAIN = 60.0
-"""Seconds in which the like of a report that was shown in full is one line: of a loop that tries smaller batches."""
+"""Seconds in which a report like one that was shown in full is one line: for a loop that tries smaller batches."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a diagnosis is made of, read while the error is alive. `processes`: the others, by UUID and PID."""
+    """What a report is made from, read while the error is alive. `processes`: the others, by UUID and PID."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
@@ -52,68 +56,47 @@ class Scene:
     samples: tuple[Sample, ...] = ()
 
 
-class Source(Protocol):
-    """Who knows the scene: the active budget."""
-
-    def scene(self) -> Scene:
-        """Read it now, on this thread. May raise: the report then says what the error itself tells."""
-        ...
-
-    def diagnosed(self, report: Mapping[str, Any]) -> None:
-        """A report was made: `Report.as_dict()`."""
-        ...
-
-
-shows: Callable[[Report | str], None] | None = None
-"""Who shows reports, or lines, instead of standard error: in a notebook they come under the cell's traceback."""
-_source: Source | None = None
-_undo: Callable[[], None] | None = None
+display: Callable[[Report | str], None] | None = None
+"""Shows reports, or lines, instead of standard error: in a notebook they come under the cell's traceback."""
+_installed: _Installed | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
 _reports: dict[int, Report] = {}
-_clock: Callable[[], float] = time.monotonic
-_told: dict[tuple[str | None, ...], tuple[float, int]] = {}
-"""When a report was last shown in full, and how many like it came since, it included."""
+_shown: dict[tuple[str | None, ...], tuple[float, int]] = {}
+"""When a report was last shown in full, and how many like it came since, itself included."""
 
 
-def install(source: Source, *, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """Look at what nobody catches, in the main thread and in others, until the returned call undoes it.
+def install(
+    read: Callable[[], Scene], *sinks: Callable[[Report], None], clock: Callable[[], float] = time.monotonic
+) -> Callable[[], None]:
+    """Look at uncaught exceptions, of the main thread and of others, until the returned call undoes it.
 
-    The hooks that are there go on being called. Installed already, only the source changes; an undo of a source
-    that was replaced does nothing. Hooks that came after ours stay in place when ours goes. `clock` is as
-    `time.monotonic`.
+    `read` reads the scene on the thread of the error; if it raises, the report says what the error itself tells. Each
+    of `sinks` is given every new report. `clock` is as `time.monotonic`.
+
+    The hooks that are there go on being called. What was installed before is replaced, and its undo then does
+    nothing. Hooks that were set after ours stay when ours goes.
     """
-    global _source, _undo, _pid, _clock
-    if _source is source and _undo is not None:
-        return _undo
-    if _undo is not None:
-        _undo()
-    if _pid != os.getpid():  # a forked child: what its parent was told is not its own
+    global _installed, _pid
+    if _installed is not None:
+        _installed.undo()
+    if _pid != os.getpid():  # a forked child: its parent's reports are not its own
         _reports.clear()
-    hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
-
-    def undo() -> None:
-        global _source, _undo
-        for hook in hooks:
-            hook.remove()
-        if _source is source:
-            _source = _undo = None
-
-    _source, _undo, _pid, _clock = source, undo, os.getpid(), clock
+    _installed, _pid = _Installed(read, sinks, clock), os.getpid()
     in_full_again()
-    return undo
+    return _installed.undo
 
 
 def in_full_again() -> None:
-    """The next report is shown in full, whatever was shown before: another budget, another cell of a notebook."""
-    _told.clear()
+    """Show the next report in full, whatever was shown before: another budget, another cell of a notebook."""
+    _shown.clear()
 
 
 def seen(error: BaseException, *, show: bool = True) -> Report | None:
-    """The report, if an out-of-memory error is in it or in what it came from; made, noted and printed once.
+    """The report, if the error is or came from an out-of-memory error. It is made, noted and printed once.
 
-    Printed in full once a minute for each of who asked, why and where: in between one line says that it came again.
-    None too where no budget is active, and the error was not reported while one was.
+    Printed in full once a minute for the same requester, reason and GPU; in between one line says that it came again.
+    None also if no budget is active and the error was not reported while one was.
     """
     report, fresh = _examine(error)
     if report is not None and fresh and show:
@@ -122,13 +105,13 @@ def seen(error: BaseException, *, show: bool = True) -> Report | None:
 
 
 def last_oom() -> Report | None:
-    """The report of the last out-of-memory error of this process; None where there was none."""
+    """The report of the last out-of-memory error of this process; None if there was none."""
     return _reports[max(_reports)] if _reports and _pid == os.getpid() else None
 
 
-def facts_of(error: BaseException) -> Facts:
+def facts_of(error: BaseException) -> ErrorFacts:
     """The exception as plain data: nothing of it is kept alive."""
-    from memguard._oom.classify import Facts
+    from memguard._oom.classify import ErrorFacts
 
     kind = type(error)
     try:
@@ -138,7 +121,9 @@ def facts_of(error: BaseException) -> Facts:
     except Exception:  # its own code
         text = ""
     attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
-    return Facts(_named(kind), tuple(_named(base) for base in kind.__mro__ if base is not object), text, attributes)
+    return ErrorFacts(
+        _named(kind), tuple(_named(base) for base in kind.__mro__ if base is not object), text, attributes
+    )
 
 
 def _examine(error: BaseException) -> tuple[Report | None, bool]:
@@ -158,34 +143,35 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
                 continue
             if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
                 return _reports.get(number), False  # `raise ... from` an error that was reported
-            if _source is None or _pid != os.getpid():
+            if (installed := _installed) is None or _pid != os.getpid():
                 return None, False
-            return _explained(one, facts, verdict, _source), True
+            return _report(one, facts, verdict, installed), True
     except Exception as failure:
-        _log.debug("an error could not be looked at: %s: %s", type(failure).__name__, str(failure))
+        _log.debug("an error could not be examined: %s: %s", type(failure).__name__, str(failure))
     return None, False
 
 
-def _explained(error: BaseException, facts: Facts, verdict: Verdict, source: Source) -> Report:
+def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed: _Installed) -> Report:
+    """Make the report, note it on the error, and give it to the sinks."""
     from memguard._oom.report import diagnose
 
     number = next(_numbers)
     _own(error)[_MARK] = (os.getpid(), number)
-    scene = _quietly("no reading at an out-of-memory error", source.scene) or Scene()
+    scene = _quietly("no reading at an out-of-memory error", installed.read) or Scene()
     report = diagnose(facts, verdict, scene.ledger, scene.plan, scene.processes or {}, scene.samples, time=time.time())
     _reports[number] = report
     for old in sorted(dict(_reports))[:-_KEPT]:
         _reports.pop(old, None)
     if hasattr(error, "add_note"):  # Python 3.11
-        note, add = report.note, error.add_note
-        _quietly("no note on the error", lambda: add(note))
-    _quietly("an out-of-memory error was not recorded", lambda: source.diagnosed(report.as_dict()))
+        _quietly("no note on the error", error.add_note, report.note)
+    for sink in installed.sinks:
+        _quietly("an out-of-memory error was not recorded", sink, report)
     return report
 
 
-def _quietly(what: str, call: Callable[[], Any]) -> Any:
+def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return call()
+        return call(*arguments)
     except Exception as failure:
         _log.debug("%s: %s: %s", what, type(failure).__name__, str(failure))
         return None
@@ -195,30 +181,30 @@ def _show(report: Report) -> None:
     """To standard error: drawn on a terminal, plain elsewhere."""
     try:
         shown = _again(report) or report
-        if shows is not None:
-            shows(shown)
+        if display is not None:
+            display(shown)
         elif sys.stderr.isatty() and not isinstance(shown, str):
             from rich.console import Console
 
             Console(file=sys.stderr, highlight=False).print(shown, soft_wrap=True)
         else:
             sys.stderr.write(f"{shown}\n")
-    except Exception as failure:  # closed, or none at all under pythonw and services
+    except Exception as failure:  # closed, or missing under pythonw and services
         _log.debug("the report could not be shown: %s", str(failure))
 
 
 def _again(report: Report) -> str | None:
-    """The line instead of a report, where one like it was shown a short time ago; None where it is to be shown.
+    """One line instead of the report, if one like it was shown a short time ago; else None.
 
-    Without a lock, which a signal's handler might find held: of two threads at once both may show theirs.
+    Without a lock, which a signal handler might find held: two threads at once may both show theirs in full.
     """
-    verdict, now = report.verdict, _clock()
-    for key, (shown, _) in list(_told.items()):
+    verdict, now = report.verdict, (_installed.clock if _installed is not None else time.monotonic)()
+    for key, (shown, _) in list(_shown.items()):
         if not 0 <= now - shown < _AGAIN:
-            _told.pop(key, None)
+            _shown.pop(key, None)
     key = verdict.memory, verdict.requester, report.requester, report.reason, report.uuid
-    since, count = _told.get(key, (now, 0))
-    _told[key] = since, count + 1
+    since, count = _shown.get(key, (now, 0))
+    _shown[key] = since, count + 1
     if not count:
         return None
     who = "" if report.requester == "unknown" else f"{report.requester} "
@@ -234,7 +220,7 @@ def _ordinal(number: int) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, those of its group, what it was raised from, and what was being handled: nearest first."""
+    """The error, those of its group, its cause and its context: nearest first."""
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting and len(known) < _WALKED:
@@ -257,13 +243,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _marked(error: BaseException) -> int | None:
-    """The number of its incident, where it was reported in this process."""
+    """The number of its report, if it was reported in this process."""
     mark = _own(error).get(_MARK)
     return mark[1] if mark is not None and mark[0] == os.getpid() else None
 
 
 def _own(error: BaseException) -> dict[str, Any]:
-    """The attributes that every exception has room for, of one too that lets none be set: frozen, or with slots."""
+    """The `__dict__` that every exception has, also one that refuses attributes: frozen, or with slots."""
     found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
     return found
 
@@ -284,7 +270,7 @@ def _plain(error: BaseException, name: str) -> int | str | None:
 
 
 class _Hook:
-    """One of Python's hooks for what nobody catches, with ours before it and the report after it."""
+    """One of Python's hooks for uncaught exceptions: examines the error, calls the hook before, shows the report."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name, self._live = module, name, True
@@ -292,12 +278,12 @@ class _Hook:
         setattr(module, name, self)
 
     def remove(self) -> None:
-        self._live = False  # where somebody hooked after us it stays in their way, and does nothing
+        self._live = False  # a hook that was set after ours still calls it: it then only passes on
         if getattr(self._module, self._name) is self:
             setattr(self._module, self._name, self._previous)
 
     def __call__(self, *args: Any) -> None:
-        """`sys` gives type, value and traceback; `threading` one object with them."""
+        """`sys` gives type, value and traceback; `threading` gives one object that has them."""
         error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
         report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, False)
         del error
@@ -306,3 +292,20 @@ class _Hook:
         finally:
             if report is not None and fresh:
                 _show(report)
+
+
+class _Installed:
+    """What `install` was given, and the hooks that it set."""
+
+    def __init__(
+        self, read: Callable[[], Scene], sinks: tuple[Callable[[Report], None], ...], clock: Callable[[], float]
+    ) -> None:
+        self.read, self.sinks, self.clock = read, sinks, clock
+        self._hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
+
+    def undo(self) -> None:
+        global _installed
+        for hook in self._hooks:
+            hook.remove()
+        if _installed is self:
+            _installed = None

@@ -1,4 +1,4 @@
-"""What can be done about an out-of-memory error, best first, with the figures that say it would help. Pure."""
+"""What the user can do about an out-of-memory error, best first, with the figures that show it would help. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from math import ceil
 
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
+from memguard._specs import NEVER_GIVE_BACK, SPECS
 from memguard._types import DevicePlan, Plan
 from memguard._units import GRANULE, MIB, format_size, round_up
 
-NEVER_BACK = ("tensorflow", "jax")
-"""Their pools give nothing back to the driver while the process lives (measured)."""
 SEGMENT = 20 * MIB
-"""What an allocator takes at most beyond a small request: a segment of torch (measured)."""
+"""The most that an allocator takes beyond a small request: a segment of torch (measured)."""
 WORKSPACE = 256 * MIB
-"""Taken for a request whose size is not known: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
+"""Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _WORTH = 16 * MIB
-"""Less than this is not worth a remedy."""
-_OWN_TRIM = {"torch": "torch.cuda.empty_cache()", "cupy": "cupy.get_default_memory_pool().free_all_blocks()"}
-"""For a framework that the budget does not name: `memguard.trim` knows those of the budget."""
+"""A remedy that gains less is not worth showing."""
 _ELSEWHERE = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -41,7 +38,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to do, and the bytes that it gains; None where that is not known."""
+    """One thing to do, and the bytes that it gains; None if unknown."""
 
     text: str
     bytes: int | None = None
@@ -49,10 +46,10 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Case:
-    """An out-of-memory error on one GPU, and the figures that the reasons and the remedies are taken from.
+    """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
 
-    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is what would have had to
-    be there: the request and what its allocator takes beyond it.
+    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
+    request, and what its allocator takes beyond it.
     """
 
     part: DeviceLedger
@@ -79,12 +76,12 @@ class Case:
         asked = self.verdict.requested
         if asked is None:
             return WORKSPACE
-        bins = asked // 16 if self.verdict.requester == "pycuda" else 0  # which round up by so much
-        return asked + max(SEGMENT, bins)
+        spec = SPECS.get(self.verdict.requester or "")
+        return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
 
     @cached_property
     def taken(self) -> int:
-        """What of its cap the requester cannot use again: held less what a trim returns."""
+        """The part of its cap that the requester cannot reuse: held less what a trim returns."""
         if self.row is None:
             return 0
         if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
@@ -93,20 +90,20 @@ class Case:
 
     @cached_property
     def room(self) -> int | None:
-        """What is left under its cap; None without one."""
+        """What is left under its cap; None without a cap."""
         return None if self.row is None or self.row.cap is None else max(self.row.cap - self.taken, 0)
 
     @cached_property
     def split(self) -> int:
         """What the requester caches in pieces that neither serve a large request nor can be given back.
 
-        What of its cache a trim leaves: of torch's that is `inactive_split_bytes`, as `reclaimable` has them out.
+        That is what a trim leaves of its cache. For torch it is `inactive_split_bytes`, which `reclaimable` leaves out.
         """
         if self.row is None:
             return 0
         if self.silent:
             return self.room or 0
-        known = self.row.reclaimable is not None or self.row.name in NEVER_BACK
+        known = self.row.reclaimable is not None or self.row.name in NEVER_GIVE_BACK
         return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
 
     @cached_property
@@ -120,8 +117,8 @@ class Case:
 
     @cached_property
     def fragmented(self) -> bool:
-        """Whether its cap would do, if its cache were in one piece."""
-        if self.silent:  # by its live arrays there is room in cap and card: then its pool has no piece of that size
+        """Whether the request would fit under its cap if its cache were in one piece."""
+        if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
             return not self.over_card and self.room is not None and self.room >= self.need
         return self.over_cap and (self.room or 0) + self.split >= self.need
 
@@ -141,7 +138,7 @@ class Case:
 
 
 def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
-    """What to do, best first. `reason` is the report's."""
+    """What to do, best first. `reason` is that of the report."""
     if case is None:
         return tuple(Remedy(text) for text in _ELSEWHERE.get(verdict.memory, ()))
     found: list[Remedy] = []
@@ -160,14 +157,16 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
-    """Siblings' caches, the largest first. The requester has emptied its own before it failed."""
+    """Caches of other frameworks, largest first. The requester has emptied its own before it failed."""
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if row is not case.row and row.name not in NEVER_BACK and size is not None and size >= _WORTH:
+        if row is not case.row and row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
     for name, (row, size) in sorted(sizes.items(), key=lambda item: -item[1][1]):
-        call = f"memguard.trim({name!r})" if row.cap is not None else _OWN_TRIM.get(name, f"its own call, in {name},")
+        # `memguard.trim` knows only the frameworks of the budget.
+        own = SPECS[name].own_trim or f"its own call, in {name},"
+        call = f"memguard.trim({name!r})" if row.cap is not None else own
         if row.reclaimable is None:
             yield Remedy(f"{name} caches {format_size(size)}: {call} frees what of it is in whole pieces", size)
         else:
@@ -188,7 +187,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
 
 def _pools(case: Case) -> Iterator[Remedy]:
     for row in case.frameworks:
-        if row.name in NEVER_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
+        if row.name in NEVER_GIVE_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
             used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
             yield Remedy(
                 f"{row.name}'s pool of {format_size(row.bytes)}{used} never gives back: lower frameworks.{row.name} "
@@ -207,21 +206,21 @@ def _outside(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """A cap under which the request fits, where the plan has room for it on every GPU; else who could give way."""
+    """A cap under which the request fits, if the plan has room for it on every GPU; else which cap could shrink."""
     row, part, plan = case.row, case.planned, case.plan
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
     name, cap = row.name, part.caps[row.name]
     # Allocators round up, PyCUDA's bins by up to a sixteenth.
     wanted = round_up(case.taken + case.need + (case.verdict.requested or 0) // 16)
-    # A share may come out a granule below what it is exactly: so much is kept for each of the others.
+    # A share may be rounded down by a granule: that much is kept for each of the others.
     spare = {p.device.uuid: p.unallocated + p.caps[name] - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
     if wanted <= min(spare.values()):
         later = (
             " and restart: its pool is fixed"
-            if name in NEVER_BACK
+            if name in NEVER_GIVE_BACK
             else f", or memguard.resize({name!r}, '{wanted // MIB}MiB')"
         )
         setting = _share(plan, part, name, wanted, spare) or f"limit to {wanted // MIB}MiB"
@@ -244,7 +243,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
 
 
 def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[str, int]) -> str | None:
-    """The smallest share, in whole per cent or tenths, that gives `wanted` here and fits every GPU."""
+    """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
     room = part.limit - part.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
@@ -254,20 +253,20 @@ def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[
 
 
 def _whole(case: Case) -> Iterator[Remedy]:
-    """Against fragmentation."""
+    """What helps against fragmentation."""
     assert case.row is not None
     name, size = case.row.name, case.split
-    if name == "torch":
-        text = "PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch starts, avoids that"
-        yield Remedy(f"torch caches {format_size(size)} in partly used segments: {text}", size)
-    elif name in NEVER_BACK:
+    advice = SPECS[name].unfragment
+    if advice is not None:
+        yield Remedy(f"{name} caches {format_size(size)} in partly used segments: {advice}", size)
+    elif name in NEVER_GIVE_BACK:
         yield Remedy(f"{name}'s pool has {format_size(size)} unused, in pieces: make the largest arrays first", size)
     else:
         yield Remedy(f"{name} caches {format_size(size)} in pieces between arrays: free those, then trim", size)
 
 
 def _less(case: Case, reason: str) -> Iterator[Remedy]:
-    """What always helps, or what else it can be."""
+    """What always helps, or which other cause is possible."""
     row = case.row
     if reason == "unknown" and not case.verdict.certain:
         yield Remedy("page-locked host memory fails with the same words: look at pin_memory and ulimit -l")

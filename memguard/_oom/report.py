@@ -1,7 +1,7 @@
-"""What an out-of-memory error means here: who asked, who holds the memory, how much of that is idle, what to do. Pure.
+"""The report on an out-of-memory error: who asked, who holds the memory, how much of it is idle, what to do. Pure.
 
-`diagnose` joins the verdict on the exception (`oom_texts`) with a reading of the ledger, the plan, the other processes
-and the last samples. What the figures do not show is not claimed: then the report says `unknown` or "possibly".
+`diagnose` joins the verdict on the exception (`classify`) with a reading of the ledger, the plan, the other processes
+and the last samples. It claims nothing that the figures do not show: then the report says `unknown` or "possibly".
 """
 
 from __future__ import annotations
@@ -10,38 +10,39 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom.classify import Facts, Verdict, classify, family
-from memguard._oom.remedies import NEVER_BACK, Case, Remedy, remedies
-from memguard._types import Plan, Sample
+from memguard._oom.classify import ErrorFacts, Verdict, classify, family
+from memguard._oom.remedies import Case, Remedy, remedies
+from memguard._specs import NEVER_GIVE_BACK
+from memguard._types import Enforcement, Plan, Sample
 from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Facts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
+__all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
 """What a report takes on the screen at most."""
 _SHOWN = 4
-"""Holders that are named. All are in the JSON."""
+"""Holders that are printed. The JSON has all."""
 _GROWTH = 64 * MIB
 """Growth below this before the error is not worth a line."""
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why there was no memory: its own cap, the full card, both; a cap that would do if the cache were in one piece; the
-figures do not say; or it was no GPU memory at all."""
+"""Why there was no memory: its own cap, the full card, or both; a cache in pieces under a cap that would do; unknown;
+or it was no GPU memory at all."""
 
 
 @dataclass(frozen=True)
 class Holder:
     """Who holds memory of this GPU: `kind` is framework, process, overhead or unaccounted.
 
-    `cached` and `reclaimable` are of frameworks; None where they do not say.
+    `cached` and `reclaimable` are known of frameworks only; None if unknown.
     """
 
     kind: str
@@ -53,10 +54,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class Report:
-    """One incident. `print` it, or take `as_dict()` / `to_json()`. It holds figures and text, never the exception.
+    """The report on one error. `print` it, or use `as_dict()` / `to_json()`. It never holds the exception itself.
 
-    `requester` is who asked in words (`cublas, through cupy`), `error` the short text, `why` one sentence, `holders`
-    the largest first, `processes` the others on that GPU (bytes by PID, None where NVML will not say).
+    `requester` is who asked, in words (`cublas, through cupy`), `error` the short text, `why` one sentence, `holders`
+    the largest first, `processes` the others on that GPU (bytes by PID, None if NVML does not report them).
     """
 
     time: float
@@ -160,7 +161,7 @@ class Report:
 
 
 def diagnose(
-    facts: Facts,
+    facts: ErrorFacts,
     verdict: Verdict,
     ledger: Ledger | None,
     plan: Plan | None,
@@ -192,7 +193,7 @@ def diagnose(
         return Report(time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why)
     uuid = part.device.uuid
     others = dict(processes.get(uuid, {}))
-    case = Case(part, verdict, raised, plan, others)
+    case = Case(_caps_in_force(part, verdict), verdict, raised, plan, others)
     reason, why = _reason(case)
     found = remedies(verdict, case, reason)
     return Report(
@@ -201,7 +202,7 @@ def diagnose(
 
 
 def _device(text: str, verdict: Verdict, ledger: Ledger | None) -> DeviceLedger | None:
-    """The GPU that the text names by CUDA's number; else the one where the requester has least room."""
+    """The GPU that the text names by CUDA's number; else the one with the least room for the requester."""
     if ledger is None or not ledger.devices:
         return None
     if named := re.search(r"\bGPU[ :_](\d+)\b|\bon device (\d+)\b", text):
@@ -211,22 +212,36 @@ def _device(text: str, verdict: Verdict, ledger: Ledger | None) -> DeviceLedger 
         if number in numbers:
             return ledger.devices[numbers.index(number)]
         return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
-    return min(ledger.devices, key=lambda part: Case(part, verdict).headroom)
+    return min(ledger.devices, key=lambda part: Case(_caps_in_force(part, verdict), verdict).headroom)
+
+
+def _caps_in_force(part: DeviceLedger, verdict: Verdict) -> DeviceLedger:
+    """A cap that is only watched refuses nothing: it is no reason for the error."""
+    watched = Enforcement.WATCHED.value
+    rows = (
+        replace(row, cap=None) if row.name == verdict.requester and row.enforcement == watched else row
+        for row in part.rows
+    )
+    return replace(part, rows=tuple(rows))
 
 
 def _unknown(ledger: Ledger | None) -> tuple[Reason, str]:
     if ledger is None or not ledger.devices:
-        return "unknown", "no reading of the GPU could be had"
-    return "unknown", "it was a GPU that the budget does not name"
+        return "unknown", "the GPU could not be read"
+    return "unknown", "the error is about a GPU that the budget does not name"
 
 
 def _reason(case: Case) -> tuple[Reason, str]:
-    """Which of its own cap and the full card it was, and the figures that say so."""
+    """Whether it was its own cap or the full card, and the figures that show it."""
     row, card = case.row, f"{format_size(case.free)} free"
     if row is None or row.cap is None:
         if case.over_card:
-            return "card", f"the card is full: {card}" + ("" if row else ", and this memory lies outside every cap")
-        return "unknown", f"the card has {card} now: it came back since, or the error means something else"
+            about = "" if row else ", and this memory lies outside every cap"
+            if row is not None and case.planned is not None and row.name in case.planned.caps:
+                cap = format_size(case.planned.caps[row.name])
+                about = f"; {row.name}'s cap of {cap} is {row.enforcement}, not enforced"
+            return "card", f"the card is full: {card}{about}"
+        return "unknown", f"the card has {card} now: memory was freed since, or the error means something else"
     held = f"holds {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
     cap = f"its cap of {format_size(row.cap)} is reached: it {held}{used}"
@@ -236,7 +251,7 @@ def _reason(case: Case) -> tuple[Reason, str]:
     if case.fragmented:
         pieces = f"{format_size(case.split)} of it are cached in pieces"
         if case.silent:
-            pieces = f"the {format_size(case.split)} that no array is in lie in pieces, or {row.name} would have them"
+            pieces = f"the {format_size(case.split)} without arrays lie in pieces, or {row.name} would have used them"
         return "fragmented", f"its cap of {format_size(row.cap)} would do, but {pieces}; the card has {card}"
     if case.over_cap and case.over_card:
         return "cap and card", f"{cap}, and the card has only {card}"
@@ -245,13 +260,13 @@ def _reason(case: Case) -> tuple[Reason, str]:
     if case.over_card:
         return "card", f"the card is full: {card}; {row.name} {held} of the {format_size(row.cap)} it may"
     return "unknown", (
-        f"room by the figures of now ({format_size(case.room)} under its cap, {card}): memory came back since, "
-        "or the error means something else"
+        f"there is room now ({format_size(case.room)} under its cap, {card}): memory was freed since, or the error "
+        "means something else"
     )
 
 
 def _holders(case: Case) -> tuple[Holder, ...]:
-    """Everybody on this GPU, largest first."""
+    """Who holds memory on this GPU, largest first."""
     found = [
         Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
         for row in case.part.rows
@@ -268,7 +283,7 @@ def _described(holder: Holder, requester: str | None) -> str:
     about = []
     if holder.name == requester:
         about.append("itself")
-    if holder.kind == "framework" and holder.name in NEVER_BACK:
+    if holder.kind == "framework" and holder.name in NEVER_GIVE_BACK:
         about.append("never gives back")
     elif holder.reclaimable:
         about.append(f"{format_size(holder.reclaimable)} reclaimable")
@@ -295,8 +310,8 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
     return f"{most} grew by {format_size(grown[most])} in the last {end - begin:.0f} s"
 
 
-def _short(facts: Facts) -> str:
-    """Type and the line that speaks of memory, in at most 200 characters."""
+def _short(facts: ErrorFacts) -> str:
+    """Type and the line about memory, in at most 200 characters."""
     text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's names of nodes
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
@@ -307,7 +322,7 @@ def _short(facts: Facts) -> str:
 
 
 def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, str, str]]:
-    """At most so many lines, the label before the first."""
+    """At most `most` lines, the label before the first."""
     indent = 9
     lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]

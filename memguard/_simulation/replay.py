@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memguard._devices.simulated import CONTEXT, Model, SimulatedHost
-from memguard._frameworks.simulated.adapter import MODULES, STYLES, FrameworkOutOfMemory, SimulatedFramework
-from memguard._ledger import types
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._ledger.overhead import Overhead
+from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
 from memguard._simulation.trace import Trace, TraceHeader
+from memguard._specs import SPECS
 from memguard._types import Device, DevicePlan, Enforcement, TraceEvent
 from memguard._units import GRANULE, format_size
 from memguard.errors import TraceError
@@ -22,8 +24,6 @@ from memguard.errors import TraceError
 Caps = Mapping[str, Mapping[str, int]]
 """Bytes by framework name and device UUID."""
 _WIDTH = 80
-_ALLOCATORS = {"torch": ("native",), "cupy": ("MemoryPool",), "jax": ("bfc", "default")}
-"""Which allocators of a framework that has several are simulated, as its traces name them: the usual one first."""
 
 
 @dataclass(frozen=True)
@@ -224,19 +224,19 @@ class _Run:
             usages = {name: framework.usage(gpu) for name, framework in self.frameworks.items()}
             live = {name for name, usage in usages.items() if usage is not None}
             own = self.host.processes(gpu).get(self.host.pid, 0)
-            modules = sum(MODULES[self.frameworks[name].style] for name in live)
-            overhead = types.Overhead(CONTEXT + modules if live else 0)
+            modules = sum(self.frameworks[name].model.first_work for name in live)
+            overhead = Overhead(CONTEXT + modules if live else 0)
             caps = {name: caps[gpu.uuid] for name, caps in (self.caps or {}).items() if name in usages}
             part = DevicePlan(gpu, gpu.usable, 0, caps, 0)
             holds = {name: Enforcement.ENFORCED.value if name in caps else "none" for name in usages}
             memory = self.host.memory(gpu)
-            ledger = types.device_ledger(gpu, memory, own, usages, holds, overhead, part)
+            ledger = device_ledger(Reading(gpu, memory, own, usages, overhead), part, holds)
             parts.append(replace(ledger, limit=None))
         return Ledger(0.0, tuple(parts), simulated=True)
 
     def _framework(self, name: str, options: Mapping[str, Mapping[str, Any]]) -> SimulatedFramework:
-        if name not in STYLES:
-            known = ", ".join(STYLES)
+        if name not in SPECS:
+            known = ", ".join(SPECS)
             raise TraceError(f"{name!r} cannot be simulated\n    fix: replay a trace of {known} only")
         framework = SimulatedFramework(self.host, name, imported=True)
         about = self.trace.header.frameworks[name]
@@ -247,7 +247,7 @@ class _Run:
             # What a trace under a budget says of growth was the budget's doing: without one it is TensorFlow's default.
             recorded_growth = False if "caps" in self.trace.header.extra else about.get("growth", False)
             framework.apply({}, {"growth": chosen.get("growth", recorded_growth)})
-        recorded, simulated = about.get("allocator"), _ALLOCATORS.get(name)
+        recorded, simulated = about.get("allocator"), SPECS[name].simulates
         if simulated and recorded is not None and recorded not in simulated:
             self.notes.append(
                 f"{name} was recorded with the {recorded} allocator and is simulated with the {simulated[0]} one"

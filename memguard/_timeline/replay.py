@@ -19,13 +19,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from memguard._ledger.types import EXCHANGE
+from memguard._specs import NEVER_GIVE_BACK
 from memguard._timeline import Oom
 from memguard._types import DevicePlan, DeviceSample, FrameworkSample, Plan, Sample
 from memguard._units import MIB, format_size, round_up
 
 _WIDTH = 80
-_POOLS = ("tensorflow", "jax")
-"""Pools that never give anything back: what they hold says nothing about what a smaller one would have had to."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,8 @@ class _Cell:
     __slots__ = ("cache", "cap", "fragments", "held", "in_use", "needs", "pool", "refused", "silent")
 
     def __init__(self, name: str, cap: int | None) -> None:
-        self.cap, self.pool = cap, name in _POOLS
+        # What such a pool holds does not tell what a smaller one would have needed.
+        self.cap, self.pool = cap, name in NEVER_GIVE_BACK
         self.held: int | None = None
         self.in_use: int | None = None
         self.needs, self.silent = 0, False

@@ -51,20 +51,11 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
         console.print(f"note: {note}")
 
 
-_HOLDS = {
-    "torch": "its allocator's fraction, to the byte",
-    "tensorflow": "memory_limit, set before its first operation",
-    "cupy": "the limit of its memory pool",
-    "jax": "memory_fraction, set before its backend starts",
-    "pycuda": "a counted pool behind mem_alloc and gpuarray",
-    "numba": "a memory manager that counts its allocations",
-}
-
-
 def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
+    from memguard._specs import SPECS
     from memguard._units import format_size
 
     tables: list[object] = []
@@ -81,7 +72,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         table.add_column("how it holds")
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
-            how = _HOLDS.get(name, "")
+            how = SPECS[name].cap_is
             table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
         table.add_section()
         table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, budget))

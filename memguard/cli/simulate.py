@@ -46,8 +46,6 @@ def simulate(
         names = {name for part in plan.devices for name in part.caps}
         outcome = simulation.replay(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
     else:
-        # Growth was the budget's doing, where there was one: by itself TensorFlow takes the card at once.
-        growth = {"tensorflow": {"growth": False}} if "caps" in recorded.header.extra else None
-        outcome = simulation.replay(recorded, host, None, growth)
+        outcome = simulation.replay(recorded, host)
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
     context.exit(1 if outcome.refused else 0)

@@ -123,13 +123,11 @@ def fill(way: Callable[[int], Any], size: int, error: type[BaseException]) -> li
 def test_states(model: Model) -> None:
     setting = model()
     framework = setting.framework
-    assert (
-        framework.state() is State.IMPORTABLE and framework.oom_types() == () and framework.usage(setting.gpu) is None
-    )
+    assert framework.state() is State.IMPORTABLE and framework.usage(setting.gpu) is None
     framework.trim(setting.gpu)
     assert not [name for name in sys.modules if name.startswith("pycuda")], "looking imports nothing"
     drv = importlib.import_module("pycuda.driver")
-    assert framework.state() is State.IMPORTED and framework.oom_types() == (drv.MemoryError,)
+    assert framework.state() is State.IMPORTED
     framework.trim(setting.gpu)
     assert framework.usage(setting.gpu) is None and not drv._initialised, "looking initialises nothing"
     drv.init()
@@ -782,7 +780,10 @@ def test_live_before_the_budget_is_said(model: Model) -> None:
     early = setting.drv.mem_alloc(100 * MIB)
     applied = setting.framework.apply({setting.gpu.uuid: 64 * MIB}, {})
     assert len(applied.notes) == 2
-    assert "until then is not counted" in applied.notes[0] and "second CUDA context (+518 MiB" in applied.notes[1]
+    assert (
+        "what it allocated before is not counted" in applied.notes[0]
+        and "second CUDA context (+518 MiB" in applied.notes[1]
+    )
     fill(setting.drv.mem_alloc, 8 * MIB, setting.drv.MemoryError)
     assert setting.usage().held is not None and setting.taken <= 64 * MIB + 100 * MIB
     del early

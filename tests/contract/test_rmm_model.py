@@ -57,7 +57,7 @@ class Setting:
 
     def fill(self, ordinal: int = 0) -> list[Any]:
         live = []
-        with pytest.raises(self.framework.oom_types()):
+        with pytest.raises(MemoryError):
             for _ in range(1000):
                 live.append(self.alloc(2 * MIB, ordinal))
         return live
@@ -89,7 +89,7 @@ Model = Callable[[], Setting]
 def test_over_the_drivers_own_allocations_the_cap_holds_on_each_gpu(model: Model) -> None:
     setting = model()
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None and applied.residual == {}
+    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
     assert applied.notes == ("cupy: capped through RMM, which is its allocator; what it held before is not counted",)
     assert setting.cp.cuda.get_allocator() is setting.allocator and setting.framework.state() is State.LIVE
     assert setting.framework.usage(setting.first) == Usage(0, 0, 0)
@@ -104,13 +104,10 @@ def test_over_the_drivers_own_allocations_the_cap_holds_on_each_gpu(model: Model
 
 def test_the_error_is_rmms_and_is_named(model: Model) -> None:
     setting = model()
-    own = setting.cp.cuda.memory.OutOfMemoryError
-    assert setting.framework.oom_types() == (own,)
     setting.apply()
-    assert setting.framework.oom_types() == (own, MemoryError)
     with pytest.raises(MemoryError, match="Exceeded memory limit") as caught:
         setting.alloc(100 * MIB)
-    assert not isinstance(caught.value, own)
+    assert not isinstance(caught.value, setting.cp.cuda.memory.OutOfMemoryError)
 
 
 def test_what_was_held_before_is_not_counted(model: Model) -> None:
@@ -279,7 +276,7 @@ def test_an_undo_says_where_the_limit_stays(model: Model) -> None:
     assert applied.undo is not None
     with pytest.raises(CapNotApplied) as caught:
         applied.undo()
-    assert caught.value.reason == "RMM's resource was wrapped again since, so its limit stays on cuda:1"
+    assert caught.value.reason == "RMM's resource was wrapped again after memguard.init, so its limit stays on cuda:1"
     assert caught.value.framework == "cupy" and "undo what wraps it" in caught.value.remedy
     assert setting.resources() == [before[0], wrapped]
     array = setting.alloc(100 * MIB)

@@ -1,4 +1,4 @@
-"""The guard on a real GPU: admission, resizing, trimming, forks, and what the ledger says about strangers."""
+"""The guard on a real GPU: admission, resizing, trimming, forks, and what the ledger says about memory of others."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ import pycuda.autoinit, pycuda.driver as drv
 x = torch.empty(20 * GIB, dtype=torch.uint8, device="cuda"); del x     # 20 GiB of cache
 device = guard.plan.devices[0].device
 free = guard.host.memory(device).free
-stranger, size = ctypes.c_uint64(), ctypes.c_size_t(free - 4 * GIB)    # the card is nearly full
-assert ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(stranger), size) == 0
+other, size = ctypes.c_uint64(), ctypes.c_size_t(free - 4 * GIB)    # the card is nearly full
+assert ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(other), size) == 0
 memguard.require("pycuda", "8GiB")
 result["torch_held"] = torch.cuda.memory_reserved()
 y = drv.mem_alloc(8 * GIB)

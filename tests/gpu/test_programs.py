@@ -252,16 +252,18 @@ from numba import cuda
 torch.zeros(1, device="cuda"); cupy.zeros(1); cuda.device_array(1)
 takes = {"torch": lambda n: torch.empty(n, dtype=torch.uint8, device="cuda"),
          "cupy": lambda n: cupy.empty(n, cupy.uint8), "numba": lambda n: cuda.device_array(n, np.uint8)}
+natives = {"torch": torch.OutOfMemoryError, "cupy": cupy.cuda.memory.OutOfMemoryError,
+           "numba": cuda.cudadrv.driver.CudaAPIError}
 caps, most, errors = guard.plan.devices[0].caps, dict.fromkeys(takes, 0), []
 device = guard.plan.devices[0].device
 def work(name, seed):
     rng = np.random.default_rng(seed)
-    native, live = guard.frameworks[name].oom_types(), []
+    live = []
     try:
         for _ in range(300):
             try:
                 live.append(takes[name](int(rng.integers(1, 64 * MIB))))
-            except native:
+            except natives[name]:
                 del live[: len(live) // 2 + 1]
             most[name] = max(most[name], guard.frameworks[name].usage(device).held)
     except BaseException as error:

@@ -148,7 +148,7 @@ for part in guard.plan.devices:
     with cupy.cuda.Device(i):
         keep.append(fill(lambda: cupy.empty(64 * MIB, cupy.uint8), cupy.cuda.memory.OutOfMemoryError))
     with cuda.gpus[i]:
-        keep.append(fill(lambda: cuda.device_array(64 * MIB, np.uint8), guard.frameworks["numba"].oom_types()))
+        keep.append(fill(lambda: cuda.device_array(64 * MIB, np.uint8), cuda.cudadrv.driver.CudaAPIError))
     block = np.zeros(64 * MIB, np.uint8)
     gpu = next(d for d in jax.local_devices() if d.local_hardware_id == i)
     keep.append(fill(lambda: jax.device_put(block, gpu).block_until_ready(), jax.errors.JaxRuntimeError))

@@ -37,11 +37,11 @@ states.append(framework.state().value)
 tf.zeros((2,))
 states.append(framework.state().value)
 result["states"], result["usage"] = states, framework.usage(device)
-result["oom"] = [t is tf.errors.ResourceExhaustedError for t in framework.oom_types()]
+result["oom"] = tf.errors.ResourceExhaustedError.__name__
 """
     )
     assert found["states"] == ["imported", "imported", "live"]
-    assert found["nothing"] == [None, None, None] and found["oom"] == [True]
+    assert found["nothing"] == [None, None, None] and found["oom"] == "ResourceExhaustedError"
     assert found["usage"] is None, "live, but it has no GPU to hold memory of"
 
 
@@ -138,7 +138,7 @@ result["limits"], result["growth"] = limits(gpu), os.environ.get(GROWTH)
         named = f"set_logical_device_configuration of /physical_device:GPU:0 ({', '.join(map(str, mib))} MiB)"
         why, fix = "is looser than the cap of 4.00 GiB", "remove that call"
         if len(mib) > 1:
-            why, fix = "divides the GPU into 2 logical devices, which memguard cannot cap as one", "configure it as one"
+            why, fix = "splits the GPU into 2 logical devices, which memguard cannot cap as one", "configure it as one"
         assert f"{named} {why}" in found["text"] and found["growth"] is None
         assert found["setting"] == named and f"fix: {fix}" in found["text"]
 
@@ -196,7 +196,7 @@ result["left"] = [framework.notes, framework._caps, limits(first), os.environ[GR
     [
         ("cuda_malloc_async", "ignores memory_limit"),
         (" CUDA_Malloc_Async ", "ignores memory_limit"),
-        ("cuda_malloc", "passes every request on to the driver and knows no limit"),
+        ("cuda_malloc", "passes every request on to the driver and has no limit"),
     ],
 )
 def test_allocators_that_know_no_limit_are_refused(with_tensorflow: Run, value: str, why: str) -> None:
@@ -236,7 +236,7 @@ result["restored"] = os.environ[GROWTH]
     if own.lower() in ("", wanted):
         assert found["notes"] == []
     else:
-        text = f"tensorflow: TF_FORCE_GPU_ALLOW_GROWTH={own.lower()} was set; growth: {wanted} of the budget holds"
+        text = f"tensorflow: TF_FORCE_GPU_ALLOW_GROWTH={own.lower()} was set, but the budget's growth: {wanted} holds"
         assert found["notes"] == [text]
 
 
@@ -268,7 +268,7 @@ applied.undo()
 result["undone"] = framework.drift()
 """
     )
-    said = ["tensorflow: the limit of /physical_device:GPU:0 was taken away after memguard.init"] if lost else []
+    said = ["tensorflow: the limit of /physical_device:GPU:0 was removed or raised after memguard.init"] if lost else []
     assert found == {"drift": said, "live": said, "undone": []}
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memguard._oom import classify as rules
 from memguard._oom import hooks
 from memguard._oom.classify import RULES, Rule
-from memguard._oom.report import Facts, Verdict, classify
+from memguard._oom.report import ErrorFacts, Verdict, classify
 
 if sys.version_info >= (3, 11):
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -28,9 +28,9 @@ CORPUS = {name: json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) 
 ENTRIES = [entry for entries in CORPUS.values() for entry in entries]
 
 
-def facts_of(entry: dict[str, Any], text: str | None = None) -> Facts:
+def facts_of(entry: dict[str, Any], text: str | None = None) -> ErrorFacts:
     text = entry["text"] if text is None else text
-    return Facts(entry["type"], tuple(entry["mro"]), text, entry.get("attributes", {}))
+    return ErrorFacts(entry["type"], tuple(entry["mro"]), text, entry.get("attributes", {}))
 
 
 def expected(entry: dict[str, Any]) -> Verdict:
@@ -88,14 +88,14 @@ def test_where_the_library_was_built_does_not_matter(entry: dict[str, Any]) -> N
     assert classify(facts_of(entry, PATH.sub("/srv/build-7/", entry["text"]))) == classify(facts_of(entry))
 
 
-def wrapped(entry: dict[str, Any]) -> Facts:
+def wrapped(entry: dict[str, Any]) -> ErrorFacts:
     """As DataLoader, DataParallel, Ray and pools hand on what a worker raised: its traceback as text."""
     name = entry["type"].removeprefix("builtins.")
     text = (
         f"Caught {name.rpartition('.')[2]} in replica 1 on device 1.\nOriginal Traceback (most recent call last):\n"
         f'  File "site-packages/worker.py", line 374, in _worker\n    data = fetch(index)\n{name}: {entry["text"]}'
     )
-    return Facts("builtins.RuntimeError", ("builtins.RuntimeError", "builtins.Exception"), text, {})
+    return ErrorFacts("builtins.RuntimeError", ("builtins.RuntimeError", "builtins.Exception"), text, {})
 
 
 CERTAIN = [entry for entry in ENTRIES if entry["expect"]["certain"] and "errno" not in entry.get("attributes", {})]
@@ -126,7 +126,7 @@ def test_any_size_is_read_to_the_digits_it_was_printed_with(kind: str, text: str
     digits = re.search(r"\.(\d)f", text)
     places = int(digits[1]) if digits else 0
     value = number / 10**places
-    found = classify(Facts(kind, (kind,), text.format(value), {}))
+    found = classify(ErrorFacts(kind, (kind,), text.format(value), {}))
     assert found.memory == "gpu" and found.certain and found.requested is not None
     assert abs(found.requested - value * unit) <= max(1, 0.5 * unit / 10**places)
 
@@ -138,7 +138,7 @@ def test_a_shape_and_a_type_are_a_size(shape: list[int]) -> None:
     for part in shape:
         size *= part
     for dtype, item in (("half", 2), ("double", 8), ("complex128", 16), ("string", None), ("resource", None)):
-        found = classify(Facts("x.ResourceExhaustedError", (), words.format(dtype), {}))
+        found = classify(ErrorFacts("x.ResourceExhaustedError", (), words.format(dtype), {}))
         assert found.requested == (None if item is None else size * item)
 
 
@@ -160,20 +160,20 @@ OTHERS = [  # of the libraries' sources and documents, and in no entry of the co
 def test_texts_that_the_corpus_does_not_have(
     kind: str, text: str, memory: str, requester: str | None, certain: bool
 ) -> None:
-    found = classify(Facts(kind, (kind,), text, {}))
+    found = classify(ErrorFacts(kind, (kind,), text, {}))
     assert (found.memory, found.requester, found.certain) == (memory, requester, certain)
 
 
 def test_no_rule_is_there_for_nothing() -> None:
     """Each is the first to fit some text: an entry of the corpus, or one of those above."""
-    known = [*map(facts_of, ENTRIES), *(Facts(kind, (kind,), text, {}) for kind, text, *_ in OTHERS)]
+    known = [*map(facts_of, ENTRIES), *(ErrorFacts(kind, (kind,), text, {}) for kind, text, *_ in OTHERS)]
     first = [next((rule for rule in RULES if rule.match(facts.text, facts.mro)), None) for facts in known]
     assert [rule.why for rule in RULES if rule not in first] == []
 
 
 def test_a_long_text_is_no_trouble() -> None:
     text = "OOM out of memory Traceback (most recent call last) cuMemAlloc BFCArena NCCL bad_alloc " * 250
-    assert classify(Facts("builtins.RuntimeError", ("builtins.RuntimeError",), text, {})).memory in ("gpu", "none")
+    assert classify(ErrorFacts("builtins.RuntimeError", ("builtins.RuntimeError",), text, {})).memory in ("gpu", "none")
 
 
 # What is not even searched

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing_extensions import assert_type
 
 import memguard
-from memguard import exchange
+from memguard import Budget, Event, Guard, Ledger, WorkloadReport, exchange
 from memguard._doctor import Checkup, Finding
-from memguard._guard import Guard
-from memguard._ledger.types import Ledger
-from memguard._types import Device, Plan, WorkloadReport
+from memguard._types import Device, Plan
 from memguard.errors import Problem
 from memguard.exchange import Route
 
@@ -30,6 +28,14 @@ def applying(path: os.PathLike[str]) -> None:
         assert_type(active.plan, Plan)
         assert_type(active.plan.devices[0].device, Device)
     assert_type(memguard.shutdown(), list[str])
+
+
+def annotating(budget: Budget, guard: Guard, event: Event) -> tuple[Ledger, str]:
+    assert_type(memguard.init(budget), Guard)
+    assert_type(guard.budget, Budget)
+    assert_type(event.framework, str | None)
+    memguard.on_pressure(lambda event: None)
+    return guard.ledger(), event.text
 
 
 def asking() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from environments import PACKAGE, PTH, environ, make
 
 from memguard import _workers
 from memguard._activation import _memguard_environment as environment
-from memguard._frameworks import registry
+from memguard._specs import SPECS
 
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 APPLIED = """
 import sys
 found = sys.modules.get("memguard._api")
-guard = found and found._active
+guard = found and found._active and found._active.guard
 print(None if guard is None else (guard.host.simulated, sorted(guard.frameworks)))
 """
 SIMULATED = "memguard: simulated GPUs (h200): nothing limits a real one\n"
@@ -39,11 +38,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path) -> Path:
     """A folder with a budget, and frameworks that have nothing in them but print when they are imported."""
     (tmp_path / "budget.yaml").write_text(BUDGET)
-    for name in ("torch", "cupy", "pycuda"):
+    for name in ("torch", "cupy"):
         (tmp_path / f"{name}.py").write_text("")
-    (tmp_path / "numba").mkdir()
-    (tmp_path / "numba" / "__init__.py").write_text("")
-    (tmp_path / "numba" / "cuda.py").write_text("")
+    for name, module in (("pycuda", "driver"), ("numba", "cuda")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        (tmp_path / name / f"{module}.py").write_text("")
     return tmp_path
 
 
@@ -67,7 +67,7 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("module", ["torch", "cupy", "pycuda", "numba.cuda"])
+@pytest.mark.parametrize("module", ["torch", "cupy", "pycuda.driver", "numba.cuda"])
 def test_the_first_framework_brings_the_budget(python: Path, folder: Path, module: str) -> None:
     done = run(python, folder, f"import {module}\n{APPLIED}")
     assert said(done) == ["(True, ['torch'])"]
@@ -172,7 +172,7 @@ def test_a_broken_budget_is_one_message_and_the_program_runs(
     (folder / "budget.yaml").unlink() if text is None else (folder / "budget.yaml").write_text(text)
     done = run(
         python, folder,
-        f"import torch, cupy, pycuda\n{APPLIED}import memguard\n"
+        f"import torch, cupy, pycuda.driver\n{APPLIED}import memguard\n"
         "for _ in range(2):\n    try: memguard.ledger()\n"
         "    except memguard.NotActive as error: print(str(error).splitlines()[0])",
     )  # fmt: skip
@@ -195,7 +195,8 @@ def test_each_child_says_it_once_itself(python: Path, folder: Path) -> None:
     code = (
         "import os, torch, subprocess, sys\n"
         "subprocess.run([sys.executable, '-c', 'import torch, cupy'], check=True)\n"
-        "child = os.fork()\nif not child:\n    import cupy, pycuda, memguard\n    os._exit(0)\nos.waitpid(child, 0)"
+        "child = os.fork()\nif not child:\n    import cupy, pycuda.driver, memguard\n    os._exit(0)\n"
+        "os.waitpid(child, 0)"
     )
     assert run(python, folder, code).stderr.count(NOT_APPLIED) == 2
 
@@ -275,7 +276,9 @@ def test_the_programs_own_init_with_that_file_is_the_same_guard(python: Path, fo
 @pytest.mark.parametrize("first", ["import torch", "pass"], ids=["applied", "waiting"])
 def test_the_programs_own_init_replaces_it(python: Path, folder: Path, first: str) -> None:
     (folder / "own.yaml").write_text("version: 1\nframeworks:\n  cupy: {share: 50%}\n")
-    code = f"{first}\nimport memguard\nmemguard.init('own.yaml', simulate='h200')\nimport cupy, pycuda\n{APPLIED}"
+    code = (
+        f"{first}\nimport memguard\nmemguard.init('own.yaml', simulate='h200')\nimport cupy, pycuda.driver\n{APPLIED}"
+    )
     code += (
         "try: memguard.init('budget.yaml')\nexcept memguard.AlreadyActive: print('as ever')\n"
         "import logging\nprint(len(logging.getLogger('memguard').handlers))"
@@ -462,9 +465,7 @@ def test_without_the_variable_the_line_looks_up_and_does_nothing_else() -> None:
 
 def test_what_stands_twice_is_the_same() -> None:
     """The file that waits imports nothing of memguard's, so it repeats some names."""
-    classes = [place.split(":") for place in registry._CLASSES.values()]
-    modules = {getattr(importlib.import_module(module), name).module for module, name in classes}
-    assert set(environment.MODULES) == {"numba.cuda" if module == "numba" else module for module in modules}
+    assert tuple(row.hook for row in SPECS.values()) == environment.MODULES
     assert environment.POOLS == _workers._POOLS
     assert environment.CHILDREN == _workers.ASKED
 

@@ -59,7 +59,7 @@ def test_a_framework_that_is_not_in_the_budget() -> None:
         memguard.require("pytorch", 1)
 
 
-def test_require_trims_a_sibling_only_where_the_card_is_full() -> None:
+def test_require_trims_a_sibling_only_if_the_card_is_full() -> None:
     guard = start({**BUDGET, "device": {"limit": "100%", "reserve": "2GiB"}})
     torch, pycuda = simulated(guard, "torch"), simulated(guard, "pycuda")
     (gpu,) = guard.host.devices()
@@ -128,7 +128,7 @@ def test_the_users_error_comes_out_of_a_workload_and_the_report_is_filled_in() -
     assert report.before == 0 and report.after == report.peak == GIB
 
 
-def test_nothing_of_ours_keeps_what_a_failed_block_held() -> None:
+def test_memguard_keeps_nothing_that_a_failed_block_held() -> None:
     """A kept traceback keeps the block's locals, and so its tensors, alive (measured: 4,096 MiB)."""
 
     class Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from memguard import _api
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._types import Device
+from memguard._types import Device, Event
 from memguard._units import GIB, MIB
 from memguard.errors import (
     BudgetExceeded,
@@ -128,11 +130,11 @@ def test_trim_counts_every_gpu() -> None:
     assert memguard.trim() == 2 * GIB
 
 
-# what was changed after init
+# drift: what was changed after init
 
 
 class Drifting(SimulatedFramework):
-    """Says what `lost` says."""
+    """Its cap no longer holds because of what `lost` says."""
 
     lost: tuple[str, ...] = ()
 
@@ -140,52 +142,212 @@ class Drifting(SimulatedFramework):
         return list(self.lost)
 
 
-def drifting(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Drifting]:
-    made: list[Drifting] = []
+RAISED = "torch: its fraction was raised"
+
+
+@pytest.fixture
+def drifting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Drifting]:
+    made: dict[str, Drifting] = {}
 
     def make(host: SimulatedHost, name: str) -> SimulatedFramework:
-        made.append(Drifting(host, name))
-        return made[-1]
+        made[name] = Drifting(host, name)
+        return made[name]
 
-    replaced(monkeypatch, **dict.fromkeys(names, make))
+    replaced(monkeypatch, torch=make, pycuda=make)
     return made
 
 
-def test_what_was_changed_after_init_is_in_the_ledger_and_warned_about_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def enforcements() -> dict[str, str]:
+    """By framework, as the ledger's rows have them, which `print(guard)` must not contradict."""
+    rows = {row.name: row for row in memguard.ledger().devices[0].rows if row.kind == "framework"}
+    printed = dict(line.split()[::3] for line in str(_api.current()).splitlines() if line.startswith("  "))
+    assert printed == {name: row.enforcement for name, row in rows.items()}
+    return printed
+
+
+def test_what_was_changed_after_init_is_in_the_ledger_and_logged_once(
+    drifting: dict[str, Drifting], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = drifting(monkeypatch, "torch", "pycuda")
     start()
-    torch, pycuda = made
+    torch, pycuda = drifting["torch"], drifting["pycuda"]
     for framework in (torch, pycuda):
         framework.allocate(MIB)
-    torch.lost = ("torch: its fraction was raised",)
+    torch.lost = (RAISED,)
     with caplog.at_level(logging.WARNING, "memguard"):
         for _ in range(3):
+            assert enforcements() == {"torch": "watched", "tensorflow": "pending", "pycuda": "enforced"}
             ledger = memguard.ledger()
-            rows = {row.name: row.enforcement for row in ledger.devices[0].rows if row.kind == "framework"}
-            assert rows == {"torch": "watched", "tensorflow": "pending", "pycuda": "enforced"}
-            assert ledger.notes.count("torch: its fraction was raised") == 1
+            assert ledger.notes.count(RAISED) == 1
             assert ledger.devices[0].row("torch").cap == 4 * GIB, "what the budget gives it"
     assert caplog.text.count("its fraction was raised") == 1
     pycuda.lost = ("pycuda: mem_alloc was replaced", "pycuda: and more")
     with caplog.at_level(logging.WARNING, "memguard"):
         ledger = memguard.ledger()
-    assert {"torch: its fraction was raised", *pycuda.lost} <= set(ledger.notes)
+    assert {RAISED, *pycuda.lost} <= set(ledger.notes)
     assert caplog.text.count("mem_alloc was replaced") == caplog.text.count("and more") == 1
     torch.lost = ()
-    ledger = memguard.ledger()
-    assert ledger.devices[0].row("torch").enforcement == "enforced", "set back: it holds again"
-    assert "torch: its fraction was raised" not in ledger.notes
+    assert enforcements()["torch"] == "enforced", "set back: it holds again"
+    assert RAISED not in memguard.ledger().notes
 
 
-def test_nothing_can_drift_that_was_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = drifting(monkeypatch, "torch")
+def test_nothing_can_drift_that_was_never_set(drifting: dict[str, Drifting]) -> None:
     start(TORCH)
-    (torch,) = made
-    torch.lost = ("torch: changed",)
-    ledger = memguard.ledger()
-    assert ledger.devices[0].row("torch").enforcement == "pending" and "torch: changed" not in ledger.notes
+    drifting["torch"].lost = ("torch: changed",)
+    assert enforcements() == {"torch": "pending"} and "torch: changed" not in memguard.ledger().notes
+
+
+def test_every_view_finds_drift_by_itself(drifting: dict[str, Drifting], caplog: pytest.LogCaptureFixture) -> None:
+    def refused() -> None:
+        with pytest.raises(CapNotApplied):
+            memguard.resize("torch", "1GiB")
+
+    views: list[Callable[[], Any]] = [
+        memguard.ledger,
+        lambda: str(_api.current()),
+        lambda: _api.current().sample(),
+        lambda: memguard.require("torch", 1),
+        refused,
+    ]
+    for view in views:
+        guard, events = start(TORCH), list[Event]()
+        guard.on_event = events.append
+        drifting["torch"].allocate(MIB)
+        drifting["torch"].lost = (RAISED,)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "memguard"):
+            view()
+        assert [event.text for event in events] == ["torch: its cap no longer holds: its fraction was raised"]
+        assert [record.getMessage() for record in caplog.records] == [RAISED]
+        memguard.shutdown()
+
+
+def test_a_check_that_fails_is_logged_once_and_breaks_nothing(
+    drifting: dict[str, Drifting], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(TORCH)
+    drifting["torch"].allocate(MIB)
+    monkeypatch.setattr(Drifting, "drift", lambda self: {}["limit"])
+    with caplog.at_level(logging.WARNING, "memguard"):
+        assert enforcements() == enforcements() == {"torch": "enforced"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch: whether its cap still holds cannot be checked: KeyError: 'limit'"
+    ]
+
+
+def test_a_check_that_hangs_on_the_monitors_thread_blocks_no_other(
+    drifting: dict[str, Drifting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, go = threading.Event(), threading.Event()
+
+    def drift(self: Drifting) -> list[str]:
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            go.wait(60)
+        return []
+
+    monkeypatch.setattr(Drifting, "drift", drift)
+    guard = start(TORCH)
+    drifting["torch"].allocate(MIB)
+    thread = threading.Thread(target=guard.sample)
+    thread.start()
+    try:
+        assert hangs.wait(10)
+        assert enforcements() == {"torch": "enforced"}
+        memguard.resize("torch", "3GiB")
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_check_during_a_resize_is_not_taken_for_drift(
+    drifting: dict[str, Drifting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cap that is being raised is above what the framework compares with, until that is raised too."""
+    guard = start(TORCH)
+    torch = drifting["torch"]
+    torch.allocate(MIB)
+    asked, resize, threads = threading.Event(), Drifting.resize, []
+
+    def drift(self: Drifting) -> list[str]:
+        found = list(self.lost)
+        asked.set()
+        return found
+
+    def halfway(self: Drifting, caps: Any) -> None:
+        self.lost = (RAISED,)
+        asked.clear()
+        threads.append(threading.Thread(target=guard.ledger))
+        threads[0].start()
+        assert asked.wait(10)
+        self.lost = ()
+        resize(self, caps)
+
+    monkeypatch.setattr(Drifting, "drift", drift)
+    monkeypatch.setattr(Drifting, "resize", halfway)
+    events: list[Event] = []
+    guard.on_event = events.append
+    memguard.resize("torch", "5GiB")
+    threads[0].join()
+    assert events == [] and enforcements() == {"torch": "enforced"}
+
+
+def test_a_cap_that_no_longer_holds_cannot_be_resized(drifting: dict[str, Drifting]) -> None:
+    guard = start(TORCH)
+    drifting["torch"].allocate(MIB)
+    drifting["torch"].lost = (RAISED,)
+    with pytest.raises(CapNotApplied, match="its fraction was raised\n    fix: undo that change") as error:
+        memguard.resize("torch", "2GiB")
+    assert error.value.framework == "torch" and guard.plan.devices[0].caps["torch"] == 4 * GIB
+    drifting["torch"].lost = ()
+    memguard.resize("torch", "2GiB")
+    assert cap_of(drifting["torch"]) == 2 * GIB
+
+
+def test_a_note_about_a_cap_that_no_longer_holds_promises_nothing(drifting: dict[str, Drifting]) -> None:
+    guard = start(TORCH)
+    torch = drifting["torch"]
+    torch.allocate(MIB)
+    torch.lost = (RAISED,)
+    torch.resize(dict.fromkeys(guard.plan.caps("torch"), 8 * GIB))  # past the guard
+    torch.allocate(5 * GIB)
+    (note,) = [note for note in memguard.ledger().notes if "above its cap" in note]
+    assert note.endswith("above its cap of 4.00 GiB on NVIDIA H200, which is watched, not enforced")
+
+
+def test_the_timeline_and_an_out_of_memory_report_agree_about_drift(
+    drifting: dict[str, Drifting], tmp_path: Path
+) -> None:
+    start({**TORCH, "monitor": {"interval": "1h", "timeline": str(tmp_path / "run.jsonl")}})
+    torch = drifting["torch"]
+    torch.allocate(MIB)
+    torch.lost = (RAISED,)
+    with pytest.raises(FrameworkOutOfMemory), memguard.workload("train", framework="torch"):
+        torch.allocate(200 * GIB)
+    torch.lost = ()
+    assert enforcements() == {"torch": "enforced"}
+    report = memguard.last_oom()
+    assert report is not None and report.ledger is not None
+    assert report.ledger.devices[0].row("torch").enforcement == "watched" and RAISED in report.ledger.notes
+    assert report.reason == "card" and report.why.endswith("torch's cap of 4.00 GiB is watched, not enforced")
+    memguard.shutdown()
+    (path,) = tmp_path.iterdir()
+    notes = [event for event in memguard.load_timeline(path).events() if event.kind == "note"]
+    assert [(event.framework, event.text) for event in notes] == [
+        ("torch", "torch: its cap no longer holds: its fraction was raised"),
+        ("torch", "torch: its cap holds again"),
+    ]
+
+
+def test_the_monitor_finds_drift_and_tells_the_callbacks(drifting: dict[str, Drifting]) -> None:
+    found = threading.Event()
+    forget = memguard.on_pressure(lambda event: found.set() if event.kind == "note" else None)
+    try:
+        guard = start({**TORCH, "monitor": {"interval": "50ms"}})
+        drifting["torch"].allocate(MIB)
+        drifting["torch"].lost = (RAISED,)
+        assert found.wait(10) and "watched" in str(guard)
+    finally:
+        forget()
 
 
 # captures of CUDA graphs
@@ -253,7 +415,7 @@ def test_nothing_is_trimmed_while_this_thread_captures_a_graph(
     assert memguard.trim() == GIB and torch.trimmed == [True], "beside the captures of other threads"
 
 
-def test_a_capture_of_which_nobody_trims_is_not_asked_about(
+def test_captures_are_not_looked_for_without_a_trim(
     capture: Callable[..., dict[str, Capturing]], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = capture()
@@ -284,7 +446,7 @@ def test_require_refuses_what_only_a_trim_could_give_while_a_graph_is_captured(
     assert (
         caught.value.available == 512 * MIB
         and torch.trimmed == []
-        and "memguard.trim() where torch runs" in str(caught.value)
+        and "memguard.trim() on the thread that runs torch" in str(caught.value)
     )
     memguard.require("pycuda", 256 * MIB)
     pycuda.captures = False

@@ -1,4 +1,4 @@
-"""`init` and `guard`: what is applied, once, and what is said where nothing is."""
+"""`init` and `guard`: what is applied, once, and what the errors say if nothing is."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from guards import BUDGET, TORCH, Absent, hooks, host_of, imported, simulated, start
+from guards import BUDGET, TORCH, Absent, hooks, host_of, imported, replaced, simulated, start
 
 import memguard
 from memguard import _api
@@ -18,8 +18,8 @@ from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks import registry
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard import Guard
-from memguard._types import Device, MemoryInfo
-from memguard._units import GIB, MIB
+from memguard._types import Device, MemoryInfo, Usage
+from memguard._units import GIB, MIB, format_size
 from memguard.errors import (
     NotActive,
     PlanError,
@@ -75,13 +75,44 @@ def test_random_work_always_adds_up_to_the_byte() -> None:
                 assert (part.row(name).bytes or 0) <= (part.row(name).cap or 0)
 
 
-def test_overhead_above_the_reserve_is_said_once_with_the_reserve_that_fits() -> None:
+def test_overhead_above_the_reserve_warns_once_with_the_reserve_that_fits() -> None:
     guard = start({**BUDGET, "device": {"limit": "16GiB", "reserve": "600MiB"}})
     simulated(guard, "torch").allocate(1)
     for _ in range(3):
         memguard.ledger()
     (note,) = [note for note in guard.notes if "overhead" in note]
     assert "more than the reserve of 600.0 MiB" in note and "reserve: 612MiB" in note
+
+
+class Growing(SimulatedFramework):
+    """Holds a MiB more each time it is asked, and counts that."""
+
+    asked = 0
+
+    def usage(self, device: Device) -> Usage | None:
+        self.asked += 1
+        return Usage(5 * GIB + self.asked * MIB, GIB, 0)
+
+
+@pytest.mark.parametrize("gpus", ["h200", ["h200", "l4"]])
+def test_a_framework_is_asked_once_for_each_gpu_so_that_a_note_agrees_with_its_row(
+    monkeypatch: pytest.MonkeyPatch, gpus: str | list[str]
+) -> None:
+    made: list[Growing] = []
+
+    def make(host: SimulatedHost, name: str) -> SimulatedFramework:
+        made.append(Growing(host, name, imported=True))
+        return made[-1]
+
+    replaced(monkeypatch, torch=make)
+    guard = start(TORCH, gpus)
+    asked = made[0].asked
+    ledger = guard.ledger()
+    assert made[0].asked == asked + len(ledger.devices)
+    above = [note for note in ledger.notes if "above its cap" in note]
+    rows = [part.row("torch") for part in ledger.devices]
+    sizes = [format_size((row.bytes or 0) - (row.cap or 0)) for row in rows]
+    assert [note.split(" above")[0] for note in above] == [f"torch: holds {size}" for size in sizes]
 
 
 class Restless(SimulatedHost):
@@ -106,7 +137,7 @@ def test_a_card_that_rests_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("times", "moved"), [(0, False), (2, False), (3, False), (4, False), (100, True)])
-def test_a_card_that_moves_is_read_again_and_it_is_said_where_it_never_rests(times: int, moved: bool) -> None:
+def test_a_card_whose_figures_move_is_read_again_and_marked_if_they_never_rest(times: int, moved: bool) -> None:
     host = Restless(["h200"])
     guard = Guard(from_mapping(TORCH), host)
     guard.start()
@@ -181,7 +212,7 @@ class NotSimulated(SimulatedHost):
         (("tensorflow",), "13.0", "never", False),
     ],
 )
-def test_torch_and_tensorflow_together_have_their_cuda_runtimes_told_apart(
+def test_torch_and_tensorflow_together_have_their_cuda_runtimes_kept_apart(
     monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], version: str | None, answer: str | None, asked: bool
 ) -> None:
     versions: list[str] = []
@@ -192,12 +223,12 @@ def test_torch_and_tensorflow_together_have_their_cuda_runtimes_told_apart(
     guard = Guard(from_mapping(budget), NotSimulated(["h200"]))
     guard.start()
     assert versions == (["13.0"] if asked else [])
-    told = asked and answer is not None
-    assert any("loaded a library first" in note for note in guard.notes) is told
-    assert guard.stop() == (["torch: the CUDA runtime loaded first stays loaded"] if told else [])
+    kept_apart = asked and answer is not None
+    assert any("loaded a library first" in note for note in guard.notes) is kept_apart
+    assert guard.stop() == (["torch: the CUDA runtime loaded first stays loaded"] if kept_apart else [])
 
 
-def test_cuda_runtimes_are_left_alone_where_one_of_the_two_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_runtimes_are_left_alone_if_one_of_the_two_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "create", lambda name, host: (Absent if name == "torch" else imported)(host, name))
     monkeypatch.setattr("memguard._frameworks.torch.settings.cuda_version", lambda: "13.0")
     monkeypatch.setattr("memguard._frameworks.cudart.cure", lambda v: pytest.fail("it has nothing to cure"))
@@ -234,7 +265,7 @@ def test_what_this_process_may_hold_itself_is_no_reason_to_refuse_a_card(monkeyp
     guard.stop()
 
 
-def test_a_card_that_others_hold_is_refused_where_the_budget_says_so() -> None:
+def test_a_card_that_others_hold_is_refused_if_the_budget_says_so() -> None:
     host = SimulatedHost(["h200"])
     host.occupy(host.devices()[0], 1, 100 * GIB)
     for budget, where in ((from_mapping(BUSY), "init: "), (parse(json.dumps(BUSY), "b.json"), r"b\.json:1:\d+: ")):

@@ -88,7 +88,7 @@ def test_an_undo_that_fails_does_not_stop_the_others(steps: Callable[..., list[s
     assert not guard.active
 
 
-def test_the_first_error_comes_out_where_an_undo_fails_too(steps: Callable[..., list[str]]) -> None:
+def test_the_first_error_is_raised_if_an_undo_fails_too(steps: Callable[..., list[str]]) -> None:
     done = steps("apply pycuda", "undo torch")
     with pytest.raises(RuntimeError, match="apply of pycuda failed"):
         start()

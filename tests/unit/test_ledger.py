@@ -14,18 +14,10 @@ from hypothesis import strategies as st
 
 from memguard import _policy
 from memguard._config import from_mapping
-from memguard._ledger import types
-from memguard._ledger.tables import ledger_table
-from memguard._ledger.types import (
-    STEP,
-    DeviceLedger,
-    Ledger,
-    Overhead,
-    device_ledger,
-    expected_overhead,
-    gap,
-    own_bytes,
-)
+from memguard._ledger.overhead import STEP, Overhead, expected_overhead, gap_of, own_bytes
+from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.tables import html_ledger
+from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._policy import modules
 from memguard._types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._units import GIB, MIB, TIB
@@ -57,7 +49,7 @@ def test_rows_of_a_quiet_process() -> None:
     plan = part_of(torch={"share": "50%"}, pycuda={"limit": "1GiB"})
     state = Overhead().after(own - 4 * GIB, frozenset({"context", "torch"}))
     ledger = device_ledger(
-        H200, reading(own, GIB), own, usages, {"torch": "enforced", "pycuda": "pending"}, state, plan
+        Reading(H200, reading(own, GIB), own, usages, state), plan, {"torch": "enforced", "pycuda": "pending"}
     )
     assert [row.name for row in ledger.rows] == [
         "torch", "pycuda", "overhead", "unaccounted", "other processes", "driver reserve", "free",
@@ -100,7 +92,7 @@ def memories(draw: st.DrawFn) -> MemoryInfo:
 def test_rows_add_up_to_the_byte_whatever_is_read(
     memory: MemoryInfo, own: int | None, usages: Mapping[str, Usage | None], charged: int, planned: bool
 ) -> None:
-    ledger = device_ledger(H200, memory, own, usages, {}, Overhead(charged), part_of() if planned else None)
+    ledger = device_ledger(Reading(H200, memory, own, usages, Overhead(charged)), part_of() if planned else None)
     assert total(ledger) == memory.total
     assert ledger.row("free").bytes == memory.free
     names = [row.name for row in ledger.rows]
@@ -114,14 +106,14 @@ def test_unaccounted_is_the_gap_less_what_is_charged(
     own: int, usages: Mapping[str, Usage | None], charged: int
 ) -> None:
     memory = MemoryInfo(4 * TIB, 0, 3 * TIB, TIB)
-    row = device_ledger(H200, memory, own, usages, {}, Overhead(charged)).row("unaccounted")
-    known = gap(own, usages.values())
+    row = device_ledger(Reading(H200, memory, own, usages, Overhead(charged))).row("unaccounted")
+    known = gap_of(own, usages.values())
     assert known is not None and row.bytes == known - charged
 
 
 def test_unaccounted_is_signed() -> None:
     """A framework that counts more than the driver saw yet: the difference is shown, not hidden."""
-    ledger = device_ledger(H200, reading(GIB), GIB, {"torch": Usage(2 * GIB, GIB)}, {}, Overhead())
+    ledger = device_ledger(Reading(H200, reading(GIB), GIB, {"torch": Usage(2 * GIB, GIB)}, Overhead()))
     assert ledger.row("unaccounted").bytes == -GIB and total(ledger) == H200.total
     assert "-1,024.0" in str(Ledger(0.0, (ledger,)))
 
@@ -131,7 +123,7 @@ def test_unaccounted_is_signed() -> None:
 
 def test_a_process_without_bytes_is_unknown_and_not_zero() -> None:
     usages = {"torch": Usage(GIB, GIB, 0)}
-    ledger = device_ledger(H200, reading(GIB + CONTEXT, 5 * GIB), None, usages, {}, Overhead())
+    ledger = device_ledger(Reading(H200, reading(GIB + CONTEXT, 5 * GIB), None, usages, Overhead()))
     assert ledger.process is None and ledger.row("other processes").bytes is None
     assert ledger.row("unaccounted").bytes == CONTEXT + 5 * GIB and total(ledger) == H200.total
     text = str(Ledger(0.0, (ledger,)))
@@ -149,15 +141,15 @@ def test_own_bytes() -> None:
 
 def test_gap() -> None:
     exact, bounded = Usage(GIB, 1), Usage(None, 5, held_at_least=MIB)
-    assert gap(3 * GIB, [exact, None, bounded]) == 2 * GIB - MIB
-    assert gap(None, [exact]) is None
-    assert gap(GIB, [Usage(None, None)]) == GIB
+    assert gap_of(3 * GIB, [exact, None, bounded]) == 2 * GIB - MIB
+    assert gap_of(None, [exact]) is None
+    assert gap_of(GIB, [Usage(None, None)]) == GIB
 
 
 def test_nvml_v1_counts_the_drivers_part_under_other_processes_and_says_so() -> None:
     memory = reading(GIB, v2=False)
     assert memory.used + memory.free == memory.total
-    ledger = device_ledger(H200, memory, GIB, {"torch": Usage(GIB, GIB, 0)}, {}, Overhead())
+    ledger = device_ledger(Reading(H200, memory, GIB, {"torch": Usage(GIB, GIB, 0)}, Overhead()))
     assert ledger.row("driver reserve").bytes is None and total(ledger) == H200.total
     assert ledger.row("other processes").bytes == 615 * MIB
     text = str(Ledger(0.0, (ledger,)))
@@ -168,7 +160,7 @@ def test_nvml_v1_counts_the_drivers_part_under_other_processes_and_says_so() -> 
 def test_tensorflow_is_counted_with_the_least_it_must_hold_and_its_bounds() -> None:
     usage = Usage(None, GIB, 0, held_at_least=2 * GIB, held_at_most=8 * GIB)
     own = 3 * GIB + CONTEXT
-    ledger = device_ledger(H200, reading(own), own, {"tensorflow": usage}, {}, Overhead(CONTEXT))
+    ledger = device_ledger(Reading(H200, reading(own), own, {"tensorflow": usage}, Overhead(CONTEXT)))
     row = ledger.row("tensorflow")
     assert (row.bytes, row.at_least, row.at_most, row.cached) == (2 * GIB, 2 * GIB, 8 * GIB, None)
     assert ledger.row("unaccounted").bytes == GIB and "tensorflow may hold" in ledger.row("unaccounted").note
@@ -178,7 +170,7 @@ def test_tensorflow_is_counted_with_the_least_it_must_hold_and_its_bounds() -> N
 
 
 def test_known_holdings_have_no_bounds() -> None:
-    row = device_ledger(H200, reading(GIB), GIB, {"torch": Usage(GIB, 1, 0, 5, 6)}, {}, Overhead()).row("torch")
+    row = device_ledger(Reading(H200, reading(GIB), GIB, {"torch": Usage(GIB, 1, 0, 5, 6)}, Overhead())).row("torch")
     assert row.at_least is None and row.at_most is None and row.note == ""
 
 
@@ -232,8 +224,8 @@ def test_a_training_on_two_gpus_as_it_was_measured() -> None:
 def test_gaps_in_slabs_are_overhead_and_part_of_no_gap() -> None:
     state = replace(FIRST, slabs=9 * MIB)
     own = 612 * MIB + 9 * MIB + GIB
-    assert gap(own, [Usage(GIB, GIB)], 9 * MIB) == 612 * MIB
-    ledger = device_ledger(H200, reading(own), own, {"torch": Usage(GIB, GIB)}, {}, state)
+    assert gap_of(own, [Usage(GIB, GIB)], 9 * MIB) == 612 * MIB
+    ledger = device_ledger(Reading(H200, reading(own), own, {"torch": Usage(GIB, GIB)}, state))
     assert ledger.row("overhead").bytes == 621 * MIB
     assert ledger.row("unaccounted").bytes == 0
 
@@ -346,7 +338,7 @@ def test_what_a_communicator_never_took_is_forgotten_with_it() -> None:
     assert FIRST.after(612 * MIB, TWO).after(612 * MIB, ONE).owed == 896 * MIB
 
 
-def test_where_a_pool_is_unknown_no_more_is_charged_of_communicators_than_was_measured() -> None:
+def test_beside_an_unknown_pool_communicators_are_charged_no_more_than_was_measured() -> None:
     state = Overhead().after(5 * GIB, TWO | {"tensorflow"}, exact=False)
     assert state.charged == (518 + 344 + 92 + 838 + 486) * MIB
 
@@ -429,7 +421,7 @@ def sample(simulated: bool = True, **sizes: int) -> Ledger:
     own = torch + tensorflow + 1023 * MIB + 1200 * MIB
     state = Overhead().after(1200 * MIB, frozenset(usages))
     enforcements = dict.fromkeys(usages, "enforced") | {"tensorflow": "too late"}
-    device = device_ledger(H200, reading(own, 40 * GIB), own, usages, enforcements, state, plan)
+    device = device_ledger(Reading(H200, reading(own, 40 * GIB), own, usages, state), plan, enforcements)
     return Ledger(time.time(), (device,), simulated, ("one note",))
 
 
@@ -444,7 +436,7 @@ def test_data_and_back() -> None:
     assert data == ledger.as_dict()
     assert data["memguard_ledger"] == 1 and data["simulated"] is True and data["notes"] == ["one note"]
     (device,) = data["devices"]
-    rebuilt = tuple(types.Row(**row) for row in device["rows"])
+    rebuilt = tuple(Row(**row) for row in device["rows"])
     assert rebuilt == ledger.devices[0].rows
     assert sum(row["bytes"] for row in device["rows"]) == device["total"] == H200.total
     assert device["uuid"] == H200.uuid and device["limit"] == ledger.devices[0].limit and device["moved"] is False
@@ -452,7 +444,7 @@ def test_data_and_back() -> None:
 
 
 def test_unknown_is_null_in_data() -> None:
-    ledger = device_ledger(H200, reading(0, GIB), None, {"torch": Usage(None, None)}, {}, Overhead())
+    ledger = device_ledger(Reading(H200, reading(0, GIB), None, {"torch": Usage(None, None)}, Overhead()))
     data = json.loads(Ledger(0.0, (ledger,)).to_json())["devices"][0]
     assert data["process"] is None and data["limit"] is None
     rows = {row["name"]: row for row in data["rows"]}
@@ -484,7 +476,7 @@ def test_a_simulated_ledger_says_so_and_a_real_one_does_not() -> None:
 
 def test_every_gpu_has_its_table() -> None:
     other = Device("GPU-0", "NVIDIA RTX 6000 Ada Generation", 1, 49_140 * MIB, 600 * MIB, "ada", None)
-    second = device_ledger(other, MemoryInfo(other.total, other.reserved, 0, other.usable), 0, {}, {}, Overhead())
+    second = device_ledger(Reading(other, MemoryInfo(other.total, other.reserved, 0, other.usable), 0, {}, Overhead()))
     text = str(Ledger(0.0, (*sample().devices, second), True))
     assert text.count("total ") == 2 and "RTX 6000 Ada Generation (simulated)" in text
     assert "cuda:0, this process" in text and text.count("cuda:") == 1
@@ -492,7 +484,7 @@ def test_every_gpu_has_its_table() -> None:
 
 def test_a_notebook_shows_tables_and_a_terminal_the_text() -> None:
     ledger = sample()
-    assert ledger._repr_html_() == ledger_table(ledger.as_dict())
+    assert ledger._repr_html_() == html_ledger(ledger)
 
     class Printer:
         def text(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The books over readings that are set by hand: what is charged as communicators come and go, and what is said."""
+"""The reader over figures that are set by hand: what is charged as communicators come and go, and the warnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memguard._devices.simulated import PID, SimulatedHost
 from memguard._frameworks import driver_pages, registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import Slabs
-from memguard._ledger.reader import Books
+from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import DeviceLedger
 from memguard._types import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
 from memguard._units import GIB, MIB
@@ -28,7 +28,7 @@ COLLECTIVE, FURTHER = 838 * MIB, 486 * MIB
 class Stub(Framework):
     """A framework whose figures are set from outside."""
 
-    name, module, hook, tested = "stub", "stub", "stub", ("0",)
+    name = module = hook = "stub"
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -40,14 +40,14 @@ class Stub(Framework):
         return bool(self.usages)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        raise AssertionError("the books apply nothing")
+        raise AssertionError("the reader applies nothing")
 
     def usage(self, device: Device) -> Usage | None:
         self.asked += 1
         return self.usages.get(device.uuid)
 
     def trim(self, device: Device) -> None:
-        raise AssertionError("the books trim nothing")
+        raise AssertionError("the reader trims nothing")
 
     def libraries(self) -> frozenset[str]:
         return self.beside
@@ -68,8 +68,8 @@ class Setting:
         mapping = {"version": 1, "frameworks": frameworks, **budget}
         self.parts = _policy.plan(from_mapping(mapping), self.host.devices()).devices
         self.stubs = {name: Stub(self.host) for name in frameworks}
-        self.said: list[str] = []
-        self.books = Books(self.host, unnamed, self.said.append)
+        self.warnings: list[str] = []
+        self.reader = LedgerReader(self.host, unnamed, self.warnings.append)
 
     @property
     def torch(self) -> Stub:
@@ -87,7 +87,7 @@ class Setting:
 
     def read(self, number: int = 0) -> DeviceLedger:
         enforcements = dict.fromkeys(self.stubs, Enforcement.ENFORCED.value)
-        part = self.books.read(self.parts[number], self.stubs, enforcements)
+        part = self.reader.ledger(self.parts[number], self.stubs, enforcements)
         assert sum(row.bytes or 0 for row in part.rows) == part.device.total
         return part
 
@@ -134,8 +134,7 @@ class TestSample:
     """The monitor's reading: the ledger's figures, and each asked for once where nothing has changed."""
 
     def figures(self, setting: Setting) -> None:
-        enforcements = dict.fromkeys(setting.stubs, Enforcement.ENFORCED.value)
-        sample = setting.books.sample(setting.part, setting.stubs, lambda: enforcements)
+        sample = setting.reader.sample(setting.part, setting.stubs)
         part = setting.read()
         rows = {row.name: row.bytes for row in part.rows}
         assert (sample.uuid, sample.process, sample.limit) == (setting.gpu.uuid, part.process, part.limit)
@@ -148,7 +147,7 @@ class TestSample:
         usage = sample.frameworks.get("torch", FrameworkSample(0, None, None, row.cap))
         assert usage == (row.bytes, row.in_use, row.reclaimable, row.cap)
 
-    def test_it_says_what_the_ledger_says(self) -> None:
+    def test_it_agrees_with_the_ledger(self) -> None:
         setting = Setting()
         self.figures(setting)
         setting.live()
@@ -161,7 +160,7 @@ class TestSample:
         setting.host.take(setting.gpu, 66 * MIB)  # cuBLAS
         self.figures(setting)
 
-    def test_it_asks_once_until_something_is_nobodys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_asks_once_until_something_is_unaccounted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Setting, "kind", Asked)
         setting = Setting()
         setting.live()
@@ -170,7 +169,7 @@ class TestSample:
 
         def asked() -> int:
             before = host.asked
-            setting.books.sample(setting.part, setting.stubs, dict)
+            setting.reader.sample(setting.part, setting.stubs)
             return host.asked - before
 
         assert [asked() for _ in range(12)] == [1, *[0] * 9, 1, 0], "a page may have changed hands"
@@ -181,7 +180,7 @@ class TestSample:
         assert asked() > 1 and asked() == 0, "it stays nobody's, and is looked at once"
         setting.host.take(setting.gpu, 66 * MIB)
         assert asked() > 1, "it may be a library's first use"
-        setting.books.clear()
+        setting.reader.clear()
         assert asked() > 1
 
 
@@ -207,7 +206,7 @@ def test_communicators_are_charged_when_they_take_their_memory_and_go_with_it(be
     assert setting.figures() == [612 + 838, 0]
     setting.host.give(setting.gpu, COLLECTIVE - 2 * MIB)
     setting.torch.beside = nccl(0)
-    assert setting.figures() == [614, 0] and setting.said == []
+    assert setting.figures() == [614, 0] and setting.warnings == []
 
 
 def test_a_communicator_made_eagerly_is_charged_at_its_first_collective() -> None:
@@ -242,48 +241,48 @@ def test_a_reserve_that_is_too_small_names_the_communicators_that_it_lacks(decla
     for _ in range(3):
         setting.read()
     if declared == 2:
-        assert setting.said == []
+        assert setting.warnings == []
         return
-    (said,) = setting.said
-    assert "NVIDIA H200: overhead is 1.89 GiB, more than the reserve of" in said
-    assert said.endswith("fix: frameworks.torch.nccl: 2 in the budget")
+    (warning,) = setting.warnings
+    assert "NVIDIA H200: overhead is 1.89 GiB, more than the reserve of" in warning
+    assert warning.endswith("fix: frameworks.torch.nccl: 2 in the budget")
 
 
-def test_a_declared_reserve_that_is_too_small_is_told_its_size() -> None:
+def test_the_warning_about_a_small_declared_reserve_names_the_size() -> None:
     setting = Setting(nccl=2, device={"reserve": "1GiB"})
     setting.live()
     setting.host.take(setting.gpu, COLLECTIVE + 1)
     setting.torch.beside = nccl(1)
     setting.read()
-    (said,) = setting.said
-    assert said.endswith("fix: device: {reserve: 1451MiB}")
+    (warning,) = setting.warnings
+    assert warning.endswith("fix: device: {reserve: 1451MiB}")
 
 
-def test_an_auto_reserve_that_is_too_small_without_communicators_is_told_its_size() -> None:
+def test_the_warning_about_a_small_auto_reserve_names_the_size_without_communicators() -> None:
     setting = Setting()
     setting.parts = tuple(
         DevicePlan(p.device, p.limit, 600 * MIB, p.caps, p.unallocated, "auto") for p in setting.parts
     )
     setting.live()
     setting.read()
-    (said,) = setting.said
-    assert said.endswith("fix: device: {reserve: 612MiB}")
+    (warning,) = setting.warnings
+    assert warning.endswith("fix: device: {reserve: 612MiB}")
 
 
-def test_it_is_said_once_for_each_gpu_and_again_after_another_budget() -> None:
+def test_the_warning_comes_once_for_each_gpu_and_again_under_another_budget() -> None:
     setting = Setting(gpus=2, device={"reserve": "512MiB"})
     for number in (0, 1):
         setting.live(number=number)
     for _ in range(2):
         for number in (0, 1):
             assert setting.figures(number) == [612, 0]
-    assert len(setting.said) == 2
-    setting.books.clear()
+    assert len(setting.warnings) == 2
+    setting.reader.clear()
     setting.read()
-    assert len(setting.said) == 3
+    assert len(setting.warnings) == 3
 
 
-def test_each_gpu_has_its_own_books() -> None:
+def test_each_gpu_is_charged_by_itself() -> None:
     setting = Setting(gpus=2, nccl=1)
     setting.live()
     setting.host.take(setting.gpu, COLLECTIVE)
@@ -293,14 +292,14 @@ def test_each_gpu_has_its_own_books() -> None:
     assert setting.figures(1) == [612, 0] and setting.figures(0) == [612 + 838, 0]
 
 
-def test_cleared_the_books_begin_anew() -> None:
+def test_a_cleared_reader_begins_anew() -> None:
     setting = Setting()
     setting.live()
     setting.host.take(setting.gpu, 300 * MIB)
     assert setting.figures() == [912, 0]
     setting.host.take(setting.gpu, 300 * MIB)
     assert setting.figures() == [912, 300]
-    setting.books.clear()
+    setting.reader.clear()
     assert setting.figures() == [992, 220], "all that is expected of a context and torch"
 
 
@@ -391,7 +390,7 @@ def test_a_process_that_nvml_does_not_name_is_charged_nothing(monkeypatch: pytes
     assert part.process is None and part.row("overhead").bytes == 0 and part.row("unaccounted").bytes == FIRST
 
 
-def test_where_a_pool_is_unknown_no_more_is_charged_than_was_measured() -> None:
+def test_beside_an_unknown_pool_no_more_is_charged_than_was_measured() -> None:
     setting = Setting("tensorflow")
     setting.live()
     setting.stubs["tensorflow"].usages[setting.gpu.uuid] = Usage(None, GIB, 0, held_at_least=GIB)

@@ -1,4 +1,4 @@
-"""What looks on while a budget is active: errors explained, pressure acted on at checkpoints, timelines."""
+"""A budget in effect: errors explained, pressure acted on at checkpoints, timelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 import memguard
 from memguard import _api
-from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard import Guard
 from memguard._monitor import session
 from memguard._monitor.pressure import Action
@@ -43,10 +43,11 @@ def nothing_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if "memguard" in thread.name]
 
 
-def begin(**more: Any) -> tuple[session.Watch, dict[str, SimulatedFramework]]:
+def begin(**more: Any) -> tuple[session.Session, dict[str, SimulatedFramework]]:
     guard = memguard.init({**BUDGET, **more}, simulate="h200")
-    assert isinstance(guard.observer, session.Watch)
-    return guard.observer, {name: one for name, one in guard.frameworks.items() if isinstance(one, SimulatedFramework)}
+    return _api.current_session(), {
+        name: one for name, one in guard.frameworks.items() if isinstance(one, SimulatedFramework)
+    }
 
 
 def until(done: Callable[[], Any]) -> Any:
@@ -80,9 +81,9 @@ def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
             with memguard.workload("train", framework="torch"):
                 torch.allocate(11 * GIB)
         torch.allocate(11 * GIB)
-    assert isinstance(caught.value, torch.oom_types()) and caught.value.requested == 11 * GIB
-    said = capsys.readouterr().err
-    assert said.count("ran out of GPU memory") == 1 and "torch" in said
+    assert isinstance(caught.value, FrameworkOutOfMemory) and caught.value.requested == 11 * GIB
+    shown = capsys.readouterr().err
+    assert shown.count("ran out of GPU memory") == 1 and "torch" in shown
     report = memguard.last_oom()
     assert report is not None and report.verdict.requester == "torch" and report.verdict.requested == 11 * GIB
     if sys.version_info >= (3, 11):
@@ -134,14 +135,14 @@ def test_a_thread_that_dies_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_monitor_there_is_no_thread() -> None:
-    looking, _ = begin()
-    assert looking.monitor is None and not [t for t in threading.enumerate() if "memguard" in t.name]
+    running, _ = begin()
+    assert running.monitor is None and not [t for t in threading.enumerate() if "memguard" in t.name]
     memguard.checkpoint()
 
 
 def test_the_monitor_sees_what_the_ledger_sees_and_ends_with_the_budget() -> None:
-    looking, frameworks = begin(monitor=MONITOR)
-    monitor = looking.monitor
+    running, frameworks = begin(monitor=MONITOR)
+    monitor = running.monitor
     assert monitor is not None
     array = frameworks["torch"].allocate(3 * GIB)
     sample = until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])[-1]
@@ -151,7 +152,7 @@ def test_the_monitor_sees_what_the_ledger_sees_and_ends_with_the_budget() -> Non
     assert not monitor.alive
 
 
-def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_pressure_is_logged_and_passed_to_callbacks(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Event] = []
     broken = memguard.on_pressure(lambda event: 1 / 0)
     forget = memguard.on_pressure(seen.append)
@@ -161,7 +162,7 @@ def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureF
         first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
     assert first.level is Pressure.CRITICAL
     assert [r for r in caplog.records if r.levelno == logging.WARNING and "torch" in r.getMessage()]
-    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "test_watching.py:" in caplog.text
+    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "test_monitor_session.py:" in caplog.text
     assert first.level == "critical", "it can be compared with text"
     for undo in (broken, forget, forget):
         undo()
@@ -171,7 +172,7 @@ def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("names", "end"), [("h200", " of its cap"), (["h200", "l4"], " of its cap on cuda:0 (NVIDIA H200)")]
 )
-def test_what_is_said_of_pressure_names_the_gpu_where_there_are_several(names: Any, end: str) -> None:
+def test_pressure_names_the_gpu_if_there_are_several(names: Any, end: str) -> None:
     seen: list[Event] = []
     memguard.on_pressure(seen.append)
     budget = {**BUDGET, "device": {"limit": "20GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}, "monitor": MONITOR}
@@ -179,15 +180,15 @@ def test_what_is_said_of_pressure_names_the_gpu_where_there_are_several(names: A
     torch = guard.frameworks["torch"]
     assert isinstance(torch, SimulatedFramework)
     torch.allocate(10 * GIB - 64 * MIB)
-    said = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
-    assert said.text.endswith(end) and said.uuid == guard.plan.devices[0].device.uuid
+    first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
+    assert first.text.endswith(end) and first.uuid == guard.plan.devices[0].device.uuid
 
 
 def test_a_trim_waits_for_a_checkpoint_on_the_users_thread() -> None:
-    looking, frameworks = begin()
+    running, frameworks = begin()
     torch = frameworks["torch"]
     torch.free(torch.allocate(4 * GIB))
-    looking._act(Action("trim", event()))
+    running._act(Action("trim", event()))
     assert memguard.ledger().devices[0].row("torch").cached == 4 * GIB, "not in the background"
     seen: list[Event] = []
     memguard.on_pressure(seen.append)
@@ -216,8 +217,8 @@ def test_raise_comes_at_the_next_checkpoint_while_the_pressure_lasts() -> None:
 
 
 def test_a_raise_that_is_no_longer_due_is_forgotten() -> None:
-    looking, _ = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
-    looking._act(Action("raise", event()))
+    running, _ = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    running._act(Action("raise", event()))
     memguard.checkpoint()
     memguard.checkpoint()
 
@@ -231,8 +232,8 @@ def test_a_workload_that_leaves_more_behind_each_time_is_suspected_once(caplog: 
                 kept.append(frameworks["torch"].allocate(64 * MIB))
             with memguard.workload("clean", framework="torch"):
                 frameworks["torch"].free(frameworks["torch"].allocate(64 * MIB))
-    (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
-    assert "'step'" in said and "64.0 MiB" in said
+    (warning,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
+    assert "'step'" in warning and "64.0 MiB" in warning
 
 
 def test_memory_that_is_freed_after_the_workload_is_no_leak(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,41 +246,41 @@ def test_memory_that_is_freed_after_the_workload_is_no_leak(caplog: pytest.LogCa
 
 
 def test_names_of_workloads_are_forgotten_in_the_end() -> None:
-    looking, _ = begin()
+    running, _ = begin()
     for number in range(300):
         with memguard.workload(f"step {number}", framework="torch"):
             pass
-    assert len(looking._repeated) == 256
+    assert len(running._workloads) == 256
 
 
 def test_a_trim_that_helps_is_enough() -> None:
-    looking, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["trim", "raise"])
+    running, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["trim", "raise"])
     torch = frameworks["torch"]
     torch.free(torch.allocate(10 * GIB - 64 * MIB))
     for kind in ("trim", "raise"):
-        looking._act(Action(kind, event()))
+        running._act(Action(kind, event()))
     memguard.checkpoint()
     memguard.checkpoint()
 
 
 def test_of_two_that_are_critical_the_one_that_stays_so_is_raised() -> None:
-    looking, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    running, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
     frameworks["torch"].allocate(10 * GIB - 64 * MIB)
     for name in ("torch", "cupy"):
-        looking._act(Action("raise", event(framework=name)))
+        running._act(Action("raise", event(framework=name)))
     with pytest.raises(memguard.UnderPressure) as caught:
         memguard.checkpoint()
     assert caught.value.framework == "torch"
 
 
 def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> None:
-    looking, frameworks = begin(monitor=MONITOR)
+    running, frameworks = begin(monitor=MONITOR)
     threads: list[str] = []
-    looking._trim = lambda event: threads.append(threading.current_thread().name)  # type: ignore[method-assign]
+    running._trim = lambda event: threads.append(threading.current_thread().name)  # type: ignore[method-assign]
     done = threading.Event()
 
     def called(event: Event) -> None:
-        looking._due.append(event)
+        running._due.append(event)
         memguard.checkpoint()
         done.set()
 
@@ -306,7 +307,7 @@ class Hanging:
         monkeypatch.setattr(SimulatedHost, "memory", memory)
 
 
-def test_a_driver_that_hangs_under_the_monitor_hangs_nobody_else(
+def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from memguard._ledger import reader
@@ -329,10 +330,20 @@ def test_a_driver_that_hangs_under_the_monitor_hangs_nobody_else(
     until(lambda: not [t for t in threading.enumerate() if "memguard" in t.name])
 
 
+def test_a_guard_that_is_stopped_by_itself_ends_the_monitor_and_the_hooks() -> None:
+    hook = sys.excepthook
+    running, _ = begin(monitor=MONITOR)
+    monitor = running.monitor
+    assert monitor is not None and sys.excepthook is not hook
+    running.guard.stop()
+    assert not monitor.alive and sys.excepthook is hook
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+
+
 def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard._monitor.sampler import Monitor
 
-    _, _ = begin(monitor=MONITOR)
     stop = Monitor.stop
 
     def interrupted(one: Monitor) -> None:
@@ -340,6 +351,7 @@ def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: py
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Monitor, "stop", interrupted)
+    begin(monitor=MONITOR)
     with pytest.raises(KeyboardInterrupt):
         memguard.shutdown()
     with pytest.raises(memguard.NotActive):
@@ -432,12 +444,12 @@ def test_a_timeline_has_samples_events_and_errors(tmp_path: Path, capsys: pytest
     )
     guard = memguard.init(budget, simulate="h200")
     torch = guard.frameworks["torch"]
-    assert isinstance(torch, SimulatedFramework) and isinstance(guard.observer, session.Watch)
-    monitor = guard.observer.monitor
+    assert isinstance(torch, SimulatedFramework)
+    monitor = _api.current_session().monitor
     assert monitor is not None
     torch.allocate(10 * GIB - 64 * MIB)
     until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])
-    with pytest.raises(torch.oom_types()), memguard.workload("train", framework="torch"):
+    with pytest.raises(FrameworkOutOfMemory), memguard.workload("train", framework="torch"):
         torch.allocate(4 * GIB)
     memguard.shutdown()
     (path,) = tmp_path.glob("run-*.jsonl")
@@ -484,13 +496,13 @@ def test_a_timeline_that_cannot_be_begun_leaves_the_budget_before_active(
         return create(path)
 
     monkeypatch.setattr(files, "create", not_there)
-    looking, frameworks = begin(monitor={**MONITOR, "timeline": str(tmp_path / "first.jsonl")})
-    guard, monitor, array = _api.current(), looking.monitor, frameworks["torch"].allocate(GIB)
+    running, frameworks = begin(monitor={**MONITOR, "timeline": str(tmp_path / "first.jsonl")})
+    guard, monitor, array = _api.current(), running.monitor, frameworks["torch"].allocate(GIB)
     with pytest.raises(memguard.TimelineError, match="fix:"):
         monitored = {**OTHER, "monitor": {"timeline": str(where(tmp_path))}}
         memguard.init(monitored, replace=True, simulate="h200")
     assert _api.current() is guard and guard.active, "not one like it: that one was never undone"
-    assert monitor is not None and looking.monitor is monitor and monitor.alive
+    assert monitor is not None and running.monitor is monitor and monitor.alive
     frameworks["torch"].free(array)
     memguard.shutdown()
     (path,) = tmp_path.glob("first*")
@@ -504,9 +516,10 @@ def test_a_budget_that_replaces_another_may_name_its_timeline(tmp_path: Path, li
     begin(monitor={**MONITOR, "timeline": str(tmp_path / "runs" / "run.jsonl")})
     folder = tmp_path / ("link" if link else "runs")
     again = {**OTHER, "monitor": {**MONITOR, "timeline": str(folder / "run.jsonl")}}
-    guard = memguard.init(again, replace=True, simulate="h200")
-    assert isinstance(guard.observer, session.Watch) and guard.observer.monitor is not None
-    until(lambda: guard.observer.monitor.last(60))  # type: ignore[attr-defined]
+    memguard.init(again, replace=True, simulate="h200")
+    monitor = _api.current_session().monitor
+    assert monitor is not None
+    until(lambda: monitor.last(60))
     memguard.shutdown()
     first, second = sorted((tmp_path / "runs").iterdir(), key=lambda path: len(path.name), reverse=True)
     assert first.name == second.name.replace(".jsonl", ".1.jsonl"), "and nothing else is there"

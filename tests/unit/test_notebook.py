@@ -126,7 +126,7 @@ def test_the_last_line_is_shown_as_in_any_cell(nb: Notebook) -> None:
 def test_a_cell_that_does_not_fit_is_refused_before_it_runs(nb: Notebook) -> None:
     outputs = nb.fails("%%memguard --framework torch --needs 90GiB", "ran = True")
     assert "BudgetExceeded: torch needs 90.00 GiB" in error(outputs)
-    assert "conductor.py" not in error(outputs)  # the way to the refusal is of no interest
+    assert "_guard.py" not in error(outputs)  # the way to the refusal is of no interest
     assert nb.text("print('ran' in globals())") == "False\n"
 
 
@@ -207,7 +207,7 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
     nb.run("%unload_ext memguard")
     shown = nb.text(
         "print('memguard' in ip.magics_manager.magics['line'], 'memguard' in ip.magics_manager.magics['cell'])\n"
-        "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], incidents.shows)\n"
+        "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], hooks.display)\n"
         "print(_api.current().active)"
     )
     assert shown == "False False\nTrue True [] None\nTrue\n"

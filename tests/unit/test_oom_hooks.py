@@ -14,7 +14,7 @@ import traceback
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import memguard
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._oom import hooks
 from memguard._oom.hooks import Scene, facts_of, install, last_oom, seen
 from memguard._oom.report import Report
@@ -39,23 +40,20 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class Budget:
-    """Stands for the active budget."""
+    """Stands for the active budget: a scene to read, and the reports that it was given."""
 
     def __init__(self, scene: Callable[[], Scene] = Scene) -> None:
-        self.read, self.recorded = scene, list[Mapping[str, Any]]()
+        self.scene, self.recorded = scene, list[Report]()
 
-    def scene(self) -> Scene:
-        return self.read()
-
-    def diagnosed(self, report: Mapping[str, Any]) -> None:
-        self.recorded.append(report)
+    def install(self, **more: Any) -> Callable[[], None]:
+        return install(self.scene, self.recorded.append, **more)
 
 
 @pytest.fixture
 def budget() -> Iterator[Budget]:
     before = sys.excepthook, threading.excepthook
     source = Budget()
-    undo = install(source)
+    undo = source.install()
     yield source
     undo()
     assert (sys.excepthook, threading.excepthook) == before
@@ -73,14 +71,14 @@ def oom() -> BaseException:
     return raised(OutOfMemoryError(TEXT))
 
 
-def test_one_incident_is_told_once_wherever_it_comes_by(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_reported_once_wherever_it_is_seen(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
     error = oom()
     first = seen(error)
     assert isinstance(first, Report) and first.verdict.requester == "torch" and first.verdict.requested == 2 << 30
     assert seen(error) is first and seen(error) is first and last_oom() is first
     err = capsys.readouterr().err
     assert err.count("memguard: torch ran out of GPU memory: 2.00 GiB asked for") == 1
-    assert len(budget.recorded) == 1 and budget.recorded[0]["memguard_oom"] == 1
+    assert len(budget.recorded) == 1 and budget.recorded[0].as_dict()["memguard_oom"] == 1
     if NOTES:
         assert [note.splitlines()[0] for note in error.__notes__] == [f"memguard: {first.title}"]
         assert "memguard: torch ran out" in "".join(traceback.format_exception(error))
@@ -99,7 +97,7 @@ def test_the_next_one_is_another_even_while_the_first_is_handled(budget: Budget)
     assert first is not None and second is not None and first is not second and last_oom() is second
 
 
-def test_what_was_raised_from_it_is_the_same_incident(budget: Budget) -> None:
+def test_an_error_raised_from_it_has_the_same_report(budget: Budget) -> None:
     cause = oom()
     report = seen(cause, show=False)
     outer = RuntimeError("the batch failed")
@@ -240,14 +238,16 @@ def test_facts_hold_no_object_of_the_exceptions() -> None:
     assert facts_of(ValueError("a" * 10**6 + "z" * 10**6)).text == f"{'a' * 4000}\n{'z' * 4000}"
 
 
-def test_a_failure_of_ours_never_replaces_the_users_error(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_memguard_never_replaces_the_users_error(
+    budget: Budget, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken() -> Scene:
         raise OSError("NVML is gone")
 
     budget.read = broken
     budget.diagnosed = broken  # type: ignore[assignment,method-assign]
     report = seen(oom())
-    assert report is not None and report.ledger is None and report.why == "no reading of the GPU could be had"
+    assert report is not None and report.ledger is None and report.why == "the GPU could not be read"
     assert "torch ran out of GPU memory" in capsys.readouterr().err
 
     class Sealed(OutOfMemoryError):
@@ -272,7 +272,7 @@ AGAIN = "memguard: torch out of memory again ({}): memguard.last_oom()\n"
 
 def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     clock, source = Clock(), Budget()
-    undo = install(source, clock=clock)
+    undo = source.install(clock=clock)
 
     def said() -> tuple[bool, str]:
         error = oom()
@@ -295,14 +295,14 @@ def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.
     finally:
         undo()
     assert len(source.recorded) == 7, "every one is recorded"
-    undo = install(source, clock=clock)
+    undo = source.install(clock=clock)
     assert said()[0], "another budget begins anew"
     undo()
 
 
-def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_requester_reason_or_gpu_is_another_report(capsys: pytest.CaptureFixture[str]) -> None:
     texts = (TEXT, "CUDA out of memory. DefaultCPUAllocator", "cublas_status_alloc_failed", "CUDA error: out of memory")
-    undo = install(Budget(), clock=Clock())
+    undo = Budget().install(clock=Clock())
     try:
         for text in texts:
             seen(raised(RuntimeError(text)))
@@ -315,12 +315,14 @@ def test_another_who_why_or_where_is_another_report(capsys: pytest.CaptureFixtur
             "memguard: cublas out of memory again",
             "memguard: cuda possibly out of memory again",
         ]
-        assert seen(oom(), show=False) is not None and len(hooks._told) == 4
+        assert seen(oom(), show=False) is not None and len(hooks._shown) == 4
     finally:
         undo()
 
 
-def test_what_was_not_shown_was_not_said(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_was_not_shown_does_not_shorten_the_next(
+    budget: Budget, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(3):
         seen(oom(), show=False)
     seen(oom())
@@ -359,7 +361,7 @@ OfC = type("OutOfMemoryError", (zlib.error,), {"__module__": "torch", "__slots__
 
 
 @pytest.mark.parametrize("kind", [Sealed, Slotted, Dictless, Frozen, OfC])
-def test_one_that_takes_no_attribute_is_told_once_too(
+def test_an_error_that_takes_no_attribute_is_reported_once_too(
     budget: Budget, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     error = raised(kind(TEXT))
@@ -390,13 +392,13 @@ def test_on_a_terminal_it_is_drawn(
     assert "\x1b[1;31m" in capsys.readouterr().err
 
 
-def test_without_a_budget_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_budget_nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     error = oom()
     assert seen(error) is None and vars(error) == {} and capsys.readouterr().err == ""
 
 
 def test_the_report_outlives_the_budget() -> None:
-    undo = install(Budget())
+    undo = Budget().install()
     error = oom()
     report = seen(error, show=False)
     undo()
@@ -416,14 +418,18 @@ def test_a_few_reports_are_remembered(budget: Budget) -> None:
 
 def test_installed_twice_is_installed_once(budget: Budget) -> None:
     hook = sys.excepthook
-    assert install(budget) is install(budget) and sys.excepthook is hook
+    undo = budget.install()
+    assert isinstance(sys.excepthook, hooks._Hook) and sys.excepthook is not hook
+    seen(oom(), show=False)
+    assert len(budget.recorded) == 1
+    undo()
 
 
 def test_another_budget_takes_over() -> None:
     before = sys.excepthook
     first, second = Budget(), Budget()
-    undo_first = install(first)
-    undo_second = install(second)
+    undo_first = first.install()
+    undo_second = second.install()
     undo_first()  # late: it is the second's turn
     seen(oom(), show=False)
     assert (len(first.recorded), len(second.recorded)) == (0, 1)
@@ -436,7 +442,7 @@ def test_who_hooked_after_us_stays_and_we_do_not(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "excepthook", lambda *args: calls.append("before"))
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     source = Budget()
-    undo = install(source)
+    undo = source.install()
     ours = sys.excepthook
 
     def theirs(*args: Any) -> None:
@@ -450,20 +456,20 @@ def test_who_hooked_after_us_stays_and_we_do_not(monkeypatch: pytest.MonkeyPatch
     error = oom()
     sys.excepthook(type(error), error, None)
     assert calls == ["after", "before"] and source.recorded == []
-    undo = install(source)
+    undo = source.install()
     sys.excepthook(type(error), error, None)
     assert calls == ["after", "before"] * 2 and len(source.recorded) == 1
     undo()
     assert sys.excepthook is theirs
     sys.excepthook = ours  # they take themselves away, and put ours back
-    install(source)()
+    source.install()()
     assert not isinstance(sys.excepthook, hooks._Hook) or sys.excepthook is ours
     error = oom()
     sys.excepthook(type(error), error, None)
     assert calls[-1] == "before" and len(source.recorded) == 1
 
 
-def test_an_error_of_a_hook_beneath_comes_through(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_hook_before_ours_is_raised(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
     hook = sys.excepthook
     assert isinstance(hook, hooks._Hook)
 
@@ -478,7 +484,7 @@ def test_an_error_of_a_hook_beneath_comes_through(budget: Budget, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_thread_that_nobody_waits_for(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_thread_that_is_not_joined(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
     thread = threading.Thread(target=oom_in_thread)
     thread.start()
     thread.join()
@@ -495,7 +501,7 @@ def test_many_threads_at_once(budget: Budget) -> None:
     assert len({id(report) for report in reports}) == 200 and len(budget.recorded) == 200
 
 
-def test_a_forked_child_says_nothing(budget: Budget) -> None:
+def test_a_forked_child_reports_nothing(budget: Budget) -> None:
     seen(oom(), show=False)
     pid = os.fork()
     if pid == 0:
@@ -511,10 +517,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         from memguard._oom import hooks
         class OutOfMemoryError(RuntimeError): pass
         OutOfMemoryError.__module__ = "torch"
-        class Budget:
-            def scene(self): return hooks.Scene()
-            def diagnosed(self, report): pass
-        undo = hooks.install(Budget())
+        undo = hooks.install(hooks.Scene)
         def fail(): raise OutOfMemoryError({TEXT!r})
     """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)} if ROOT.name != "site-packages" else dict(os.environ)
@@ -522,7 +525,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
 
 
-def test_an_uncaught_error_ends_the_program_as_ever_and_the_report_comes_last() -> None:
+def test_an_uncaught_error_ends_the_program_as_usual_and_the_report_comes_last() -> None:
     done = run("fail()")
     assert done.returncode == 1
     trace, report = (
@@ -533,8 +536,8 @@ def test_an_uncaught_error_ends_the_program_as_ever_and_the_report_comes_last() 
     assert "2.00 GiB asked for" in report and done.stderr.count("  error  torch.OutOfMemoryError") == 1
 
 
-def test_an_uncaught_error_that_a_block_has_told_of_is_not_told_again() -> None:
-    done = run("try: fail()\nexcept Exception as error:\n    incidents.seen(error)\n    raise")
+def test_an_uncaught_error_that_a_block_reported_is_not_reported_again() -> None:
+    done = run("try: fail()\nexcept Exception as error:\n    hooks.seen(error)\n    raise")
     assert done.returncode == 1 and done.stderr.count("  error  torch.OutOfMemoryError") == 1
 
 
@@ -557,7 +560,7 @@ def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
             others = {pid: size for pid, size in guard.host.processes(device).items() if pid != guard.host.pid}
             return Scene(guard.ledger(), guard.plan, {device.uuid: others})
 
-        undo = install(Budget(scene))
+        undo = Budget(scene).install()
         try:
             simulated: Any = frameworks
             simulated["tensorflow"].allocate(3 << 30)
@@ -566,7 +569,7 @@ def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
                 simulated["torch"].free(batch)
             simulated["cupy"].allocate(4 << 30)
             guard.host.occupy(device, 4242, 86 << 30)  # type: ignore[attr-defined]
-            with pytest.raises(simulated["cupy"].oom_types()) as caught:
+            with pytest.raises(FrameworkOutOfMemory) as caught:
                 simulated["cupy"].allocate(9 << 30)
             report = seen(caught.value, show=False)
             assert report is not None and report.reason == "card" and report.holders[0].name == "process 4242"

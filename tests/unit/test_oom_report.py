@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from memguard import _policy
 from memguard._config import from_mapping
-from memguard._ledger import types
-from memguard._ledger.types import Ledger, Overhead, device_ledger
-from memguard._oom.report import Facts, Report, classify, diagnose
+from memguard._ledger.overhead import Overhead
+from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.types import Ledger, Row
+from memguard._oom.report import ErrorFacts, Report, classify, diagnose
 from memguard._types import Device, DeviceSample, FrameworkSample, MemoryInfo, Plan, Sample, Usage
 from memguard._units import GIB, MIB
 from memguard.errors import PlanError
@@ -37,19 +38,19 @@ def ledger_of(plan: Plan, usages: Mapping[str, Usage | None], others: int = 0, k
         own = 612 * MIB + sum((u.held or u.held_at_least or 0) for u in usages.values() if u)
         memory = MemoryInfo(H200.total, 615 * MIB, own + others, H200.usable - own - others)
         state = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
-        parts.append(device_ledger(part.device, memory, own if known else None, usages, {}, state, part))
+        parts.append(device_ledger(Reading(part.device, memory, own if known else None, usages, state), part))
     return Ledger(0.0, tuple(parts))
 
 
-def torch_error(text: str = "Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 139.80 GiB") -> Facts:
+def torch_error(text: str = "Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 139.80 GiB") -> ErrorFacts:
     mro = ("torch.OutOfMemoryError", "builtins.RuntimeError")
-    return Facts(mro[0], mro, f"CUDA out of memory. {text}", {})
+    return ErrorFacts(mro[0], mro, f"CUDA out of memory. {text}", {})
 
 
 def report(
     usages: Mapping[str, Usage | None],
     others: Mapping[int, int | None] | None = None,
-    facts: Facts | None = None,
+    facts: ErrorFacts | None = None,
     plan: Plan | None = None,
     **more: Any,
 ) -> Report:
@@ -117,19 +118,19 @@ def test_fragmentation_is_told_from_a_cap_that_is_too_small() -> None:
     assert found.reason == "fragmented" and found.remedies[0].bytes == 10 * GIB
     assert "but 10.00 GiB of it are cached in pieces" in found.why
     assert report(whole, facts=torch_error("Tried to allocate 20.00 GiB. GPU 0")).reason == "cap"
-    jax = Facts("jaxlib.XlaRuntimeError", ("jaxlib.XlaRuntimeError",),
+    jax = ErrorFacts("jaxlib.XlaRuntimeError", ("jaxlib.XlaRuntimeError",),
                 "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", {})  # fmt: skip
     plan = plan_of({"jax": {"limit": "8GiB"}})
     assert report({"jax": Usage(8 * GIB, 4 * GIB, None)}, facts=jax, plan=plan).reason == "fragmented"
     # Of CuPy's cache nobody knows which part is split: nothing is claimed.
-    cupy = Facts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",),
+    cupy = ErrorFacts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",),
                  "Out of memory allocating 2,147,483,648 bytes (allocated so far: 1 bytes).", {})  # fmt: skip
     found = report({"cupy": Usage(14 * GIB - 512 * MIB, GIB, None)}, facts=cupy)
     assert found.reason == "cap" and found.verdict.requested == 2 * GIB
 
 
 def test_a_library_asks_outside_every_cap() -> None:
-    facts = Facts(CUBLAS[0], (CUBLAS[0],), CUBLAS[1], {})
+    facts = ErrorFacts(CUBLAS[0], (CUBLAS[0],), CUBLAS[1], {})
     full = {"torch": Usage(55 * GIB, 48 * GIB, 7 * GIB)}
     found = report(full, {4242: 84 * GIB + 100 * MIB}, facts)
     assert found.requester == "cublas" and found.reason == "card" and "outside every cap" in found.why
@@ -138,7 +139,7 @@ def test_a_library_asks_outside_every_cap() -> None:
 
 
 def test_possibly_is_said() -> None:
-    facts = Facts("torch.AcceleratorError", ("torch.AcceleratorError",), "CUDA error: out of memory", {})
+    facts = ErrorFacts("torch.AcceleratorError", ("torch.AcceleratorError",), "CUDA error: out of memory", {})
     found = report({"torch": Usage(GIB, GIB, 0)}, facts=facts)
     assert found.title == "cuda, through torch, possibly ran out of GPU memory" and found.reason == "unknown"
     assert "pin_memory" in found.remedies[0].text
@@ -147,12 +148,14 @@ def test_possibly_is_said() -> None:
 @pytest.mark.parametrize(
     ("facts", "memory", "words"),
     [
-        (Facts("builtins.OSError", ("builtins.OSError",), "[Errno 28] No space left", {"errno": 28}), "disk", "shm"),
-        (Facts("builtins.MemoryError", ("builtins.MemoryError",), "", {}), "host", "CPU memory"),
-        (Facts("pycuda._driver.MemoryError", (), "cuMemHostAlloc failed: out of memory", {}), "pinned", "pin_memory"),
+        (ErrorFacts("builtins.OSError", ("builtins.OSError",), "[Errno 28] No space left", {"errno": 28}),
+         "disk", "shm"),
+        (ErrorFacts("builtins.MemoryError", ("builtins.MemoryError",), "", {}), "host", "CPU memory"),
+        (ErrorFacts("pycuda._driver.MemoryError", (), "cuMemHostAlloc failed: out of memory", {}),
+         "pinned", "pin_memory"),
     ],
 )  # fmt: skip
-def test_what_the_gpu_budget_has_nothing_to_do_with(facts: Facts, memory: str, words: str) -> None:
+def test_what_the_gpu_budget_has_nothing_to_do_with(facts: ErrorFacts, memory: str, words: str) -> None:
     found = report(SIBLINGS, {4242: 80 * GIB}, facts)
     assert found.verdict.memory == memory and found.reason == "elsewhere" and found.holders == ()
     assert "the GPU budget has nothing to do with it" in str(found) and words in str(found)
@@ -163,14 +166,14 @@ def test_the_gpu_is_the_one_that_the_text_names() -> None:
     plan = plan_of(devices=(H200, SECOND))
     assert report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 1 has")).uuid == SECOND.uuid
     lost = report(SIBLINGS, plan=plan, facts=torch_error("Tried to allocate 9.00 GiB. GPU 7 has"))
-    assert lost.uuid is None and lost.why == "it was a GPU that the budget does not name"
+    assert lost.uuid is None and lost.why == "the error is about a GPU that the budget does not name"
     tf = "OOM when allocating tensor with shape[9] and type float on device:GPU:1 by allocator GPU_1_bfc"
-    assert report(SIBLINGS, plan=plan, facts=Facts("x", (), tf, {})).uuid == SECOND.uuid
+    assert report(SIBLINGS, plan=plan, facts=ErrorFacts("x", (), tf, {})).uuid == SECOND.uuid
 
 
 def test_without_a_reading_it_says_so() -> None:
     found = diagnose(torch_error(), classify(torch_error()), None, None, {}, (), time=0.0)
-    assert found.reason == "unknown" and found.why == "no reading of the GPU could be had"
+    assert found.reason == "unknown" and found.why == "the GPU could not be read"
     assert "torch ran out of GPU memory: 8.00 GiB asked for" in str(found)
 
 
@@ -230,7 +233,7 @@ def test_json_has_everything() -> None:
 
 
 def test_nothing_of_the_report_is_zero_where_it_is_unknown() -> None:
-    assert types.Row("framework", "x", None).bytes is None
+    assert Row("framework", "x", None).bytes is None
     found = report(
         {"torch": None, "tensorflow": Usage(None, None)}, facts=torch_error("Tried to allocate 1.00 GiB. GPU 0")
     )
@@ -252,8 +255,8 @@ def test_a_recommendation_at_the_very_edge_still_fits() -> None:
 
 def test_a_cap_that_is_recommended_leaves_room_for_rounding() -> None:
     """PyCUDA takes 271 MiB for 256 (measured)."""
-    facts = Facts("pycuda._driver.MemoryError", ("pycuda._driver.MemoryError",), "cuMemAlloc failed: out of memory",
-                  {"memguard_requested": 16 * GIB})  # fmt: skip
+    kind = "pycuda._driver.MemoryError"
+    facts = ErrorFacts(kind, (kind,), "cuMemAlloc failed: out of memory", {"memguard_requested": 16 * GIB})
     found = report({"pycuda": Usage(2 * GIB, 2 * GIB, 0)}, facts=facts, plan=plan_of({"pycuda": {"limit": "4GiB"}}))
     assert found.verdict.requested == 16 * GIB and found.remedies[0].bytes is not None
     assert 4 * GIB + found.remedies[0].bytes >= 2 * GIB + 16 * GIB * 271 // 256

@@ -10,7 +10,8 @@ import pytest
 from memguard import _policy
 from memguard._config import Budget, from_mapping, parse
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._policy import CONTEXT, SLACK, WORKSPACE, auto_reserve, busy, resized
+from memguard._policy import SLACK, auto_reserve, busy, resized
+from memguard._specs import CONTEXT, OVERHEADS, SPECS
 from memguard._types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import PlanError
@@ -108,7 +109,7 @@ def test_the_reserve_depends_on_what_is_declared_and_not_on_its_order() -> None:
     names = ["torch", "tensorflow", "pycuda"]
     assert auto_reserve("hopper", names) == auto_reserve("hopper", names[::-1]) == 1280 * MIB
     for name in names:
-        assert auto_reserve("hopper", [name]) == CONTEXT + WORKSPACE[name] + SLACK
+        assert auto_reserve("hopper", [name]) == CONTEXT + SPECS[name].workspace + SLACK
     assert auto_reserve("hopper", ["torch", "pycuda"]) > auto_reserve("hopper", ["torch"])
     assert auto_reserve("hopper", ["another"]) > auto_reserve("hopper", [])
 
@@ -118,7 +119,7 @@ def test_communicators_are_in_the_reserve(count: int) -> None:
     """Measured: 838 MiB at the first collective, 486 for each further communicator."""
     asked = budget({"torch": {"limit": "4GiB", "nccl": count}, "cupy": {"limit": "1GiB"}}, {"limit": "60GiB"})
     part = one(asked, gpu(80 * GIB))
-    plain = CONTEXT + WORKSPACE["torch"] + WORKSPACE["cupy"] + SLACK
+    plain = CONTEXT + SPECS["torch"].workspace + SPECS["cupy"].workspace + SLACK
     assert part.reserve - plain == (0 if count == 0 else 896 * MIB + (count - 1) * 512 * MIB)
     assert part.reserve == auto_reserve("hopper", ["torch", "cupy"], count) and part.reserve_source == "auto"
     assert part.unallocated == 60 * GIB - part.reserve - 5 * GIB
@@ -142,7 +143,7 @@ def test_communicators_that_leave_no_room_are_refused_with_the_sum() -> None:
 
 
 def test_communicators_of_no_torch_need_nothing() -> None:
-    assert one(budget({"jax": {"limit": "1GiB"}})).reserve == CONTEXT + WORKSPACE["jax"] + SLACK
+    assert one(budget({"jax": {"limit": "1GiB"}})).reserve == CONTEXT + SPECS["jax"].workspace + SLACK
 
 
 def test_what_lies_outside_a_cap_by_its_name() -> None:
@@ -156,7 +157,7 @@ def test_what_lies_outside_a_cap_by_its_name() -> None:
     assert [_policy.workspace(name) for name in contexts] == [544 * MIB] * 3
     assert [_policy.modules(name) for name in contexts] == [518 * MIB] * 3
     assert _policy.workspace("another") == 128 * MIB and _policy.modules("another") == 0
-    for name in _policy.WORKSPACE:
+    for name in (*SPECS, *OVERHEADS):
         assert _policy.modules(name) <= _policy.workspace(name), "nobody takes more than is kept for it"
     assert _policy.modules("context") <= CONTEXT
 

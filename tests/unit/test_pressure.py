@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._config import MonitorConfig
-from memguard._monitor.pressure import BLOCKS, START, Action, Settings, State, decide, leak, needed
+from memguard._monitor.leaks import leak
+from memguard._monitor.pressure import BLOCKS, START, Action, Settings, State, decide, needed
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import GIB, MIB
 
@@ -164,7 +165,7 @@ def test_others_that_fill_the_card_are_pressure() -> None:
     (event,) = events(run([other(10 * GIB, GIB, torch=torch(9 * GIB))]), framework=None)
     assert event.level is Pressure.CRITICAL
     assert event.text == (
-        f"pressure critical: 1.00 GiB can still be had of the limit of 40.00 GiB on {UUID}: "
+        f"pressure critical: 1.00 GiB is left of the limit of 40.00 GiB on {UUID}: "
         "other processes hold the rest of the card"
     )
     assert not run([other(10 * GIB, GIB, torch=torch(GIB, held=9 * GIB))])  # 8 GiB of its own cache are left too
@@ -289,7 +290,7 @@ def test_others_that_take_the_card_are_forecast() -> None:
         other(10 * GIB, int((30 - t) * GIB), torch=torch(9 * GIB))._replace(time=BEGIN + t) for t in times(29, 0.5)
     ]
     (event,) = events(run(samples), "forecast", None)
-    assert event.text.startswith("what can be had shrinks by 1.00 GiB/s: the limit of 40.00 GiB is reached in about ")
+    assert event.text.startswith("what is available shrinks by 1.00 GiB/s: the limit of 40.00 GiB is reached in about ")
 
 
 def test_a_second_rise_is_announced_again_and_a_pause_in_one_is_not() -> None:

@@ -137,7 +137,7 @@ def by_multiprocessing() -> int:
 @forks
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("way", [by_fork, by_fork_in_a_thread, by_multiprocessing])
-def test_a_forked_child_is_inert_and_says_so_once(said: Pipe, way: Callable[[], int]) -> None:
+def test_a_forked_child_is_inert_and_warns_once(said: Pipe, way: Callable[[], int]) -> None:
     guard = start()
     assert way() == 0
     (line,) = said.lines()
@@ -343,7 +343,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_worker_has_a_budget_where_it_asks_for_one(tmp_path: Path, method: str, asked: bool) -> None:
+def test_a_worker_has_a_budget_if_it_asks_for_one(tmp_path: Path, method: str, asked: bool) -> None:
     done = program(tmp_path, WORKERS, env={"METHOD": method, **({"MEMGUARD_CHILDREN": "1"} if asked else {})})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -58,6 +58,19 @@ def test_importing_reads_no_environment_and_no_file(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_importing_opens_no_file_but_its_modules() -> None:
+    """Seen by an audit hook: Python's modules, memguard's own, and nothing else."""
+    code = (
+        "import json, os, sys\nopened, on = [], True\n"
+        "def audit(event, arguments):\n    if on and event == 'open': opened.append(str(arguments[0]))\n"
+        "sys.addaudithook(audit)\nimport memguard\non = False\n"
+        "folders = os.path.dirname(memguard.__file__), os.path.dirname(os.__file__)\n"
+        "print(json.dumps([p for p in opened if not (p.startswith(folders) and p.endswith(('.py', '.pyc')))]))"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == []
+
+
 def test_a_budget_on_simulated_gpus_loads_no_framework_and_no_driver() -> None:
     found = loaded_by(
         "import memguard\n"
@@ -182,7 +195,8 @@ PUBLIC_ERRORS = [
 
 def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
     names = {error.__name__ for error in PUBLIC_ERRORS if error is not errors.ProblemsError}  # nobody catches that one
-    assert names == {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
+    public = {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
+    assert names == public - {"Budget", "Event", "Guard", "Ledger", "WorkloadReport"}
     for name in names:
         assert name in (errors.__doc__ or "")
 

@@ -23,13 +23,9 @@ BUDGET = """
     import pytest
     from memguard._oom import hooks
 
-    class Budget:
-        def scene(self): return hooks.Scene()
-        def diagnosed(self, report): pass
-
     @pytest.fixture
     def budget():
-        undo = hooks.install(Budget())
+        undo = hooks.install(hooks.Scene)
         yield
         undo()
 """
@@ -86,7 +82,7 @@ def test_it_can_be_turned_off(pytester: pytest.Pytester) -> None:
     assert not re.search(r"^-+ memguard -+$", done.stdout.str(), re.MULTILINE)
 
 
-def test_it_imports_nothing_and_does_nothing_where_memguard_is_not_used() -> None:
+def test_it_imports_nothing_and_does_nothing_if_memguard_is_not_used() -> None:
     code = (
         "import sys, pytest\nbefore = set(sys.modules)\nimport memguard.pytest_plugin\n"
         "new = {n for n in set(sys.modules) - before if '__' not in n}\n"

@@ -153,7 +153,7 @@ def test_what_it_saved_in_an_hour_it_may_not_spend_at_once() -> None:
 # Failing samples
 
 
-def test_a_failing_sample_is_said_once_retried_more_rarely_and_said_once_when_it_is_back(
+def test_a_failing_sample_is_logged_once_retried_less_often_and_logged_once_when_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World(ticks=30)
@@ -163,8 +163,8 @@ def test_a_failing_sample_is_said_once_retried_more_rarely_and_said_once_when_it
 
     world.each = each
     world.run()
-    assert world.said("warn") == ["the GPUs cannot be looked at, tried again later: RuntimeError: GPU is lost"]
-    assert world.said("log") == ["the GPUs can be looked at again"]
+    assert world.said("warn") == ["the GPUs cannot be read, trying again later: RuntimeError: GPU is lost"]
+    assert world.said("log") == ["the GPUs can be read again"]
     assert [action.event.kind for action in world.actions] == ["probe"] * 4
     assert [action.kind for action in world.actions] == ["warn", "callback", "log", "callback"]
     assert world.clock.waits[:4] == [0.5] * 4
@@ -172,7 +172,7 @@ def test_a_failing_sample_is_said_once_retried_more_rarely_and_said_once_when_it
     assert world.clock.waits[19:] == [0.5] * 11
     failed, back = (entry for entry in world.recorded if entry[1])
     assert failed[0].devices == () and failed[1][0].text.startswith("the GPUs cannot")
-    assert back[0].devices and back[1][0].text == "the GPUs can be looked at again"
+    assert back[0].devices and back[1][0].text == "the GPUs can be read again"
     assert len(world.recorded) == 16  # fifteen good ones, and the first that failed
     assert len(world.monitor.last(1e9)) == 15
     assert not caplog.records
@@ -198,14 +198,14 @@ def test_nothing_that_a_sample_raises_ends_it(error: type[BaseException]) -> Non
     world.each = each
     world.run()
     assert world.taken == 3
-    assert world.said("warn") == [f"the GPUs cannot be looked at, tried again later: {error.__name__}"]
+    assert world.said("warn") == [f"the GPUs cannot be read, trying again later: {error.__name__}"]
 
 
 # Failing callbacks
 
 
 @pytest.mark.parametrize("which", ["act", "record"])
-def test_a_failing_callback_is_said_once_and_stops_nothing(which: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_is_logged_once_and_stops_nothing(which: str, caplog: pytest.LogCaptureFixture) -> None:
     world = World(ticks=6)
 
     def fail(*args: object) -> None:
@@ -220,10 +220,10 @@ def test_a_failing_callback_is_said_once_and_stops_nothing(which: str, caplog: p
     world.run()
     assert world.taken == 6
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.split(", ")[0] for text in said] == [
+    assert [text.split(" (")[0] for text in said] == [
         f"the monitor could not {what}" for what in (["record"] if which == "record" else ["warn", "callback", "log"])
     ]
-    assert all(text.endswith("and says this once: SystemExit: out of here") for text in said)
+    assert all(text.endswith("(logged once): SystemExit: out of here") for text in said)
     assert bool(world.actions) == (which == "record")
     assert len(world.monitor.last(1e9)) == 6
 
@@ -238,7 +238,7 @@ def test_an_error_in_a_decision_stops_nothing(
     world = World(ticks=4).run()
     assert len(world.recorded) == 4
     assert [record.getMessage() for record in caplog.records] == [
-        "the monitor could not decide, and says this once: ZeroDivisionError"
+        "the monitor could not decide (logged once): ZeroDivisionError"
     ]
 
 
@@ -280,13 +280,13 @@ def test_an_error_that_cannot_be_shown() -> None:
         raise Silent
 
     world.each = each
-    assert world.run().said("warn") == ["the GPUs cannot be looked at, tried again later: Silent"]
+    assert world.run().said("warn") == ["the GPUs cannot be read, trying again later: Silent"]
 
 
 # Ends
 
 
-def test_nothing_follows_from_a_sample_that_comes_after_the_end() -> None:
+def test_nothing_follows_from_a_sample_after_the_end() -> None:
     """`stop` did not wait for a driver that hung, and the guard is gone."""
     for fails in (0, 1):
         world = World()
@@ -389,7 +389,7 @@ def test_it_can_be_stopped_from_its_own_thread(
     assert not caplog.records
 
 
-def test_a_driver_that_hangs_holds_up_nobody_for_long(
+def test_a_driver_that_hangs_delays_stop_only_briefly(
     running: Callable[..., Monitor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "JOIN", 0.05)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._frameworks.simulated.adapter import STYLES, SimulatedFramework
+from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._simulation.replay import Outcome, host_of, replay
 from memguard._simulation.trace import Trace, TraceDevice, TraceHeader, read, write
+from memguard._specs import SPECS
 from memguard._types import TraceEvent
 from memguard._units import GIB, MIB
 from memguard.cli.simulate import simulate as command
@@ -26,7 +27,7 @@ UUID = SimulatedHost().devices()[0].uuid
 
 
 def header(devices: int = 1, **frameworks: dict[str, object]) -> TraceHeader:
-    names: dict[str, dict[str, object]] = frameworks or {name: {} for name in STYLES}
+    names: dict[str, dict[str, object]] = frameworks or {name: {} for name in SPECS}
     return TraceHeader("2025-01-31", (H200,) * devices, names)
 
 
@@ -124,7 +125,7 @@ def test_without_a_budget_jax_takes_three_quarters_of_the_card() -> None:
     assert replay(trace(*events), caps={"jax": {UUID: 4 * GIB}}).frameworks[0].peak_held == 256 * MIB
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", SPECS)
 def test_each_is_refused_at_its_cap(name: str) -> None:
     """By level or by allocation, as it is recorded; the ledger at the end sums to the card."""
     if name in ("torch", "pycuda"):

@@ -12,8 +12,8 @@ import simulated_hour as hour
 
 import memguard
 from memguard._devices.simulated import SimulatedHost
-from memguard._frameworks.simulated.adapter import STYLES, SimulatedFramework
 from memguard._frameworks.simulated.driver_allocators import CuPyPool
+from memguard._specs import SPECS
 from memguard._types import Device, MemoryInfo
 from memguard._units import MIB
 from memguard.errors import NotActive
@@ -22,7 +22,7 @@ from memguard.errors import NotActive
 def test_ten_minutes() -> None:
     outcome = hour.simulated_hour(7, 600)
     assert hour.wrong(outcome) == []
-    assert set(outcome["refused"]) == set(STYLES) == set(outcome["caps"]) and outcome["readings"] == 601
+    assert set(outcome["refused"]) == set(SPECS) == set(outcome["caps"]) and outcome["readings"] == 601
     assert outcome["unaccounted_drift"] <= 64 * MIB and outcome["overhead"] <= outcome["reserve"]
     for name, cap in outcome["caps"].items():
         assert 0.9 * cap < outcome["most_held"][name] <= cap, "it was driven to its cap"
@@ -73,7 +73,7 @@ def test_a_process_above_its_limit_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_error_of_another_kind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedFramework, "oom_types", lambda framework: (KeyError,))
+    monkeypatch.setattr(hour, "oom_type", lambda name: KeyError)
     assert "a refusal was not the framework's own error" in hour.wrong(hour.simulated_hour(7, 120))
 
 

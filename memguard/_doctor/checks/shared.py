@@ -145,7 +145,7 @@ def out_of_memory(stage: Stage | None) -> bool:
         return False
     kind = stage.kind or stage.error.partition(":")[0]
     mro = (kind, "builtins.Exception")
-    return classify.classify(classify.Facts(kind, mro, stage.error, {})).memory == "gpu"
+    return classify.classify(classify.ErrorFacts(kind, mro, stage.error, {})).memory == "gpu"
 
 
 def same(one: str, other: str) -> bool:

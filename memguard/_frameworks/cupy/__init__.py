@@ -1,0 +1,1 @@
+"""CuPy: its adapter, and what its pool holds of the driver's slabs."""

@@ -1,11 +1,11 @@
 """CuPy: the limit of its memory pool on every device, and requests rounded as the driver rounds them.
 
-Facts: `MemoryPool.set_limit` is exact and changeable; asking for the current device initialises CUDA, so a pool's
-limit is set at the first allocation on its device. The pool counts what it asked for and not the pages that the
-driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200): each request is rounded up to
-them. The limit of `MemoryAsyncPool` is the release threshold of a pool that everybody shares: only watched.
+Measured: `MemoryPool.set_limit` is exact and can be changed. Asking for the current device initialises CUDA, so a
+pool's limit is set at the first allocation on its device. The pool counts the bytes it asked for, not the pages that
+the driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200), so each request is rounded up to
+pages. The limit of `MemoryAsyncPool` is the release threshold of a pool that all share, so that pool is only watched.
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator` and pools of the user's own.
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator` and the user's own pools.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be asked beside a capture
+_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
 class CuPy(Framework):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
-    name: ClassVar[str] = "cupy"
-    module: ClassVar[str] = "cupy"
-    hook: ClassVar[str] = "cupy"
-    tested: ClassVar[tuple[str, ...]] = ("14.2.0",)
+    spec = SPECS["cupy"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -54,44 +52,43 @@ class CuPy(Framework):
     def _live(self, module: ModuleType) -> bool:
         if self._limited:
             return True
-        asked = contexts.initialised()
-        return asked and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
+        initialised = contexts.initialised()
+        return initialised and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         cupy: Any = sys.modules["cupy"]
         allocator = cupy.cuda.get_allocator()
         pool = getattr(allocator, "__self__", None)
         if isinstance(pool, cupy.cuda.MemoryAsyncPool):
-            note = "cupy: watched, not capped: the limit of its async pool is the threshold of a pool that all share"
+            note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if rmm.is_cupys(allocator):
-            asked = contexts.initialised()  # else asking CuPy would initialise CUDA
-            ordinals = self._by_uuid() if asked else rmm.ordinals(self.name, self.host)
+            initialised = contexts.initialised()  # if not, asking CuPy would initialise CUDA
+            ordinals = self._by_uuid() if initialised else rmm.ordinals(self.name, self.host)
             self._rmm, applied = rmm.apply(self.name, caps, ordinals)
             return applied
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
                 self.name,
                 f"cupy.cuda.set_allocator({_named(allocator)})",
-                "takes allocations past CuPy's memory pool, which is what can be limited",
+                "bypasses CuPy's memory pool, which is what can be limited",
                 "remove that call, or let it set the malloc of a cupy.cuda.MemoryPool",
             )
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
-        residual: dict[str, int] = {}
         capped = self._capped(cupy, pool)
         try:
             if contexts.initialised():
-                residual = self._limit_live(cupy)
+                self._limit_live(cupy)
             self._set_allocator(cupy, capped)
         except BaseException:
             self._restore(cupy, allocator)
             raise
         self._allocate = capped
-        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator), residual=residual)
+        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator))
 
     def usage(self, device: Device) -> Usage | None:
-        """`total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
+        """From `total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return None
@@ -100,14 +97,14 @@ class CuPy(Framework):
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
             with contexts.pushed(ordinal) as there:
-                return Usage(None, None) if there else None  # whatever serves now does not say what it holds
+                return Usage(None, None) if there else None  # the new allocator does not say what it holds
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals(ordinal)
         return None if total is None else Usage(*total)
 
     def trim(self, device: Device) -> None:
-        """`free_all_blocks()`: every block that is not split, of this device."""
+        """`free_all_blocks()`: frees every block of this device that is not split."""
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return
@@ -125,7 +122,7 @@ class CuPy(Framework):
                 for uuid, ordinal in self._by_uuid().items() if contexts.initialised() else ():
                     if ordinal in self._limited and uuid in caps:
                         before, _ = self._limited[ordinal]
-                        cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of its own stays
+                        cap = min(caps[uuid], before or caps[uuid])  # its own stricter limit stays
                         self._limited[ordinal] = (before, cap)
                         self._on(ordinal, functools.partial(_set_limit, cap))
             except BaseException:
@@ -139,13 +136,6 @@ class CuPy(Framework):
 
     def footprint(self, size: int) -> int:
         return whole_share(size)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        cupy = _imported()
-        if cupy is None:
-            return ()
-        own = cupy.cuda.memory.OutOfMemoryError
-        return (own,) if self._rmm is None else (own, MemoryError)  # which is what RMM raises (measured)
 
     def drift(self) -> list[str]:
         cupy = _imported()
@@ -187,9 +177,9 @@ class CuPy(Framework):
         seen: set[int] = set()
 
         def allocate(size: int) -> Any:
-            """CuPy's allocator under a memguard budget: pages as the driver counts them, the pool's own limit."""
+            """CuPy's allocator under a memguard budget: rounded to the driver's pages, limited by the pool."""
             nonlocal count
-            if len(seen) != count or not count:  # until every device has been seen; then nothing is left to be done
+            if len(seen) != count or not count:  # until every device has been seen and limited
                 count = count or _device_count(cupy)
                 ordinal = get_device()
                 if ordinal not in seen:
@@ -211,7 +201,7 @@ class CuPy(Framework):
         return allocate
 
     def _limit_here(self, cupy: Any, ordinal: int) -> None:
-        """Limit the pool of the device that is current on this thread; a stricter limit of its own stays."""
+        """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""
         with self._lock:
             uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
             cap = self._caps.get(uuid)
@@ -225,8 +215,8 @@ class CuPy(Framework):
             if 0 < before < cap:
                 self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before its GPU could be asked; an allocation is no place to refuse it
-                self._say(f"cupy: its own limit of {format_size(before)} is looser than the cap, which holds")
+            elif before > cap:  # set before memguard could ask its GPU; an allocation must not fail for it
+                self._say(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
             if found != cap:
@@ -239,9 +229,8 @@ class CuPy(Framework):
             self._limited[ordinal] = (before, cap)
             self._pieces[ordinal] = Pieces(slabs[uuid])
 
-    def _limit_live(self, cupy: Any) -> dict[str, int]:
-        """Limit every pool whose device has a context already. Returns what is held above the cap, by UUID."""
-        residual = {}
+    def _limit_live(self, cupy: Any) -> None:
+        """Limit every pool whose device already has a context."""
         for uuid, ordinal in self._by_uuid().items():
             if uuid not in self._caps:
                 continue
@@ -252,10 +241,6 @@ class CuPy(Framework):
                 if before > self._caps[uuid]:
                     raise self._looser(f"cupy's MemoryPool.set_limit ({format_size(before)})", self._caps[uuid])
                 self._limit_here(cupy, ordinal)
-                held = self._pool.total_bytes()
-            if held > self._caps[uuid]:
-                residual[uuid] = held - self._caps[uuid]
-        return residual
 
     def _refuse_looser(self, caps: Mapping[str, int]) -> None:
         text = os.environ.get(_LIMIT, "").strip()
@@ -296,7 +281,7 @@ class CuPy(Framework):
             self._set_allocator(cupy, allocator)
 
     def _swapped_for(self, cupy: Any) -> str | None:
-        """What CuPy's allocator has become where it is not the capped one any more."""
+        """The name of CuPy's allocator if it is no longer the capped one; else None."""
         now = cupy.cuda.get_allocator()
         if self._allocate is not None:
             swapped = now is not self._allocate
@@ -323,18 +308,18 @@ class CuPy(Framework):
         return found if found != (0, 0) or ordinal in self._limited else None
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:
-        """Ask the pool about a device that has a context; None where it has none."""
+        """Call `ask` with the pool, on a device that has a context; None if it has none."""
         with contexts.pushed(ordinal) as there:
             return ask(self._asked(sys.modules["cupy"])) if there else None
 
     def _asked(self, cupy: Any) -> Any:
-        """The pool that is capped, else CuPy's allocator where that is a pool, else the default one."""
+        """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""
         pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
         return pool if known else cupy.get_default_memory_pool()
 
     def _by_uuid(self) -> dict[str, int]:
-        """CUDA ordinal by UUID, once CUDA is initialised."""
+        """CUDA ordinal by UUID. Only once CUDA is initialised."""
         if not self._ordinals:
             self._ordinals = contexts.ordinals()
         return self._ordinals
@@ -353,7 +338,7 @@ def _device_count(cupy: Any) -> int:
 
 
 def _imported() -> Any:
-    """CuPy where its import is complete, else None."""
+    """CuPy if its import is complete, else None."""
     cupy = sys.modules.get("cupy")
     return None if getattr(getattr(cupy, "__spec__", None), "_initializing", False) else cupy
 

@@ -1,7 +1,7 @@
-"""CuPy's small allocations of the driver's, by address: its pool counts their bytes, and not the slabs they lie in.
+"""The small allocations that CuPy takes from the driver, by address. Its pool counts their bytes, not their slabs.
 
-CuPy tells neither what it takes from the driver nor what it gives back. That a small request took memory shows in
-the pool's total; that it is gone, in the driver's id of the allocation at that address.
+CuPy tells neither what it takes from the driver nor what it gives back. If a small request took memory, the pool's
+total has grown. If that memory is gone, the driver's id of the allocation at its address has changed.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from memguard._frameworks.driver_pages import SMALL, DriverPages, Slabs
 
 
 class Pieces:
-    """Those of one GPU, whose context has to be current. On any thread."""
+    """The small allocations of one GPU, whose context must be current. Thread-safe."""
 
     def __init__(self, slabs: Slabs) -> None:
         self._lock = threading.Lock()
-        self._pages = DriverPages(slabs, whole=False)  # the pool's own figure holds them already, to the byte
+        self._pages = DriverPages(slabs, whole=False)  # the pool's own figure includes them already, to the byte
         self._there: dict[int, tuple[int, int]] = {}  # size and the driver's id, by address
         self._new: deque[tuple[int, int, int]] = deque()
         self._total = 0
 
     def took(self, address: int) -> None:
-        """The pool has grown: here, if the driver's allocation starts here and is a small one."""
+        """The pool has grown: note the driver's allocation at this address, if one starts here and is small."""
         start, size = contexts.allocation(address) or (0, 0)
         number = contexts.buffer(address) if start == address and size <= SMALL else None
         if number is not None:
             self._new.append((address, size, number))
 
     def settle(self, total: int) -> None:
-        """Let go of what the driver has back. Asks it only where the pool's `total` changed, 0.5 µs for each."""
+        """Forget what the driver has back. Asks the driver (0.5 µs each) only if the pool's `total` changed."""
         if total == self._total and not self._new:
             return
         with self._lock:
@@ -47,7 +47,7 @@ class Pieces:
                     self._pages.add(address, size)
 
     def forget(self) -> None:
-        """Nothing of it is counted any more."""
+        """Count nothing any longer."""
         with self._lock:
             self._new.clear()
             for address, (size, _) in self._there.items():

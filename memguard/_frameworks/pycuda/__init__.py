@@ -1,0 +1,1 @@
+"""PyCUDA: its adapter, its pools, its contexts."""

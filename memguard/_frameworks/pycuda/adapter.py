@@ -1,10 +1,10 @@
 """PyCUDA: one capped, counted pool behind `mem_alloc` and `gpuarray`, in the device's primary context.
 
-Facts: PyCUDA's pool has no limit of its own, so the cap is checked before it grows; its bins round up
-(256 MiB asked, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller ones
-into 2 MiB slabs (measured), so held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`,
-so those defaults are swapped too. Unless the budget says `context: own`, `Device.make_context`, and with it
-`pycuda.autoinit`, gives the primary context that the other frameworks use: a second one costs 518 MiB (measured).
+Measured: PyCUDA's pool has no limit of its own, so the cap is checked before it grows. Its bins round up (256 MiB
+asked, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller ones into 2 MiB slabs;
+held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`, so those defaults are swapped too. Unless
+the budget says `context: own`, `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context that
+the other frameworks use: a second one costs 518 MiB (measured).
 
 Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugMemoryPool`, `drv.Array`, managed memory.
 """
@@ -19,12 +19,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda.contexts import current_context, served_by_primary
 from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, destroyed
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, TraceEvent, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied
@@ -36,10 +37,7 @@ _kept: list[Pool] = []
 class PyCUDA(Framework):
     """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
-    name: ClassVar[str] = "pycuda"
-    module: ClassVar[str] = "pycuda"
-    hook: ClassVar[str] = "pycuda.driver"
-    tested: ClassVar[tuple[str, ...]] = ("2026.1",)
+    spec = SPECS["pycuda"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -47,11 +45,13 @@ class PyCUDA(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._own: dict[int, Pool] = {}  # by context handle
-        self._others: dict[weakref.ref[Any], Pool] = {}  # the user's own pools
+        self._others: dict[weakref.ref[Any], Pool] = {}  # pools that the user made
         self._pages: dict[str, DriverPages] = {}
         self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._gone: deque[tuple[Active | Pitched, int, int]] = deque()  # of finalizers, worked in with the lock
+        self._gone: deque[tuple[Active | Pitched, int, int]] = (
+            deque()
+        )  # logged by finalizers, applied with the lock held
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -68,18 +68,18 @@ class PyCUDA(Framework):
         if any(device.ordinal is None for device in devices):
             raise CapNotApplied(
                 self.name,
-                "CUDA's numbering of several GPUs cannot be asked for",
+                "CUDA's numbering of several GPUs cannot be read",
                 "run `memguard doctor` to see why CUDA does not start",
             )
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
         self._caps = dict(caps)
         own, notes = options.get("context") == "own", []
         if self._live(drv):
-            notes.append("pycuda: was live before memguard.init(): what it allocated until then is not counted")
+            notes.append("pycuda: it was live before memguard.init(): what it allocated before is not counted")
             if "pycuda.autoinit" in sys.modules and not own:
                 notes.append(
-                    "pycuda: pycuda.autoinit had made a second CUDA context (+518 MiB measured on an H200); "
-                    "import it after memguard.init() and it is served by the primary one"
+                    "pycuda: pycuda.autoinit has made a second CUDA context (+518 MiB measured on an H200); "
+                    "import it after memguard.init(), so that it gets the primary one"
                 )
         return Applied(Enforcement.ENFORCED, self._patch(drv, tools, own), notes=tuple(notes))
 
@@ -95,11 +95,11 @@ class PyCUDA(Framework):
             held, in_use, peak = pages.held(), self._in_use(device.uuid, pools), self._peak[device.uuid]
             idle = pages.returned_by(piece for pool in pools for piece in pool.idle())
         if not pools and not held and not peak:
-            return None  # its context is on another GPU, or nothing was allocated yet
+            return None  # its context is on another GPU, or it has not allocated yet
         return Usage(held, in_use, idle, peak=peak)
 
     def trim(self, device: Device) -> None:
-        """`free_held()` of the pools whose context is current on this thread; others can only be freed on theirs."""
+        """`free_held()` of the pools whose context is current on this thread. Others can only be freed in theirs."""
         drv = sys.modules.get("pycuda.driver")
         current = current_context(drv) if drv is not None else None
         if current is None:
@@ -114,17 +114,13 @@ class PyCUDA(Framework):
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """A block of the bin that `size` falls into (a sixteenth more at most), in pages: a small one may open a slab.
+        """A block of the bin of `size` (at most a sixteenth more), in whole pages: a small block may open a slab.
 
-        Once a pool has memory: with its first allocation it takes a small block more, to keep idle.
+        That is for a pool with memory. With its first allocation a pool also takes one small block, to keep idle.
         """
         with self._lock:
             pool = next(iter(self._own.values()), None)
             return round_up(pool.bin_size(size) if pool is not None and size > 0 else size + size // 16)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        drv: Any = sys.modules.get("pycuda.driver")
-        return () if drv is None else (drv.MemoryError,)
 
     def drift(self) -> list[str]:
         drv = sys.modules.get("pycuda.driver")
@@ -156,14 +152,14 @@ class PyCUDA(Framework):
         raw_pool = tools.DeviceMemoryPool
 
         def mem_alloc(size: int) -> Any:
-            """Capped by memguard. Bytes in, an allocation out; raises pycuda.driver.MemoryError at the cap."""
+            """Capped by memguard: allocates `size` bytes, raises pycuda.driver.MemoryError at the cap."""
             current = current_context(drv)
             if current is None or size <= 0:
                 return raw_alloc(size)  # PyCUDA's own error
             return self._allocate(drv, self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
-            """Capped by memguard; the pitch is the driver's choice, at least a multiple of 512 bytes."""
+            """Capped by memguard. The driver chooses the pitch, a multiple of 512 bytes at least."""
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
@@ -193,7 +189,7 @@ class PyCUDA(Framework):
         framework = self
 
         class DeviceMemoryPool(raw_pool):  # type: ignore[misc, valid-type]
-            """A pool of the user's own: it shares PyCUDA's cap."""
+            """A pool that the user makes: it shares PyCUDA's cap."""
 
             def allocate(self, size: int) -> Any:
                 current = current_context(drv)
@@ -232,7 +228,7 @@ class PyCUDA(Framework):
             tools.DeviceMemoryPool = raw_pool
             if named_in_driver:
                 drv.DeviceMemoryPool = raw_pool
-            _swap_defaults(mem_alloc, raw_alloc)  # also those of a gpuarray imported after us
+            _swap_defaults(mem_alloc, raw_alloc)  # also of a gpuarray imported after memguard.init
             current = current_context(drv)
             with self._lock:
                 self._settle()
@@ -240,10 +236,10 @@ class PyCUDA(Framework):
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
                     else:
-                        _kept.append(pool)  # where its context is not current, its end may be the process's
+                        _kept.append(pool)  # freeing it while its context is not current may end the process
                 for pool in (*self._own.values(), *self._others.values()):
                     pool.forget()
-                self._own.clear()  # live arrays keep their pool alive; it goes with the last of them
+                self._own.clear()  # live arrays keep their pool alive until the last is freed
                 self._caps, self._mem_alloc = {}, None
 
         return undo
@@ -251,7 +247,7 @@ class PyCUDA(Framework):
     def _pool_here(self, drv: Any, current: Any, make: Any) -> Pool:
         with self._lock:
             pool = self._own.get(current.handle)
-            if pool is not None and pool.dead():  # another context has the handle of one that was destroyed
+            if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
                 self._bury(current.handle)
                 pool = None
             if pool is None:
@@ -295,21 +291,21 @@ class PyCUDA(Framework):
         take: Callable[[], _Taken],
         give_back: Callable[[_Taken], None],
     ) -> _Taken:
-        """What `take` gives; PyCUDA's own MemoryError where that passes the cap, even without the idle blocks."""
+        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it, even with nothing idle."""
         cap = self._caps.get(uuid)
         for _ in range(2):
             held = self._held(uuid)
             if cap is None or fits(cap):
                 try:
                     taken = take()
-                except drv.MemoryError as error:  # the driver's, whose text names no size
+                except drv.MemoryError as error:  # the driver's error, whose text names no size
                     with_size(error, asked)
                     raise
                 if cap is None or self._held(uuid) <= max(cap, held):
                     return taken
-                give_back(taken)  # no hole in a slab was large enough for it, and the driver opened another
+                give_back(taken)  # it fitted no hole in a slab, so the driver opened another slab
                 del taken
-            self._settle()  # what the collector has freed meanwhile
+            self._settle()  # what the garbage collector has freed meanwhile
             current = current_context(drv)
             for pool in self._pools(uuid):
                 if current is not None and pool.context == current.handle:
@@ -331,7 +327,7 @@ class PyCUDA(Framework):
         return self._pages_of(uuid).held()
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
-        """Bytes of live allocations; the peak follows."""
+        """Bytes of live allocations. Also updates the peak."""
         pitched = self._pitched.get(uuid)
         pools = self._pools(uuid) if pools is None else pools
         in_use = sum(p.active_bytes() for p in pools) + (pitched.in_use if pitched else 0)
@@ -339,13 +335,13 @@ class PyCUDA(Framework):
         return in_use
 
     def _settle(self) -> None:
-        """Count what finalizers left behind. With the lock, and before an idle block is looked for or given back."""
+        """Apply what finalizers logged. With the lock held, before looking for an idle block or giving one back."""
         while self._gone:
             count, address, size = self._gone.popleft()
             count.gone(address, size)
 
     def _bury(self, handle: int) -> None:
-        """The pool of a context that was destroyed: its memory is gone, and freeing it would abort."""
+        """Keep the pool of a destroyed context for ever: its memory is gone, and freeing it would abort the process."""
         pool = self._own.pop(handle)
         pool.forget()
         _kept.append(pool)
@@ -358,8 +354,8 @@ class PyCUDA(Framework):
         return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
 
     def _released(self, gone: tuple[Active, int, int], uuid: str, serial: int) -> None:
-        # May run inside any allocation, on any thread: appends, no lock, no CUDA call. The count alone goes into the
-        # log: the pool would keep its memory there.
+        # May run inside any allocation, on any thread: it only appends, without a lock or a CUDA call. The log holds
+        # the count and not the pool, which it would keep alive with its memory.
         self._gone.append(gone)
         events = self._events
         if events is not None and serial in self._recorded:
@@ -380,7 +376,7 @@ class PyCUDA(Framework):
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
-    """Exchange a default argument across `pycuda.gpuarray`, where `mem_alloc` was captured at definition."""
+    """Replace a default argument across `pycuda.gpuarray`, whose functions captured `mem_alloc` when defined."""
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return

@@ -1,7 +1,7 @@
-"""PyCUDA's contexts: which one is current, who made them, and `make_context` that gives the primary one.
+"""PyCUDA's contexts: which one is current, who made them, and a `make_context` that gives the primary one.
 
-PyCUDA keeps a stack of them for each thread. One that is left on it when its thread ends, or at exit, ends the
-process: whoever pushes pops.
+PyCUDA keeps a stack of contexts for each thread. A context that is left on it when its thread ends, or at exit, aborts
+the process: whoever pushes a context must pop it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 
 
 def current_context(drv: Any) -> Any:
-    """The thread's current context, or None; before `cuInit` PyCUDA raises, which means none as well."""
+    """The thread's current context, or None. Before `cuInit` PyCUDA raises, which means None too."""
     try:
         return drv.Context.get_current()
     except drv.Error:
@@ -25,13 +25,13 @@ def current_context(drv: Any) -> Any:
 
 
 def served_by_primary(drv: Any) -> Callable[[], None]:
-    """`Device.make_context`, and with it `pycuda.autoinit`, gives the primary context from now on. Returns the undo."""
+    """From now on `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context. Returns the undo."""
     raw = drv.Device.make_context
 
     def make_context(device: Any, flags: int = 0) -> Any:
-        """The primary context, retained and pushed: PyCUDA then shares the one of the other frameworks."""
+        """The primary context, retained and pushed, so that PyCUDA shares it with the other frameworks."""
         if flags:
-            _log.info("pycuda: make_context flags %s are not set on the shared primary context", flags)
+            _log.info("pycuda: the flags %s of make_context are ignored: the primary context is shared", flags)
         context = device.retain_primary_context()
         context.push()
         return context
@@ -44,7 +44,7 @@ def served_by_primary(drv: Any) -> Callable[[], None]:
 
 
 def automatic(ordinal: int) -> dict[int, str]:
-    """Handle and module of the contexts that PyCUDA's modules made on the GPU when they were imported."""
+    """The contexts that PyCUDA's modules made on the GPU when they were imported: handle to module."""
     drv: Any = sys.modules.get("pycuda.driver")
     found = {}
     for name in _AUTOINIT if drv is not None else ():
@@ -56,7 +56,7 @@ def automatic(ordinal: int) -> dict[int, str]:
 
 
 def pushed() -> int | None:
-    """The handle of the context that PyCUDA has current on this thread, whatever the driver has; None for none."""
+    """The handle of the context that PyCUDA has current on this thread, which may not be the driver's; None if none."""
     drv: Any = sys.modules.get("pycuda.driver")
     context = current_context(drv) if drv is not None and hasattr(drv, "Context") else None
     return None if context is None else int(context.handle)

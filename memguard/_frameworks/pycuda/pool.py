@@ -1,4 +1,4 @@
-"""What PyCUDA's pools hold of the driver's memory, counted: PyCUDA itself tells neither blocks nor pages."""
+"""Counts what PyCUDA's pools hold of the driver's memory, because PyCUDA reports neither blocks nor pages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _log = logging.getLogger("memguard")
 
 
 class Active:
-    """What of a pool is handed out: how many allocations at each address, and of each size, have not died yet.
+    """What a pool has handed out: how many live allocations there are at each address, and of each size.
 
-    It may count too many (an allocation freed by hand counts until its object dies), never too few.
+    It may count too many (an allocation freed by hand counts until its object is collected), never too few.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Active:
 
 
 class Pitched:
-    """Pitched allocations, which no pool serves."""
+    """Pitched allocations, which come from no pool."""
 
     def __init__(self, pages: DriverPages) -> None:
         self.in_use = 0
@@ -52,27 +52,27 @@ class Pitched:
 
 
 class Pool:
-    """A PyCUDA pool with what it does not tell: which blocks it has, and which of them are handed out.
+    """A PyCUDA pool, and what it does not report: which blocks it has, and which of them are handed out.
 
-    One small block always lies idle in the pool: PyCUDA's pool takes the current context when its first block
-    is given back, and where none is current, as at exit or on another thread, that aborts the process (measured).
+    One small block always stays idle in the pool. PyCUDA's pool asks for the current context when its first block is
+    given back; if none is current, as at exit or on another thread, that aborts the process (measured).
     """
 
     def __init__(
         self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: Any, made_in: Any = None
     ) -> None:
-        """`made_in` is the context that was current when the pool was made, where that was on this thread."""
+        """`made_in` is the context that was current when the pool was made, if it was made on this thread."""
         self.context, self.uuid = context, uuid
         self._made_in, self._thread = made_in, threading.get_ident()
         self.active = Active()
-        self._pool, self._raw = pool, raw  # a pool of the user's own is referred to weakly
+        self._pool, self._raw = pool, raw  # the user's own pools are weakly referenced
         self._pages = pages
         self._blocks: dict[int, int] = {}  # size by address
         self._by_size: Counter[int] = Counter()
-        self._witness: tuple[int, int | None] | None = None  # a block of it, and the driver's id of that
+        self._witness: tuple[int, int | None] | None = None  # one of its blocks, and the driver's id of it
 
     def dead(self) -> bool:
-        """Whether the context is gone, and the memory with it: what the pool holds is then nobody's, or another's."""
+        """Whether the context is gone, and its memory with it. The addresses may then belong to others."""
         if self._witness is None:
             return False
         address, known = self._witness
@@ -92,7 +92,7 @@ class Pool:
         return allocation
 
     def give_back(self, allocation: Any, bin_size: int) -> None:
-        """One that was just taken: its block is idle now."""
+        """Free an allocation that was just taken: its block becomes idle."""
         self.active.gone(int(allocation), bin_size)
         allocation.free()
 
@@ -105,7 +105,7 @@ class Pool:
         self._keep_one_idle()
 
     def look(self) -> None:
-        """Let go of the blocks of a pool that has no memory any more."""
+        """Forget the blocks of a pool that no longer has memory."""
         self._there()
 
     def active_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Pool:
         return int(pool.active_bytes) if pool is not None else 0
 
     def idle(self) -> list[tuple[int, int]]:
-        """Address and size of the blocks that a trim gives back: no allocation lies in them."""
+        """Address and size of the blocks that a trim gives back: those without an allocation."""
         if not self._blocks or not self._there():
             return []
         at = self.active.at
@@ -125,15 +125,15 @@ class Pool:
         try:
             allocation = self._within(self._raw.allocate, pool, size)
         except BaseException:
-            if pool.managed_bytes != before:  # it gave idle blocks back, and still the driver refused
+            if pool.managed_bytes != before:  # it gave idle blocks back, but the driver still refused
                 self.free_held()
             raise
         grown = pool.managed_bytes - before
         if grown not in (0, bin_size):
-            # The driver refused once, and PyCUDA gave idle blocks back, who knows which: now all of them are gone.
+            # The driver refused once, and PyCUDA gave back some idle blocks, unknown which: give back all of them.
             self._within(self._raw.free_held, pool)
             self._only_active()
-        elif grown and idle:  # those were freed by hand and given back before their objects died
+        elif grown and idle:  # freed by hand, and given back before their objects were collected
             self._only_active(bin_size)
         if grown or int(allocation) not in self._blocks:
             self._forget(int(allocation))
@@ -144,8 +144,9 @@ class Pool:
         return allocation
 
     def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of the pool's. On another thread than its own PyCUDA refuses to take memory for it, and leaks what it
-        should give back, unless the very object that the pool was made under is current: its handle is not enough."""
+        """Call a method of the pool. On a thread other than the pool's, PyCUDA refuses to take memory for it and leaks
+        what it should give back, unless the very context object that the pool was made in is current. Another object
+        with the same handle is not enough."""
         if self._made_in is None or self._thread == threading.get_ident():
             return call(*arguments)
         self._made_in.push()
@@ -158,12 +159,12 @@ class Pool:
         pool = self._pool()
         if pool.held_blocks == 0 and pool.managed_bytes:
             try:
-                self._take(1, self.bin_size(1))  # dropped at once: the block stays in the pool
-            except Exception as error:  # the card is full, which is no reason to fail what is there
+                self._take(1, self.bin_size(1))  # dropped at once, so the block stays in the pool
+            except Exception as error:  # the GPU is full, which must not fail this allocation
                 _log.debug("pycuda: no idle block for the pool: %s", error)
 
     def _there(self) -> bool:
-        """Whether the pool has any memory; where not, no block of it is left either."""
+        """Whether the pool has any memory. If not, forgets its blocks."""
         pool = self._pool()
         if pool is not None and pool.managed_bytes:
             return True
@@ -171,13 +172,13 @@ class Pool:
         return False
 
     def _only_active(self, size: int | None = None) -> None:
-        """Every other block, or every other one of this size, is gone."""
+        """Forget every block that is not handed out, of this size or of all sizes: the pool gave it back."""
         idle = [at for at, of in self._blocks.items() if not self.active.at[at] and size in (None, of)]
         for address in idle:
             self._forget(address)
 
     def forget(self) -> None:
-        """Nothing of it is counted any more."""
+        """Stop counting its blocks."""
         for address in list(self._blocks):
             self._forget(address)
 
@@ -191,8 +192,8 @@ class Pool:
 
 
 def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str]) -> list[int]:
-    """The handles of contexts on this GPU that are gone, with their pools' memory. The primary one is not asked about:
-    other frameworks keep it, and this runs with each reading.
+    """The handles of contexts on this GPU that are gone, and their pools' memory with them. The primary context is not
+    checked: other frameworks keep it alive, and this runs with each reading.
     """
     on_it = [handle for handle, pool in pools.items() if pool.uuid == uuid]
     if not on_it:

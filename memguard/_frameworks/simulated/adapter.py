@@ -1,4 +1,4 @@
-"""A framework that exists only as numbers: the contract of `base.py`, on a simulated host and allocator."""
+"""Frameworks that exist only as numbers: the contract of `base.py` over a model of an allocator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
@@ -30,38 +30,91 @@ from memguard._frameworks.simulated.allocators import (
     tensorflow_default_limit,
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
+from memguard._specs import SPECS, FrameworkSpec
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
-STYLES: Mapping[str, str] = {
-    "torch": "torch",
-    "tensorflow": "bfc",
-    "cupy": "cupy",
-    "jax": "xla",
-    "pycuda": "pool",
-    "numba": "emm",
+
+class _Start(NamedTuple):
+    """What an allocator is made of when its framework begins to work on a GPU. `cap` is bytes; None: no cap."""
+
+    take: Callable[[int], None]
+    give: Callable[[int], None]
+    cap: int | None
+    gpu: Device
+    free: int
+    growth: bool
+
+
+def _bfc(start: _Start) -> Allocator:
+    limit = start.cap
+    if limit is None:
+        limit = tensorflow_default_limit(start.free, start.gpu.architecture)
+    return BFCAllocator(start.take, start.give, limit, start.growth)
+
+
+def _xla(start: _Start) -> Allocator:  # the budget switches its preallocation off
+    limit = jax_default_limit(start.gpu.usable) if start.cap is None else start.cap
+    return BFCAllocator(start.take, start.give, limit, growth=start.cap is not None, collects=False)
+
+
+def _torch_footprint(size: int) -> int:
+    return 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else round_up(size)
+
+
+def _bfc_footprint(size: int) -> int:
+    return round_up(size, 256)
+
+
+def _pool_footprint(size: int) -> int:
+    return round_up(alloc_size(bin_number(max(size, 1))))
+
+
+@dataclass(frozen=True)
+class AllocatorModel:
+    """How one kind of allocator is simulated. Sizes are bytes, measured on an H200.
+
+    make        the allocator on one GPU
+    footprint   as `Framework.footprint`
+    first_work  what the framework's own kernels take beside the shared context at its first work
+    fixed       it takes its limit when it initialises, and keeps it
+    reports     it reports single allocations; of the others the recorder samples the level
+    silent      with growth it does not say what it holds (TensorFlow)
+    totals      it says neither what of its cache is split nor its peak (CuPy)
+    """
+
+    make: Callable[[_Start], Allocator]
+    footprint: Callable[[int], int]
+    first_work: int = 0
+    fixed: bool = False
+    reports: bool = False
+    silent: bool = False
+    totals: bool = False
+
+
+_GENERIC = AllocatorModel(
+    lambda start: TorchCachingAllocator(start.take, start.give, start.cap), _torch_footprint, reports=True
+)
+MODELS: Mapping[str, AllocatorModel] = {
+    "torch": replace(_GENERIC, first_work=94 * MIB),
+    "bfc": AllocatorModel(_bfc, _bfc_footprint, 4 * MIB, fixed=True, silent=True),
+    "cupy": AllocatorModel(
+        lambda start: CuPyPool(start.take, start.give, start.cap), whole_share, 94 * MIB, totals=True
+    ),
+    "xla": AllocatorModel(_xla, _bfc_footprint, 34 * MIB, fixed=True),
+    "pool": AllocatorModel(lambda start: PyCUDAPool(start.take, start.give, start.cap), _pool_footprint, reports=True),
+    "emm": AllocatorModel(
+        lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
+    ),
 }
-"""Which allocator each framework is simulated with."""
-MODULES: Mapping[str, int] = {
-    "torch": 94 * MIB,
-    "bfc": 4 * MIB,
-    "cupy": 94 * MIB,
-    "xla": 34 * MIB,
-    "pool": 0,
-    "emm": 2 * MIB,
-}
-"""What a framework's own kernels take beside the shared context, at its first work. Measured facts on an H200."""
-_FIXED = ("bfc", "xla")
-"""What takes its limit when it initialises, and keeps it."""
-_REPORTING = ("torch", "pool")
-"""What reports single allocations; of the others the recorder samples the level."""
+"""By the `allocator` of a row. A row that names no model gets the generic one: a caching pool like torch's."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
     """A simulated framework's own out-of-memory error: bytes requested, held, its cap (None: no cap).
 
-    `driver` is set where the card was full and not the cap reached.
+    `driver` is set if the GPU was full, and not the cap reached.
     """
 
     def __init__(self, name: str, refused: AllocationRefused, free: int) -> None:
@@ -77,13 +130,13 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
 
 @functools.cache
 def oom_type(name: str) -> type[FrameworkOutOfMemory]:
-    """The out-of-memory class of the framework of that name: each has its own, as the real ones do."""
+    """The out-of-memory class of that framework. Each framework has its own, as the real ones do."""
     return type(f"Simulated{name.title()}OutOfMemory", (FrameworkOutOfMemory,), {"__module__": __name__})
 
 
 @dataclass(frozen=True)
 class Stats:
-    """An allocator's figures in bytes, those included that the real framework would not tell."""
+    """An allocator's figures in bytes, including those that the real framework does not report."""
 
     held: int
     in_use: int
@@ -93,7 +146,7 @@ class Stats:
 
 
 class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module by name, with nothing in it."""
+    """Finds one module by name, and makes it empty."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -108,25 +161,24 @@ class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class SimulatedFramework(Framework):
-    """`name` is any name; `style` is one of `MODULES`, by default the name's own.
+    """A framework with a row, or any `name` with an `allocator`, which is a key of `MODELS`.
 
-    Live from its first `allocate`, which opens the shared context. Without caps nothing but the card limits it; the
-    `bfc` style then takes nearly the whole card at once, as TensorFlow does, and `xla` three quarters of it, as JAX.
+    It is live from its first `allocate`, which opens the shared context. Without a cap only the GPU limits it; `bfc`
+    then takes nearly the whole GPU at once, as TensorFlow does, and `xla` three quarters of it, as JAX does.
     """
 
-    name, module, hook, tested = "simulated", "memguard_simulated", "memguard_simulated", ("simulated",)
-
     def __init__(
-        self, host: SimulatedHost, name: str = "torch", style: str | None = None, *, imported: bool = False
+        self, host: SimulatedHost, name: str = "torch", allocator: str | None = None, *, imported: bool = False
     ) -> None:
         super().__init__(host)
-        style = style or STYLES.get(name, "")
-        if style not in MODULES:
-            raise ValueError(f"no simulated allocator for {name!r}: give a style, one of {', '.join(MODULES)}")
-        # The contract has these per class; here each instance is a framework of its own. The hook is a module of
-        # its own too, so that importing a real framework never touches a simulated one.
-        vars(self).update(name=name, module=f"memguard_simulated_{name}", hook=f"memguard_simulated_{name}")
-        self.style, self.imported = style, imported
+        row = SPECS.get(name)
+        if allocator not in MODELS if allocator is not None else row is None:
+            raise ValueError(f"no simulated allocator for {name!r}: give one of {', '.join(MODELS)}")
+        self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
+        # A module of its own, so that importing a real framework never touches a simulated one.
+        own = f"memguard_simulated_{name}"
+        self.spec = FrameworkSpec(name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="")
+        self.imported = imported
         self._gpus = host
         self._caps: dict[str, int] = {}
         self._growth = False
@@ -134,7 +186,7 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
-        self._recorded: set[int] = set()  # arrays whose allocation is in the recording: only their end belongs there
+        self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
         self._lock = threading.RLock()
 
     def state(self) -> State:
@@ -149,7 +201,7 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """As if the program imported the framework: import hooks that wait for `hook` run, and may raise."""
+        """As if the program imported the framework: import hooks on `hook` run, and may raise."""
         if self.imported:
             return
         self.imported = True
@@ -165,7 +217,7 @@ class SimulatedFramework(Framework):
             sys.modules.pop(self.hook, None)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """`options`: `growth` (TensorFlow; True by default, as in the budget) takes memory step by step."""
+        """With the option `growth` (TensorFlow; True by default, as in the budget) memory is taken step by step."""
         with self._lock:
             self._check(caps)
             if why := self._too_late():
@@ -175,20 +227,18 @@ class SimulatedFramework(Framework):
             self._caps = dict(caps)
             self._growth = bool(options.get("growth", True))
             self._set()
-            over = {uuid: pool.held - caps[uuid] for uuid, pool in self._pools.items() if uuid in caps}
 
             def undo() -> None:
                 with self._lock:
-                    if self.style in _FIXED and self._pools:
+                    if self.model.fixed and self._pools:
                         raise CapNotApplied(self.name, "its limit is permanent once it is live", "restart the process")
                     self._caps, self._growth = before
                     self._set()
 
-            residual = {uuid: nbytes for uuid, nbytes in over.items() if nbytes > 0}
-            return Applied(Enforcement.ENFORCED, undo, notes=("simulated",), residual=residual)
+            return Applied(Enforcement.ENFORCED, undo, notes=("simulated",))
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        if self.style in _FIXED:
+        if self.model.fixed:
             super().resize(caps)
         with self._lock:
             self._check(caps)
@@ -196,14 +246,14 @@ class SimulatedFramework(Framework):
             self._set()
 
     def usage(self, device: Device) -> Usage | None:
-        """What the real framework would say: `peak` is of what was in use."""
+        """What the real framework would report. `peak` is that of `in_use`."""
         with self._lock:
             pool = self._pools.get(device.uuid)
             if pool is None:
                 return None
-            if self.style == "cupy":  # which does not say what of its cache is split, nor keeps a peak
+            if self.model.totals:
                 return Usage(pool.held, pool.in_use, None)
-            if self.style != "bfc":
+            if not self.model.silent:
                 return Usage(pool.held, pool.in_use, pool.reclaimable, peak=pool.peak_in_use)
             cap = self._caps.get(device.uuid)
             if cap is not None and not self._growth:
@@ -218,7 +268,7 @@ class SimulatedFramework(Framework):
             )
 
     def stats(self, device: Device) -> Stats:
-        """All that the simulation knows, before the framework is live too (zeros)."""
+        """All figures of the simulation. Zeros before the framework is live."""
         with self._lock:
             pool, cap = self._pools.get(device.uuid), self._caps.get(device.uuid)
             if pool is None:
@@ -231,19 +281,10 @@ class SimulatedFramework(Framework):
                 self._pools[device.uuid].trim()
 
     def footprint(self, size: int) -> int:
-        if self.style == "torch":
-            return 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else round_up(size)
-        if self.style == "pool":
-            return round_up(alloc_size(bin_number(max(size, 1))))
-        if self.style == "cupy":
-            return whole_share(size)
-        return round_up(size) if self.style == "emm" else round_up(size, 256)
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        return (oom_type(self.name),) if self.imported else ()
+        return self.model.footprint(size)
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        if self.style not in _REPORTING:
+        if not self.model.reports:
             return None
         with self._lock:
             events = self._recording = []
@@ -258,7 +299,7 @@ class SimulatedFramework(Framework):
         return stop
 
     def allocate(self, nbytes: int, device: int = 0, *, exact: bool = False) -> int:
-        """A live array's id; `device` is the position on the host. Raises the framework's own OOM."""
+        """Allocate; returns the array's id. `device` is the position on the host. Raises the framework's own OOM."""
         gpu = self._device(device)
         self.start_importing()
         with self._lock:
@@ -272,7 +313,7 @@ class SimulatedFramework(Framework):
             return array
 
     def free(self, array: int) -> None:
-        """ValueError where the array is not live."""
+        """Free an array by its id. ValueError if it is not live."""
         with self._lock:
             if array not in self._blocks:
                 raise ValueError(f"{self.name}: array {array} is not live (freed twice?)")
@@ -281,39 +322,25 @@ class SimulatedFramework(Framework):
             self._note("free", array, gpu)
 
     def _pool(self, gpu: Device, nbytes: int) -> Allocator:
-        """The device's allocator; the first call brings the framework to life there."""
+        """The device's allocator. The first call makes the framework live there."""
         if gpu.uuid not in self._pools:
             cap = self._caps.get(gpu.uuid)
             try:
                 self._gpus.open_context(gpu, CONTEXT)
-                self._gpus.take(gpu, MODULES[self.style])
+                self._gpus.take(gpu, self.model.first_work)
             except SimulatedOutOfMemory as error:
                 raise AllocationRefused(nbytes, 0, cap, error.with_traceback(None)) from None
-            self._pools[gpu.uuid] = self._new_pool(gpu, cap)
+            take, give = functools.partial(self._gpus.take, gpu), functools.partial(self._gpus.give, gpu)
+            start = _Start(take, give, cap, gpu, self._gpus.memory(gpu).free, self._growth)
+            self._pools[gpu.uuid] = self.model.make(start)
         return self._pools[gpu.uuid]
 
-    def _new_pool(self, gpu: Device, cap: int | None) -> Allocator:
-        take, give = functools.partial(self._gpus.take, gpu), functools.partial(self._gpus.give, gpu)
-        if self.style == "bfc":
-            limit = cap
-            if limit is None:
-                limit = tensorflow_default_limit(self._gpus.memory(gpu).free, gpu.architecture)
-            return BFCAllocator(take, give, limit, self._growth)
-        if self.style == "xla":  # the budget switches its preallocation off
-            limit = jax_default_limit(gpu.usable) if cap is None else cap
-            return BFCAllocator(take, give, limit, growth=cap is not None, collects=False)
-        if self.style == "emm":
-            return NumbaMemory(take, give, cap, total=gpu.usable)
-        if self.style == "cupy":
-            return CuPyPool(take, give, cap)
-        return (TorchCachingAllocator if self.style == "torch" else PyCUDAPool)(take, give, cap)
-
     def _too_late(self) -> str | None:
-        """Why a live framework takes no cap any more; None where it does."""
-        if self.style in _FIXED and self._pools:
+        """Why a live framework can no longer be capped; None if it can."""
+        if self.model.fixed and self._pools:
             return "its limit is fixed when it initialises"
         if any(isinstance(pool, NumbaMemory) and not pool.managed for pool in self._pools.values()):
-            return "its context keeps the memory manager that it has"
+            return "its context keeps its memory manager"
         return None
 
     def _set(self) -> None:

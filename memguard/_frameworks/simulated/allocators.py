@@ -1,9 +1,9 @@
 """Models of the frameworks' own allocators: how they round, cache, split, coalesce and refuse.
 
-Written from reading PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory pool,
-and checked against figures measured on an H200; CuPy's and Numba's are in `driver_allocators.py`. They count bytes and
-touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private pools, the 10 s of
-retries of TensorFlow and JAX. Not thread-safe: the owner locks.
+Written from the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory
+pool, and checked against figures measured on an H200. Those of CuPy and Numba are in `driver_allocators.py`. They count
+bytes and touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private pools, the
+10 s of retries of TensorFlow and JAX. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memguard._units import GIB, KIB, MIB, format_size, round_down, round_up
 
 
 class AllocationRefused(Exception):
-    """The allocator cannot serve a request. Sizes are bytes; `driver` is set where the card itself was full."""
+    """The allocator cannot serve a request. Sizes are bytes; `driver` is set if the GPU itself was full."""
 
     def __init__(self, requested: int, held: int, cap: int | None, driver: SimulatedOutOfMemory | None) -> None:
         self.requested, self.held, self.cap, self.driver = requested, held, cap, driver
@@ -30,8 +30,8 @@ class AllocationRefused(Exception):
 class Allocator(ABC):
     """One framework's allocator on one device, on top of the driver's `take` and `give` (bytes).
 
-    `held` is what it has taken from the driver, `in_use` what live blocks occupy, as the framework itself counts it.
-    `cap` may change at any time; lowering it evicts nothing.
+    `held` is what it has taken from the driver, `in_use` what live blocks occupy, as the framework counts it itself.
+    `cap` may change at any time. Lowering it evicts nothing.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
@@ -41,9 +41,9 @@ class Allocator(ABC):
         self._driver: SimulatedOutOfMemory | None = None
 
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
-        """A new block's id. AllocationRefused where cap or driver forbid it.
+        """Allocate; returns the block's id. AllocationRefused if the cap or the driver forbids it.
 
-        `exact` leaves no slack in the block where the allocator splits: for replaying a level, which contains it.
+        `exact` leaves no slack in a block that the allocator splits: for replaying a recorded level, which contains it.
         """
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -54,7 +54,7 @@ class Allocator(ABC):
         return block
 
     def free(self, block: int) -> None:
-        """ValueError for an id that is not live (a double free, or never allocated)."""
+        """Free a block. ValueError if the id is not live (freed twice, or never allocated)."""
         try:
             self.in_use -= self._free(block)
         except KeyError:
@@ -75,7 +75,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def _free(self, block: int) -> int:
-        """Take the block back; returns what it takes off `in_use`. KeyError where it is not live."""
+        """Free the block; returns what it subtracts from `in_use`. KeyError if it is not live."""
 
     def _grow(self, nbytes: int) -> bool:
         """Take from the driver and count it as held, unless the cap or the driver forbids it."""
@@ -121,7 +121,7 @@ class TorchCachingAllocator(Allocator):
 
     @classmethod
     def segment_size(cls, size: int) -> int:
-        """What one driver allocation for a request of this rounded size takes."""
+        """The bytes that one driver allocation takes for a request of this rounded size."""
         if size <= cls.SMALL:
             return cls.SMALL_SEGMENT
         return cls.LARGE_SEGMENT if size < cls.SEGMENT_BELOW else round_up(size, cls.ROUND_LARGE)
@@ -165,8 +165,8 @@ class TorchCachingAllocator(Allocator):
 class BFCAllocator(Allocator):
     """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, given once and never changed.
 
-    Nothing from outside shrinks it. TensorFlow's gives wholly free regions back itself, only before it would refuse
-    (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default: `collects`); XLA's never does.
+    It cannot be shrunk from outside. TensorFlow's gives back wholly free regions by itself, but only before it would
+    refuse (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default: `collects`). XLA's never does.
     """
 
     ALIGN, FIRST_REGION, MOST_SLACK = 256, 2 * MIB, 128 * MIB
@@ -217,7 +217,7 @@ class BFCAllocator(Allocator):
         region = min(self._next_region, available)
         took = self._grow(region)
         if not took and not self._backed_off:
-            # Only the first failure in the allocator's life makes it try smaller regions.
+            # Only its first failure ever makes the allocator try smaller regions.
             self._backed_off = True
             while not took:
                 smaller = round_up(region * 9 // 10, self.ALIGN)
@@ -240,16 +240,16 @@ class BFCAllocator(Allocator):
 
 
 def bin_number(nbytes: int) -> int:
-    """PyCUDA's bin of a request: exponent of two and the four bits below the leading one."""
+    """PyCUDA's bin for a request: the exponent of two, and the four bits below the leading one."""
     exponent = max(nbytes.bit_length() - 1, 0)
     shifted = nbytes >> exponent - 4 if exponent >= 4 else nbytes << 4 - exponent
     return exponent << 4 | shifted & 15
 
 
 def alloc_size(number: int) -> int:
-    """What PyCUDA takes from the driver for a bin: the largest request of that bin.
+    """The bytes that PyCUDA takes from the driver for a bin: the largest request of that bin.
 
-    Measured fact: 3 MiB + 1 asked, 3,276,799 managed.
+    Measured: 3 MiB + 1 asked, 3,276,799 managed.
     """
     exponent, mantissa = number >> 4, 16 | number & 15
     if exponent < 4:
@@ -260,7 +260,7 @@ def alloc_size(number: int) -> int:
 class PyCUDAPool(Allocator):
     """`pycuda.tools.DeviceMemoryPool` with memguard's check before each driver allocation.
 
-    `held` counts what the driver makes of the pool's blocks. Measured fact: above 1 MiB each is rounded up to 2 MiB,
+    `held` counts the driver's pages for the pool's blocks. Measured: a block above 1 MiB is rounded up to 2 MiB, and
     smaller ones are packed into 2 MiB slabs (here without gaps).
     """
 
@@ -307,7 +307,7 @@ class PyCUDAPool(Allocator):
         while not self._grow(self._driver_bytes(size)):
             if not self._bins:
                 return False
-            self._give_back(max(self._bins))  # where the driver refuses, the pool frees its largest kept block first
+            self._give_back(max(self._bins))  # if the driver refuses, the pool frees its largest kept block first
         if size <= self.SLAB_UP_TO:
             self._slabs += size
         return True
@@ -320,7 +320,7 @@ class PyCUDAPool(Allocator):
         self._shrink(self._driver_bytes(size))
 
     def _driver_bytes(self, size: int) -> int:
-        """What the driver needs for a block beside those that there are."""
+        """The bytes that the driver takes for one more block."""
         if size > self.SLAB_UP_TO:
             return round_up(size)
         return round_up(self._slabs + size) - round_up(self._slabs)
@@ -332,9 +332,9 @@ class PyCUDAPool(Allocator):
 
 
 def tensorflow_default_limit(free: int, architecture: str) -> int:
-    """What TensorFlow makes its memory_limit where nothing is configured: what is free less a system share.
+    """TensorFlow's memory_limit if nothing is configured: what is free less a share for the system.
 
-    Read in TensorFlow's source; checked against a measured fact: 141,350 MiB of an H200 for the whole process.
+    From TensorFlow's source; checked against a measurement: 141,350 MiB of an H200 for the whole process.
     """
     if free < 2 * GIB:
         system = 225 * MIB
@@ -345,8 +345,8 @@ def tensorflow_default_limit(free: int, architecture: str) -> int:
 
 
 def jax_default_limit(usable: int) -> int:
-    """What XLA takes for JAX where nothing is configured: three quarters of what CUDA calls the total.
+    """What XLA takes for JAX if nothing is configured: three quarters of what CUDA calls the total.
 
-    Read in XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by us.
+    From XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by us.
     """
     return usable * 3 // 4

@@ -1,4 +1,4 @@
-"""Regions of memory cut into chunks: what the models of the allocators share, and the driver's slabs."""
+"""Regions of memory that are cut into chunks: shared by the models of allocators and of the driver's slabs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Arena:
         self._address = 0
 
     def add(self, size: int) -> Chunk:
-        """A new region, one free chunk. That chunk stays the region's first one, however it is cut and merged."""
+        """Add a region; returns its free chunk, which stays the region's first one, however it is cut and merged."""
         chunk = Chunk(self._address, size)
         self._insert(chunk)
         self._address += size + 1  # the gap keeps regions apart
         return chunk
 
     def fit(self, size: int) -> Chunk | None:
-        """The smallest free chunk of at least that size, still in the free list."""
+        """The smallest free chunk of at least that size, which stays in the free list; None if there is none."""
         at = bisect.bisect_left(self._free, (size,))
         return self._free[at][2] if at < len(self._free) else None
 
     def occupy(self, chunk: Chunk, size: int | None) -> Chunk:
-        """Mark a free chunk used, keeping only `size` of it (None: all)."""
+        """Mark a free chunk as used, with only its first `size` bytes (None: all)."""
         self._remove(chunk)
         if size is not None and size < chunk.size:
             rest = Chunk(chunk.address + size, chunk.size - size)
@@ -47,7 +47,7 @@ class Arena:
         return chunk
 
     def release(self, chunk: Chunk) -> Chunk:
-        """Free a chunk; returns what it became together with its free neighbours."""
+        """Free a chunk; returns the chunk that it became when merged with its free neighbours."""
         chunk.used = False
         after, before = chunk.next, chunk.prev
         if after and not after.used:
@@ -72,7 +72,7 @@ class Arena:
         return dropped
 
     def drop(self, chunk: Chunk) -> None:
-        """Forget one region, of which this is the free chunk."""
+        """Forget the region whose only chunk, a free one, this is."""
         self._remove(chunk)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Models of what takes single allocations from the driver, CuPy's pool and Numba, and of the driver's pages.
+"""Models of CuPy's pool and of Numba, which take single allocations from the driver, and of the driver's pages.
 
-Written from reading CuPy's MemoryPool and Numba's memory manager, and checked against figures measured on an H200.
-Not modelled: streams, memory hooks, `gc.collect()`, pending modules and events, `defer_cleanup`.
+Written from the sources of CuPy's MemoryPool and Numba's memory manager, and checked against figures measured on an
+H200. Not modelled: streams, memory hooks, `gc.collect()`, pending modules and events, `defer_cleanup`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from memguard._frameworks.simulated.arena import Arena, Chunk
 from memguard._units import GRANULE, round_up
 
 UNIT = 512
-"""CuPy rounds to this, and so does the driver what it packs into a slab."""
+"""CuPy rounds requests up to this, and the driver does so with the pieces of a slab."""
 
 
 class Piece(NamedTuple):
-    """One allocation of the driver's: its bytes, and where it lies in a slab (None: on pages of its own)."""
+    """One allocation from the driver: its bytes, and where it lies in a slab (None: on its own pages)."""
 
     size: int
     part: Chunk | None
 
 
 class SimulatedPages:
-    """What the driver makes of single allocations. `take` (False: refused) and `give` are of whole 2 MiB pages.
+    """The driver's pages for single allocations. `take` (False: refused) and `give` move whole 2 MiB pages.
 
-    Measured facts: above 1 MiB each is rounded up to 2 MiB, smaller ones lie in slabs of 2 MiB, each wholly in one.
-    Assumed: the best fit within the slabs; a slab goes back with its last part.
+    Measured: above 1 MiB each allocation is rounded up to 2 MiB; a smaller one lies wholly in one slab of 2 MiB.
+    Assumed: best fit within the slabs; a slab goes back with its last part.
     """
 
     def __init__(self, take: Callable[[int], bool], give: Callable[[int], None]) -> None:
@@ -39,7 +39,7 @@ class SimulatedPages:
         self._parts: Counter[int] = Counter()
 
     def allocate(self, nbytes: int) -> Piece | None:
-        """None where a page is needed and refused."""
+        """None if a page is needed and refused."""
         if nbytes > SMALL:
             pages = round_up(nbytes)
             return Piece(pages, None) if self._take(pages) else None
@@ -66,20 +66,20 @@ class SimulatedPages:
             self._give(GRANULE)
 
     def returned_by(self, pieces: Iterable[Piece]) -> int:
-        """Bytes that freeing these would give back."""
+        """The bytes that freeing these would give back."""
         own = [piece.size for piece in pieces if piece.part is None]
         parts = Counter(_slab(piece.part) for piece in pieces if piece.part is not None)
         return sum(own) + GRANULE * sum(count == self._parts[slab] for slab, count in parts.items())
 
 
 def _slab(part: Chunk) -> int:
-    return part.address // (GRANULE + 1)  # an arena leaves one byte between its regions
+    return part.address // (GRANULE + 1)  # an arena leaves one byte between regions
 
 
 class CuPyPool(Allocator):
     """CuPy's MemoryPool (14), one stream. `held` is its own count, `total_bytes()`: the driver may take more.
 
-    Without a cap it is CuPy as it comes; with one it is under memguard's wrapper, which asks for whole shares.
+    Without a cap it is CuPy unchanged. With a cap it is under memguard's allocator, which rounds to whole shares.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
@@ -102,7 +102,7 @@ class CuPyPool(Allocator):
         return before - self.held
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
-        wrapped = self.cap is not None and not exact  # a level is of sizes that the wrapper has rounded already
+        wrapped = self.cap is not None and not exact  # the sizes of a recorded level are already rounded
         size = round_up(whole_share(nbytes) if wrapped else nbytes, UNIT)
         chunk = self._arena.fit(size) or self._miss(size)
         if chunk is None:
@@ -120,7 +120,7 @@ class CuPyPool(Allocator):
         return size
 
     def _miss(self, size: int) -> Chunk | None:
-        """A new chunk from the driver, unless the cap or the driver forbids it."""
+        """A new chunk from the driver; None if the cap or the driver forbids it."""
         piece = self._pages.allocate(size) if self._below_cap(size) else None
         if piece is None:
             return None
@@ -131,10 +131,10 @@ class CuPyPool(Allocator):
 
 
 class NumbaMemory(Allocator):
-    """Numba's memory manager under memguard's cap: no pool, each array an allocation of the driver's.
+    """Numba's memory manager under memguard's cap: no pool, each array is one allocation from the driver.
 
-    What is freed stays held until more than ten frees are pending, or more than a fifth of `total`, the device's bytes.
-    `managed` says whether a cap was there when it began: another memory manager cannot be set afterwards.
+    What is freed stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
+    pending. `managed` says whether it began with a cap: the memory manager cannot be changed afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -155,7 +155,7 @@ class NumbaMemory(Allocator):
         return self._pages.returned_by(self._pending)
 
     def trim(self) -> int:
-        """`deallocations.clear()`: what is pending is freed."""
+        """`deallocations.clear()`: runs the pending frees."""
         before = self.held
         for piece in self._pending:
             self._pages.free(piece)

@@ -1,0 +1,1 @@
+"""PyTorch: its adapter, its settings, its allocation history."""

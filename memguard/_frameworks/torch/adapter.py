@@ -1,11 +1,11 @@
 """PyTorch: the caching allocator's per-process fraction, set to the exact byte.
 
-Measured on an H200 with torch 2.11: the native allocator stops at the cap exactly; expandable segments
-are mapped in 20 MiB pieces and may pass it by less than one, so the fraction is set 20 MiB lower; the
-async backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so there a driver
-pool with `maxSize` is put under it (CUDA 12.2 and newer). Setting the fraction creates no context.
+Measured on an H200 with torch 2.11: the native allocator stops exactly at the cap. Expandable segments are mapped in
+20 MiB pieces and may exceed it by less than one piece, so the fraction is set 20 MiB lower. The async backend compares
+the fraction with bytes *in use* and let its pool hold 4 % more, so a driver pool with `maxSize` is put under it (CUDA
+12.2 and newer). Setting the fraction creates no context.
 
-Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)` (unseen).
+Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)` (not visible).
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from memguard._devices.pools import CappedPool
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.torch import history, settings
+from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 SEGMENT = 20 * MIB
-"""The piece in which expandable segments take memory (measured)."""
+"""Expandable segments take memory in pieces of this size (measured)."""
 
 
 class Torch(Framework):
     """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
 
-    name: ClassVar[str] = "torch"
-    module: ClassVar[str] = "torch"
-    hook: ClassVar[str] = "torch"
-    tested: ClassVar[tuple[str, ...]] = ("2.11.0", "2.13.0")
+    spec = SPECS["torch"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -44,12 +42,12 @@ class Torch(Framework):
         self._pools: dict[str, CappedPool] = {}
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
-        self._expandable: bool | None = None  # what the caps were set for
+        self._expandable: bool | None = None  # as it was when the caps were set
         self._rmm: rmm.Limit | None = None
         self._lost: list[str] = []
 
     def why_absent(self) -> str | None:
-        """Not installed, or a build without CUDA (read from `torch/version.py`: nothing is imported)."""
+        """Not installed, or a build without CUDA. Read from `torch/version.py`; imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -59,7 +57,9 @@ class Torch(Framework):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        asked = getattr(getattr(module, "cuda", None), "is_initialized", None)  # none while another thread imports it
+        asked = getattr(
+            getattr(module, "cuda", None), "is_initialized", None
+        )  # missing while another thread imports torch
         return asked is not None and bool(asked())
 
     def state(self) -> State:
@@ -78,7 +78,8 @@ class Torch(Framework):
         before, self._caps = self._caps, dict(caps)
         try:
             if self._live(torch):
-                return Applied(Enforcement.ENFORCED, self._restore, residual=self._set_now(torch))
+                self._set_now(torch)
+                return Applied(Enforcement.ENFORCED, self._restore)
             note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
             return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
         except BaseException:
@@ -89,7 +90,7 @@ class Torch(Framework):
     def usage(self, device: Device) -> Usage | None:
         """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live.
 
-        None for a GPU on which torch never held anything: it is live on all of them at once.
+        None for a GPU on which torch never held anything: torch is live on all GPUs at once.
         """
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch):
@@ -101,7 +102,7 @@ class Torch(Framework):
             return self._rmm.usage(device.uuid)
         try:
             stats = torch._C._cuda_memoryStats(ordinal)
-        except RuntimeError:  # a pluggable allocator tells nothing
+        except RuntimeError:  # a pluggable allocator reports nothing
             return Usage(None, None)
         in_use = settings.stat(stats, "allocated_bytes", "current")
         peak = settings.stat(stats, "allocated_bytes", "peak")
@@ -115,13 +116,13 @@ class Torch(Framework):
         held = settings.stat(stats, "reserved_bytes", "current")
         if held is None or in_use is None:
             return Usage(held, in_use)
-        # Blocks of a partly used segment are cached but cannot go back: PyTorch frees whole segments only.
+        # Blocks of a partly used segment are cached but cannot be released: PyTorch frees whole segments only.
         active = settings.stat(stats, "active_bytes", "current") or in_use
         stuck = settings.stat(stats, "inactive_split_bytes", "current") or 0
         return Usage(held, in_use, max(held - active - stuck, 0), peak=peak)
 
     def trim(self, device: Device) -> None:
-        """`torch.cuda.empty_cache()`: every wholly unused segment, on every device. Not while a graph is captured."""
+        """`torch.cuda.empty_cache()`: frees every wholly unused segment on every device. Not during a graph capture."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.capturing():
             return
@@ -148,7 +149,7 @@ class Torch(Framework):
             self._set_now(torch)
         except BaseException:
             self._caps = before
-            self._set_now(torch)  # the caps that held until now hold on
+            self._set_now(torch)  # the previous caps keep holding
             raise
         return None
 
@@ -158,13 +159,9 @@ class Torch(Framework):
             return round_up(size, 32 * MIB)  # the driver's pools grow in such steps (measured)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
-        if expandable is None:  # asking takes a snapshot of all blocks
+        if expandable is None:  # asking torch takes a snapshot of all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
-
-    def oom_types(self) -> tuple[type[BaseException], ...]:
-        torch = sys.modules.get("torch")
-        return () if torch is None else (torch.OutOfMemoryError,)
 
     def drift(self) -> list[str]:
         torch = sys.modules.get("torch")
@@ -173,13 +170,13 @@ class Torch(Framework):
         if torch is None or not self._set or not self._live(torch):
             return self._lost
         if torch.cuda.get_allocator_backend() == "pluggable":
-            return ["torch: its allocator was replaced after memguard.init: the cap does not hold any more"]
+            return ["torch: its allocator was replaced after memguard.init: the cap no longer holds"]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         if read is None:
             return []
         return [
             f"torch: its fraction on cuda:{ordinal} was raised from {fraction:.4g} to {read(ordinal):.4g} after "
-            "memguard.init: the cap does not hold any more"
+            "memguard.init: the cap no longer holds"
             for ordinal, fraction in self._set.items()
             if read(ordinal) > fraction
         ]
@@ -189,14 +186,14 @@ class Torch(Framework):
         return torch is not None and self._live(torch) and bool(torch.cuda.is_current_stream_capturing())
 
     def libraries(self) -> frozenset[str]:
-        """One `nccl` for each communicator that has communicated: NCCL takes its memory at the first collective."""
+        """One `nccl` for each communicator that was used: NCCL takes its memory at the first collective."""
         distributed = sys.modules.get("torch.distributed.distributed_c10d")
         groups = getattr(getattr(distributed, "_world", None), "pg_map", None) or {}
         count = sum(1 for group in list(groups) if _communicates(group))
         return frozenset(f"nccl {number}" for number in range(1, count + 1))
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        """PyTorch's own allocation history, bounded; None under the async backend, which keeps none."""
+        """PyTorch's own allocation history, bounded; None with the async backend, which keeps none."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
@@ -220,13 +217,13 @@ class Torch(Framework):
         return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps, self._set = {}, {}  # what is still queued for torch's initialisation then sets nothing
+        self._caps, self._set = {}, {}  # what is still queued for torch's initialisation now sets nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
 
     def _queue(self, torch: Any) -> Callable[[], None]:
-        """Set the fractions inside torch's own CUDA initialisation, which runs what `_lazy_call` queued."""
+        """Set the fractions in torch's CUDA initialisation, which runs what `_lazy_call` queued. Returns the undo."""
         if not hasattr(torch.cuda, "_lazy_call"):
             why = f"torch {torch.__version__} has no torch.cuda._lazy_call"
             raise CapNotApplied(self.name, why, "call torch.cuda.init() before memguard.init()")
@@ -237,7 +234,7 @@ class Torch(Framework):
             if not armed or not self._caps:
                 return
             try:
-                if torch.cuda.get_allocator_backend() == "pluggable":  # since memguard.init
+                if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
                     applied = self._apply_pluggable(self._caps)
                     self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
                     self.notes += [] if self._lost else applied.notes
@@ -252,7 +249,7 @@ class Torch(Framework):
 
         def undo() -> None:
             nonlocal armed
-            armed = False  # torch keeps its queue for itself: what is queued runs, and does nothing
+            armed = False  # torch may keep the queued call, which then does nothing
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
@@ -263,13 +260,12 @@ class Torch(Framework):
 
         return undo
 
-    def _set_now(self, torch: Any) -> dict[str, int]:
-        """Set every device's fraction and read it back. Returns what is held above the cap, by UUID."""
+    def _set_now(self, torch: Any) -> None:
+        """Set every device's fraction and read it back."""
         if self._caps:
             self._check_properties(torch)
         backend = torch.cuda.get_allocator_backend()
         self._expandable = backend != "cudaMallocAsync" and bool(self._caps) and settings.expandable(torch)
-        residual: dict[str, int] = {}
         for uuid, ordinal in self._ordinals(torch).items():
             if uuid not in self._caps:
                 continue
@@ -279,10 +275,6 @@ class Torch(Framework):
             elif self._expandable:
                 allowed -= SEGMENT
             self._set_fraction(torch, ordinal, allowed)
-            usage = self.usage(Device(uuid, "", 0, 0, None, ""))
-            if usage is not None and usage.held is not None and usage.held > self._caps[uuid]:
-                residual[uuid] = usage.held - self._caps[uuid]
-        return residual
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
         total = torch.cuda.get_device_properties(ordinal).total_memory
@@ -300,7 +292,7 @@ class Torch(Framework):
             setting = f"torch.cuda.set_per_process_memory_fraction({before:.4g})"
             raise settings.looser(setting, int(before * total), allowed)
         fraction = min(allowed / total, 1.0)
-        if int(fraction * total) < allowed:  # PyTorch truncates the product: one step up gives the exact byte
+        if int(fraction * total) < allowed:  # PyTorch truncates the product; one step up gives the exact byte
             fraction = min(math.nextafter(fraction, 1.0), 1.0)
         torch._C._cuda_setMemoryFraction(fraction, ordinal)
         back = read(ordinal) if read is not None else fraction
@@ -311,15 +303,15 @@ class Torch(Framework):
         self._set[ordinal] = back
 
     def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
-        """An allocator from elsewhere (`change_current_allocator`): RMM's is limited there, another cannot be."""
+        """The allocator was replaced (`change_current_allocator`): RMM's can be limited, others cannot."""
         if not rmm.is_loaded_for("torch"):
             raise ConflictingSetting(
                 self.name,
                 "torch.cuda.memory.change_current_allocator",
-                "replaced the caching allocator by one that memguard does not know",
+                "replaced the caching allocator with one that memguard cannot limit",
                 "remove that call, or leave torch out of the budget",
             )
-        ordinals = rmm.ordinals(self.name, self.host)  # torch's own numbering would initialise it
+        ordinals = rmm.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
         self._rmm, applied = rmm.apply(self.name, caps, ordinals)
         return applied
 
@@ -337,7 +329,7 @@ class Torch(Framework):
             ) from error
 
     def _restore(self) -> None:
-        """What was there before, except where somebody has set another fraction since; all of it, whatever fails."""
+        """Restore what was there before, unless the user has set another fraction. A failed step stops no other."""
         torch, self._expandable = self._torch(), None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         with ExitStack() as steps:
@@ -349,26 +341,26 @@ class Torch(Framework):
             self._before, self._set, self._pools = {}, {}, {}
 
     def _check_properties(self, torch: Any) -> None:
-        """TensorFlow's CUDA runtime in torch's way makes torch misread its devices and die of SIGFPE (measured)."""
+        """If torch binds to TensorFlow's CUDA runtime, it misreads its devices and dies of SIGFPE (measured)."""
         for uuid, ordinal in self._ordinals(torch).items():
             true = self.host.multiprocessors(uuid)
             believed = torch.cuda.get_device_properties(ordinal).multi_processor_count
             if true is not None and believed != true:
                 raise CapNotApplied(
                     self.name,
-                    f"torch believes its GPU has {believed} multiprocessors, the driver says {true}: TensorFlow's CUDA "
+                    f"torch reads {believed} multiprocessors, the driver says {true}: TensorFlow's CUDA "
                     "runtime was loaded before torch's, and the first matrix product would kill the process (SIGFPE)",
                     "call memguard.init() before `import tensorflow`, or import torch before tensorflow",
                 )
             if "tensorflow" not in sys.modules:
                 continue
             if true is None:
-                self._say("torch beside tensorflow: not checked against the driver, which does not show this GPU")
+                self._say("torch beside tensorflow: not checked, because the driver does not show this GPU")
             else:
-                self._say(f"torch beside tensorflow: checked, it sees the driver's {true} multiprocessors")
+                self._say(f"torch beside tensorflow: checked, both torch and the driver see {true} multiprocessors")
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
-        """CUDA ordinal by UUID, asked of torch itself once it is live (its `uuid` is NVML's without `GPU-`)."""
+        """CUDA ordinal by UUID, from torch itself once it is live. Torch's `uuid` is NVML's without `GPU-`."""
         if self._uuids is None:
             count = torch.cuda.device_count()
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
@@ -381,7 +373,7 @@ def _nvml_uuid(uuid: str) -> str:
 
 
 def _communicates(group: Any) -> bool:
-    """Whether a process group has an NCCL communicator; `_is_initialized` is ProcessGroupNCCL's own."""
+    """Whether a process group has an NCCL communicator. `_is_initialized` belongs to ProcessGroupNCCL."""
     try:
         import torch
 

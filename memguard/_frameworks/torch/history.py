@@ -7,11 +7,11 @@ from typing import Any
 from memguard._types import TraceEvent
 
 ENTRIES = 200_000
-"""Entries kept while recording: PyTorch's own default is unbounded."""
+"""Entries kept while recording, because PyTorch's own default is unbounded."""
 
 
 def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
-    """The allocations of `torch.cuda.memory._snapshot()["device_traces"]`, one list for each device."""
+    """Events from `torch.cuda.memory._snapshot()["device_traces"]`, which has one list for each device."""
     ops = {"alloc": "alloc", "free_requested": "free"}
     found = []
     live: dict[tuple[int, int], int] = {}
@@ -24,6 +24,6 @@ def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
                 number += 1
                 live[where] = number
                 found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, number, entry["size"], device=device))
-            elif op == "free" and where in live:  # what was allocated before the recording began is left out
+            elif op == "free" and where in live:  # skips what was allocated before the recording began
                 found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, live.pop(where), device=device))
     return found

@@ -1,4 +1,4 @@
-"""What torch, its environment and its installation say about its allocator. Nothing here imports torch."""
+"""The settings of torch's allocator: from torch, its environment and its installation. Never imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memguard.errors import ConflictingSetting
 
 
 def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
-    """What the environment says before torch reads it: no caching means no cap, a looser fraction is refused."""
+    """Raise ConflictingSetting if the environment switches off caching, and so the cap, or sets a looser fraction."""
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         raise ConflictingSetting(
             "torch",
@@ -27,7 +27,7 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
     name, text = configured()
     match = re.search(r"per_process_memory_fraction\s*:\s*([^\s,]+)", text)
     fraction = 0.0
-    with contextlib.suppress(ValueError):  # torch says so itself
+    with contextlib.suppress(ValueError):  # torch reports that itself
         fraction = float(match[1]) if match is not None else 0.0
     for device in devices if 0 < fraction <= 1 else ():
         allowed = int(fraction * device.usable)
@@ -36,7 +36,7 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
 
 
 def configured() -> tuple[str, str]:
-    """The variable that configures PyTorch's allocator, and its text; PYTORCH_ALLOC_CONF is the one that wins."""
+    """The variable that configures PyTorch's allocator, and its text. PYTORCH_ALLOC_CONF wins."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if os.environ.get(name):
             return name, os.environ[name]
@@ -44,7 +44,7 @@ def configured() -> tuple[str, str]:
 
 
 def expandable(torch: Any) -> bool:
-    """What the allocator of a live torch really runs with; the environment where torch will not say."""
+    """Whether the allocator of a live torch uses expandable segments; from the environment if torch does not say."""
     try:
         return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     except (AttributeError, KeyError, RuntimeError):
@@ -59,7 +59,7 @@ def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
 
 
 def never_held(stats: Mapping[str, Any]) -> bool:
-    """By what is held now, by the peak, and by the sum of all times, which stays where a peak is reset."""
+    """Whether torch never held memory there. The sum of all allocations counts too: it survives a reset of the peak."""
     known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
     return known[:2] == [0, 0] and not known[2]
 
@@ -74,10 +74,10 @@ def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
 
 
 def cuda_version() -> str | None:
-    """The CUDA version torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    """The CUDA version that torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
     try:
         spec = importlib.util.find_spec("torch")
-    except ValueError:  # a stand-in without a spec
+    except ValueError:  # a stand-in module without a spec
         return None
     if spec is None or spec.origin is None:
         return None

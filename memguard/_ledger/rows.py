@@ -1,0 +1,109 @@
+"""One reading of a GPU, and the ledger's rows that follow from it. Pure.
+
+A framework that does not report what it holds (TensorFlow with growth) counts with the least it must hold. What lies
+above that is in `unaccounted`, whose row then says so. `unaccounted` is signed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memguard._ledger.overhead import Overhead
+from memguard._ledger.types import DeviceLedger, Lent, Row
+from memguard._policy import modules
+from memguard._specs import SECOND_CONTEXT
+from memguard._types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._units import format_size
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One GPU at one moment: what NVML and each framework say, each asked once. Sizes are bytes.
+
+    own       what this process holds by NVML; None if unknown
+    usages    by framework; None for one that holds nothing there
+    overhead  what is charged as overhead, this reading included
+    moved     the figures changed while they were read, each time
+    contexts  who made each context beside the primary one
+    lent      what frameworks lend to others
+    """
+
+    device: Device
+    memory: MemoryInfo
+    own: int | None
+    usages: Mapping[str, Usage | None]
+    overhead: Overhead = field(default_factory=Overhead)
+    moved: bool = False
+    contexts: Sequence[str] = ()
+    lent: Mapping[str, Lent] = field(default_factory=dict)
+
+
+def device_ledger(
+    reading: Reading, part: DevicePlan | None = None, enforcements: Mapping[str, str] | None = None
+) -> DeviceLedger:
+    """The rows of one GPU. `part` gives the caps and the limit, `enforcements` how each framework's cap holds."""
+    caps: Mapping[str, int] = part.caps if part is not None else {}
+    usages, memory, overhead = reading.usages, reading.memory, reading.overhead
+    rows, silent, counted = [], [], 0
+    for name in dict.fromkeys([*caps, *usages]):
+        row = _framework(name, usages.get(name), caps.get(name), (enforcements or {}).get(name, ""), reading.lent)
+        rows.append(row)
+        counted += row.bytes or 0
+        if (usage := usages.get(name)) is not None and usage.held is None:
+            silent.append(name)
+    second = overhead.second if reading.contexts else 0
+    rows.append(Row("overhead", "overhead", overhead.total - second))
+    if reading.contexts:
+        note = _of_contexts(reading.contexts, bool(second))
+        rows.append(Row("overhead", SECOND_CONTEXT, second or None, note=note))
+    if reading.own is None:
+        rest = memory.used - counted - overhead.total
+        note = "this process and others together: NVML does not name this process here"
+        rows.append(Row("unaccounted", "unaccounted", rest, note=note))
+        rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
+    else:
+        note = f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
+        rows.append(Row("unaccounted", "unaccounted", reading.own - counted - overhead.total, note=note))
+        rows.append(Row("other processes", "other processes", memory.used - reading.own))
+    reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
+    rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
+    rows.append(Row("free", "free", memory.free))
+    return DeviceLedger(reading.device, tuple(rows), reading.own, part.limit if part else None, reading.moved)
+
+
+def _framework(name: str, usage: Usage | None, cap: int | None, enforcement: str, lent: Mapping[str, Lent]) -> Row:
+    if usage is None:
+        return Row("framework", name, 0, cap, enforcement=enforcement)
+    known, loan, notes = usage.held is not None, lent.get(name), []
+    size = usage.held if known else usage.held_at_least
+    if not known:
+        notes.append(f"held unknown{', at least this' if size is not None else ''}")
+    if loan is not None:
+        notes.append(str(loan))
+    return Row(
+        "framework",
+        name,
+        size,
+        cap,
+        in_use=usage.in_use,
+        cached=usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else None,
+        reclaimable=usage.reclaimable,
+        enforcement=enforcement,
+        at_least=None if known else usage.held_at_least,
+        at_most=None if known else usage.held_at_most,
+        note="; ".join(notes),
+        lent=None if loan is None else loan.bytes,
+    )
+
+
+def _of_contexts(owners: Sequence[str], charged: bool) -> str:
+    """Who made the contexts beside the primary one, what they cost, and how not to have them."""
+    many = f"{len(owners)} contexts, " if len(owners) > 1 else ""
+    names = [name if name != "unknown" else "something unknown" for name in dict.fromkeys(owners)]
+    where = "" if charged else "; its cost is in unaccounted"
+    return (
+        f"{many}made by {' and '.join(names)}, about {format_size(modules(SECOND_CONTEXT))} each (measured on an "
+        f"H200){where}; fix: import pycuda.autoinit after memguard.init, with `context: primary` for pycuda in the "
+        "budget, or use memguard.exchange.pycuda_context"
+    )
