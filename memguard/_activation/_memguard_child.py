@@ -26,14 +26,21 @@ def activate(folder: str) -> None:
         return
     try:
         memguard = _memguard(os.path.dirname(folder))
+        if not hasattr(memguard, "init"):
+            _end(
+                f"memguard: {sys.executable} imports another project's memguard: {memguard.__file__}\n"
+                "    fix: uninstall that one; `memguard doctor --explain two-distributions` says more",
+                1,
+            )
         show_warnings()
         apply(memguard.init, budget, simulated.split(",") if simulated else None)
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:
+        needed = _load("_memguard_distribution", os.path.dirname(folder), "_distribution.py").requirement()
         _end(
             f"memguard: {sys.executable} has no {error.name}, which memguard needs\n"
-            f"    fix: {sys.executable} -m pip install memguard",
+            f"    fix: {sys.executable} -m pip install {needed}",
             1,
         )
     except Exception as error:
@@ -84,11 +91,13 @@ def _memguard(package: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "memguard":
             raise
-    spec = importlib.util.spec_from_file_location(
-        "memguard", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
-    )
+    return _load("memguard", package, "__init__.py", submodule_search_locations=[package])
+
+
+def _load(name: str, package: str, file: str, **more: Any) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, os.path.join(package, file), **more)
     assert spec is not None and spec.loader is not None
-    module = sys.modules["memguard"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

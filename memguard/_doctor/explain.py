@@ -17,6 +17,9 @@ def page(name: str) -> str:
     try:
         return (_PAGES / f"{name}.md").read_text(encoding="utf-8")
     except OSError as error:
+        from memguard._distribution import requirement
+
         raise MemguardError(
-            f"the page of {name} is not installed\n    fix: install memguard again, or read docs/doctor/{name}.md"
+            f"the page of {name} is not installed\n"
+            f"    fix: pip install --force-reinstall {requirement()}, or read docs/doctor/{name}.md"
         ) from error

@@ -471,6 +471,6 @@ def test_what_stands_twice_is_the_same() -> None:
 
 def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:
     """Nothing to look at where the checkout is used without being installed."""
-    for installed in metadata.distributions(name="memguard"):
+    for installed in metadata.distributions(name="memguard-gpu"):
         files = {str(file) for file in installed.files or []}
         assert not files or "memguard.pth" in files  # a checkout's own metadata has none
