@@ -195,6 +195,19 @@ class Process(_Fact):
     budget: bool = False
 
 
+class Namesakes(_Fact):
+    """Distributions that install a package memguard, if one of them is not memguard-gpu.
+
+    `distributions`: versions by name. `path`: the file that `import memguard` finds; `own`: whether it is this
+    project's. `origin`: the path or URL that memguard-gpu was installed from, None for an index.
+    """
+
+    distributions: dict[Name, str] = {}
+    path: str | None = None
+    own: bool = True
+    origin: str | None = None
+
+
 class Script(_Fact):
     """A program that was read and not run: the modules it imports, in order, with the lines."""
 
@@ -230,6 +243,7 @@ class Facts(_Fact):
     driver: Driver = Driver()
     frameworks: dict[Name, Framework] = {}
     together: tuple[Together, ...] = ()
+    namesakes: Namesakes | None = None
     process: Process | None = None
     script: Script | None = None
     budget: BudgetFacts | None = None

@@ -97,6 +97,14 @@ def test_parts_of_one_framework_are_no_two(names: dict[str, str], found: bool) -
     assert bool(list(told)) is found
 
 
+def test_another_memguard_is_taken_away_and_this_one_named_by_its_distribution() -> None:
+    (found,) = build.other_memguard(load("two-memguards.json"))
+    assert found.remedy.startswith("`pip uninstall -y memguard memguard-gpu`, then install memguard-gpu again")
+    assert any(line.startswith("memguard-gpu 0.1.0 is installed from https://") for line in found.evidence)
+    (found,) = build.other_memguard(load("memguard-of-another-project.json"))
+    assert found.remedy == "`pip uninstall -y memguard`"
+
+
 @pytest.mark.parametrize(("version", "extra"), [(12040, "jax[cuda12]"), (13000, "jax[cuda13]"), (14000, "jax[cuda13]")])
 def test_the_build_for_the_drivers_cuda(version: int, extra: str) -> None:
     changes = {

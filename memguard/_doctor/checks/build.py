@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from memguard._distribution import NAME
 from memguard._doctor.checks import shell
 from memguard._doctor.checks.cpu_only import wants_cuda, without_cuda
 from memguard._doctor.checks.cuda_libraries import major
@@ -137,6 +138,35 @@ def two_distributions(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def other_memguard(facts: Facts) -> Iterator[Finding]:
+    """Another project's package memguard beside this one, or in its place."""
+    found = facts.namesakes
+    others = [dist for dist in found.distributions if dist != NAME] if found is not None else []
+    if found is None or not others:
+        return
+    both = NAME in found.distributions
+    if not found.own:
+        cause = f"`import memguard` finds the package of {listing(others)}, which is another project"
+    elif both:
+        cause = f"{listing(found.distributions)} install the same package memguard, each over the files of the other"
+    else:
+        cause = f"{listing(others)} installs a package memguard too and is another project"
+    origin = f" from {found.origin}" if found.origin else ""
+    lines = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
+    yield Finding(
+        "two-distributions",
+        Severity.WARNING if found.own else Severity.ERROR,
+        cause,
+        (
+            *(line + (origin if line.startswith(NAME) else "") for line in lines),
+            *((f"memguard.__file__ is {found.path}",) if found.path else ()),
+        ),
+        f"`pip uninstall -y {' '.join(found.distributions)}`"
+        + (f", then install {NAME} again{' from where it came' if origin else ''}" if both else ""),
+        "memguard",
+    )
+
+
 def _pinned(dist: str, release: str) -> str:
     pinned = shell.release(release.partition("+")[0])
     return shell.requirement(f"tensorflow[and-cuda]{pinned}" if dist == "tensorflow" else f"{dist}{pinned}")
@@ -189,6 +219,7 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     numpy_abi,
     unexpected_path,
     two_distributions,
+    other_memguard,
     cpu_build,
     framework_fails,
     probe_crashed,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from memguard._doctor.collect import broken_python
 from memguard._doctor.collect.missing_libraries import missing, shown
-from memguard._doctor.facts import NAME, Driver, Framework, Probe, Stage, Together
+from memguard._doctor.facts import NAME, Driver, Framework, Namesakes, Probe, Stage, Together
 from memguard._types import Device
 from memguard.errors import FactsError
 
@@ -30,6 +30,7 @@ class Installed:
     executable: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     frameworks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    namesakes: Namesakes | None = None
 
     def path(self, name: str) -> str | None:
         """Where `import` would find the framework."""
@@ -55,6 +56,7 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
         str(own.get("executable", "")),
         {str(name): str(version) for name, version in own["packages"].items() if re.fullmatch(NAME, str(name))},
         {name: _facts(ended, name) for name in dict.fromkeys(names)},
+        _checked(Namesakes, own["namesakes"]) if isinstance(own.get("namesakes"), dict) else None,
     )
 
 

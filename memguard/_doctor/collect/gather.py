@@ -88,6 +88,7 @@ def facts(
         driver=driver,
         frameworks={name: answers.framework(installed.frameworks.get(name, {}), ended.get((name,))) for name in names},
         together=tuple(answers.together(order, how, level) for order, how in ended.items() if len(order) > 1),
+        namesakes=installed.namesakes,
         process=_here(driver) if here else None,
         script=_script(script),
         budget=_budget(budget, driver),

@@ -42,6 +42,27 @@ def probe(report: Report) -> None:
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
             report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
+        _namesakes(report, distributions)
+
+
+def _namesakes(report: Report, distributions: Any) -> None:
+    """Other distributions that install a package memguard, as PyPI's `memguard` does, which is another project."""
+    ours = "memguard-gpu"
+    found = {n: d for n, d in reversed(distributions) if n == ours or ("memguard" in n and _installs(d, "memguard", n))}
+    if not set(found) - {ours}:
+        return
+    path = _found("memguard")
+    own = path is not None and os.path.exists(os.path.join(os.path.dirname(path), "_activation", "sitecustomize.py"))
+    versions = {name: distribution.version for name, distribution in sorted(found.items())}
+    report.put(namesakes={"distributions": versions, "path": path, "own": own, "origin": _url(found.get(ours))})
+
+
+def _url(distribution: Any) -> Any:
+    """Where a distribution was installed from, if that was no index (PEP 610): a URL, or the path of a `file:` URL."""
+    with contextlib.suppress(ValueError, AttributeError):
+        url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url")
+        return re.sub("^file://", "", url)
+    return None
 
 
 def _distributions() -> Any:
