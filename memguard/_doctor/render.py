@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._doctor.checks.cpu_only import kept_off
 from memguard._doctor.checks.failures import STEPS, step
-from memguard._doctor.checks.phrases import broken, ended, listing
-from memguard._doctor.checks.shared import computes
+from memguard._doctor.checks.phrases import listing
+from memguard._doctor.checks.probe_outcomes import computes, did_not_finish, died
 from memguard._doctor.examine import examine
 from memguard._doctor.facts import Facts, Framework, Probe
 from memguard._doctor.finding import Finding, Severity
@@ -128,7 +128,7 @@ def _found(checkup: Checkup, bad: list[str]) -> str:
 def _off(framework: Framework, facts: Facts, name: str) -> bool:
     """A variable keeps it off the GPU, and nothing else fails."""
     probe = framework.probe
-    return probe is not None and not framework.gpus and not broken(probe) and kept_off(facts, name)
+    return probe is not None and not framework.gpus and not did_not_finish(probe) and kept_off(facts, name)
 
 
 def works(framework: Framework) -> bool | None:
@@ -136,7 +136,7 @@ def works(framework: Framework) -> bool | None:
     probe = framework.probe
     if probe is None:
         return None
-    return computes(framework) and not broken(probe)
+    return computes(framework) and not did_not_finish(probe)
 
 
 def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:
@@ -164,7 +164,7 @@ def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, s
         return f"{die} {probe.signal} {where}"
     if probe.failed is not None:
         return f"{fail} in {probe.failed.name}"
-    return f"{leave} {probe.exit} {where}" if ended(probe) else None
+    return f"{leave} {probe.exit} {where}" if died(probe) else None
 
 
 def lines(checkup: Checkup, *, brief: bool = False) -> list[Line]:

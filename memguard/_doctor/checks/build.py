@@ -9,6 +9,7 @@ from memguard._distribution import NAME
 from memguard._doctor.checks import shell
 from memguard._doctor.checks.cpu_only import wants_cuda, without_cuda
 from memguard._doctor.checks.cuda_libraries import major
+from memguard._doctor.checks.explanations import explained, no_gpu
 from memguard._doctor.checks.failures import (
     NO_COMPILER,
     NO_NVCC,
@@ -19,8 +20,8 @@ from memguard._doctor.checks.failures import (
 )
 from memguard._doctor.checks.install import with_cuda
 from memguard._doctor.checks.numpy import numpy_abi
-from memguard._doctor.checks.phrases import broken, full_name, last_line, listing, texts
-from memguard._doctor.checks.shared import explained, no_gpu
+from memguard._doctor.checks.phrases import full_name, last_line, listing
+from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding, Severity
 
@@ -44,7 +45,7 @@ def nvcc_missing(facts: Facts) -> Iterator[Finding]:
     found = facts.frameworks.get("pycuda")
     if found is None or no_gpu(facts):
         return
-    said = [text for text in texts(found.probe) if NO_NVCC.search(text)]
+    said = [text for text in messages(found.probe) if NO_NVCC.search(text)]
     if said or _tool_missing(facts, "nvcc"):
         home, off_the_path = facts.environment.get("CUDA_HOME"), facts.tools.get("nvcc off the PATH")
         yield Finding(
@@ -71,7 +72,7 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
     said = {
         name: text
         for name, found in facts.frameworks.items()
-        for text in texts(found.probe)
+        for text in messages(found.probe)
         if NO_COMPILER.search(text)
     }
     absent = _tool_missing(facts, *_COMPILERS)
@@ -105,7 +106,7 @@ def unexpected_path(facts: Facts) -> Iterator[Finding]:
         from_path = [folder for folder in folders if found.path.startswith(folder.rstrip("/") + "/")]
         yield Finding(
             "unexpected-path",
-            Severity.ERROR if broken(found.probe) else Severity.WARNING,
+            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
             f"`import {name}` finds {found.path}, while the package is installed in {found.folder}",
             (
                 f"{name}.__file__ is {found.path}",
@@ -130,7 +131,7 @@ def two_distributions(facts: Facts) -> Iterator[Finding]:
         keep = _keep(facts, several)
         yield Finding(
             "two-distributions",
-            Severity.ERROR if broken(found.probe) else Severity.WARNING,
+            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
             f"{listing(several)} install the same module {name} into one folder, each over the files of the other",
             tuple(f"{dist} {release} is installed" for dist, release in several.items()),
             f"pip uninstall -y {' '.join(several)} && pip install {_pinned(keep, several[keep])}",
@@ -192,7 +193,7 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
         if not without_cuda(facts, name) or explained(facts, name):
             continue
         failed = found.probe.failed if found.probe is not None else None
-        said = [text for text in texts(found.probe) if "is not installed" in text] or (
+        said = [text for text in messages(found.probe) if "is not installed" in text] or (
             [failed.error] if failed and failed.error else []
         )
         built = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]

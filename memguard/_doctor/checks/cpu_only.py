@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from memguard._doctor.checks.numpy import fails_of_numpy
-from memguard._doctor.checks.phrases import texts
+from memguard._doctor.checks.probe_outcomes import messages
 from memguard._doctor.facts import Facts
 
 _JAX_SAYS = "CUDA-enabled jaxlib is not installed"
@@ -15,7 +15,7 @@ _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name '
 def without_cuda(facts: Facts, name: str) -> bool:
     """It is a build for CPUs."""
     found = facts.frameworks[name]
-    if name == "jax" and any(_JAX_SAYS in text for text in texts(found.probe)):
+    if name == "jax" and any(_JAX_SAYS in text for text in messages(found.probe)):
         return True
     if name == "numba" and "numba-cuda" not in (*found.distributions, *facts.packages):
         return _numba_without(facts)
@@ -29,7 +29,7 @@ def _numba_without(facts: Facts) -> bool:
     """
     found = facts.frameworks["numba"]
     failed = found.probe.failed if found.probe is not None else None
-    if found.gpu is False or any(_NO_NUMBA_CUDA.search(text) for text in texts(found.probe)):
+    if found.gpu is False or any(_NO_NUMBA_CUDA.search(text) for text in messages(found.probe)):
         return True
     return failed is not None and failed.name != "import" and not fails_of_numpy(facts, "numba")
 

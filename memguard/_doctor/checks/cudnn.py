@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from memguard._doctor.checks.cuda_libraries import major, mapped
-from memguard._doctor.checks.phrases import broken, full_name, texts
+from memguard._doctor.checks.phrases import full_name
+from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._doctor.facts import Facts, Framework
 from memguard._doctor.finding import Finding, Severity
 
@@ -40,7 +41,7 @@ def version(text: str | None) -> Version:
 def _pair(found: Framework) -> tuple[Version, Version, str] | None:
     """What was found, what it was compiled with, and the message that says so."""
     said_lines = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message is of several
-    for text in (*texts(found.probe), said_lines):
+    for text in (*messages(found.probe), said_lines):
         for pattern in _SAID:
             if said := pattern.search(text):
                 line = " ".join(text.split())
@@ -78,7 +79,7 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
         least = _dotted(built[:2])
         yield Finding(
             "cudnn-older",
-            Severity.ERROR if said or broken(found.probe) or loaded[0] != built[0] else Severity.WARNING,
+            Severity.ERROR if said or did_not_finish(found.probe) or loaded[0] != built[0] else Severity.WARNING,
             f"{full_name(facts, name)} was compiled with cuDNN {_dotted(built)} and found cuDNN {_dotted(loaded)}: "
             "it needs the same major and at least that minor",
             tuple(

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from memguard._doctor.checks import shell, visible_devices
-from memguard._doctor.checks.phrases import full_name, last_line, listing
-from memguard._doctor.checks.shared import (
-    blocked_by,
-    busy,
-    computes,
+from memguard._doctor.checks.architectures import oldest, without_code
+from memguard._doctor.checks.explanations import blocked_by, readable, visible
+from memguard._doctor.checks.gpu_memory import (
     exclusive,
-    failure,
-    filled,
     filled_by_itself,
+    filled_by_others,
     has_context,
     held_by_itself,
     held_by_others,
-    oldest,
-    out_of_memory,
-    readable,
-    same,
-    visible,
-    without_code,
+    same_gpu,
 )
+from memguard._doctor.checks.phrases import full_name, last_line, listing
+from memguard._doctor.checks.probe_outcomes import busy, computes, failed_stage, out_of_memory
 from memguard._doctor.facts import CudaDevice, Facts, NvmlDevice
 from memguard._doctor.finding import Finding, Severity
 from memguard._findings import Name
@@ -87,7 +81,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 def order(facts: Facts) -> Iterator[Finding]:
     """cuda:0 is not the GPU 0 of nvidia-smi, though it was not asked to be another."""
     shown, cards = facts.driver.cuda.devices, facts.driver.nvml.devices
-    indices = [next((card.index for card in cards if same(card.uuid, device.uuid)), -1) for device in shown]
+    indices = [next((card.index for card in cards if same_gpu(card.uuid, device.uuid)), -1) for device in shown]
     if len(cards) < 2 or not indices or -1 in indices:
         return
     asked = _asked(facts, len(shown))
@@ -128,7 +122,7 @@ def capability(facts: Facts) -> Iterator[Finding]:
         lacking = without_code(facts, framework)
         if not lacking or framework.gpu is False:
             continue
-        stage, works = failure(framework), computes(framework)
+        stage, works = failed_stage(framework), computes(framework)
         listed = ", ".join(framework.architectures)
         versions = listing(f"{device.capability[0]}.{device.capability[1]}" for device in lacking)
         evidence = [
@@ -159,7 +153,7 @@ def mig(facts: Facts) -> Iterator[Finding]:
     divided = [card for card in facts.driver.nvml.devices if card.mig]
     blocked, shown = blocked_by(facts), facts.driver.cuda.devices
     if blocked is None and not any(device.uuid.startswith("MIG-") for device in shown):
-        divided = [card for card in divided if any(same(card.uuid, device.uuid) for device in shown)]
+        divided = [card for card in divided if any(same_gpu(card.uuid, device.uuid) for device in shown)]
     if not divided or blocked not in (None, "mig"):
         return
     names = listing(f"GPU {card.index} ({card.name})" for card in divided)
@@ -203,7 +197,7 @@ def mode(facts: Facts) -> Iterator[Finding]:
         if own:
             evidence.append("the process that asks has a context on it")
         for name in refused:
-            stage = failure(facts.frameworks[name])
+            stage = failed_stage(facts.frameworks[name])
             evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
         if prohibited:
             cause = f"GPU {card.index} ({card.name}) is in compute mode Prohibited, in which no process may use it"
@@ -264,10 +258,10 @@ def full(facts: Facts) -> Iterator[Finding]:
     """GPUs of which other processes leave little or nothing."""
     if blocked_by(facts) is not None:
         return
-    cards = filled(facts)
+    cards = filled_by_others(facts)
     for card in cards:
-        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
-        if len(cards) > 1 and not same(card.uuid, facts.driver.cuda.devices[0].uuid):
+        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failed_stage(framework))]
+        if len(cards) > 1 and not same_gpu(card.uuid, facts.driver.cuda.devices[0].uuid):
             victims = []  # probes compute on GPU 0, which is full as well
         others = held_by_others(facts, card)
         holders = sorted(card.processes.items(), key=lambda pair: -(pair[1] or 0))
@@ -280,7 +274,7 @@ def full(facts: Facts) -> Iterator[Finding]:
             *(f"process {pid}: {format_size(size)}" for pid, size in holders[:8]),
         ]
         for name in victims:
-            stage = failure(facts.frameworks[name])
+            stage = failed_stage(facts.frameworks[name])
             evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
         end = "nvidia-smi on the host says who; "
         if holders and not facts.system.container:  # in a container these PIDs are the host's, and may be others here
@@ -301,14 +295,14 @@ def full_of_itself(facts: Facts) -> Iterator[Finding]:
     if blocked_by(facts) is not None:
         return
     for card in filled_by_itself(facts):
-        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
+        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failed_stage(framework))]
         own = held_by_itself(facts, card)
         called = f"GPU {card.index} ({card.name})"
         holds = f"this process holds {format_size(own)} of {called}" if own else f"this process is on {called}"
         lines = [f"NVML: {format_size(card.free)} free of {format_size(card.total)}"]
         lines.append(f"NVML: {format_size(own)} held by this process" if own else "NVML does not say what it holds")
         for name in victims:
-            stage = failure(facts.frameworks[name])
+            stage = failed_stage(facts.frameworks[name])
             lines.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
         yield Finding(
             "card-filled",

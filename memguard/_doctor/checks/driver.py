@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from memguard._doctor.checks.driver_answers import broken_off, said, start, state, with_capabilities, without_init
+from memguard._doctor.checks.explanations import blocked_by, capable, device_files
+from memguard._doctor.checks.gpu_memory import same_gpu
 from memguard._doctor.checks.phrases import listing
-from memguard._doctor.checks.shared import blocked_by, capable, computes, device_files, same
+from memguard._doctor.checks.probe_outcomes import computes
 from memguard._doctor.checks.versions import forward, minor, mismatch, too_old_for
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding, Severity
@@ -250,7 +252,7 @@ def _cards(facts: Facts) -> Iterator[Finding]:
     refused = [card for card in facts.driver.nvml.devices if card.error is not None]
     known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
     shown = [device.uuid for device in facts.driver.cuda.devices if not device.uuid.startswith("MIG-")]
-    unlisted = [uuid for uuid in shown if not any(same(uuid, other) for other in known)]
+    unlisted = [uuid for uuid in shown if not any(same_gpu(uuid, other) for other in known)]
     nodes = {card.index: facts.driver.files.get(f"/dev/nvidia{card.index}", "ok") for card in refused}
     foreign = [
         card

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from memguard._doctor.checks.shared import Version, device_files
+from memguard._doctor.checks.explanations import device_files
+from memguard._doctor.checks.version_numbers import Version
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Severity
 

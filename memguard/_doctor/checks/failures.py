@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from memguard._doctor.checks import import_order
 from memguard._doctor.checks.cpu_only import kept_off, without_cuda
 from memguard._doctor.checks.cudnn import too_old
+from memguard._doctor.checks.explanations import explained
 from memguard._doctor.checks.libraries import without_libraries
 from memguard._doctor.checks.noise import meaning
 from memguard._doctor.checks.numpy import fails_of_numpy
-from memguard._doctor.checks.phrases import ended, full_name, how_it_ended, killed, last_line, listing
-from memguard._doctor.checks.shared import explained, out_of_memory
+from memguard._doctor.checks.phrases import full_name, how_it_ended, last_line, listing
+from memguard._doctor.checks.probe_outcomes import died, killed, out_of_memory
 from memguard._doctor.collect.missing_libraries import missing
 from memguard._doctor.facts import Facts, Framework, Probe, Stage
 from memguard._doctor.finding import Finding, Severity
@@ -94,7 +95,7 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
     """An exception in a step, or no GPU where CUDA has one."""
     for name, found in facts.frameworks.items():
         probe = found.probe
-        if probe is None or probe.hung or ended(probe) or _known(facts, name):
+        if probe is None or probe.hung or died(probe) or _known(facts, name):
             continue
         failed = probe.failed
         if failed is not None:
@@ -123,7 +124,7 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
 def _fine(facts: Facts, names: tuple[str, ...]) -> bool:
     """Each of them is, alone."""
     probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
-    return all(probe is None or not (probe.failed or probe.hung or ended(probe)) for probe in probes)
+    return all(probe is None or not (probe.failed or probe.hung or died(probe)) for probe in probes)
 
 
 def _together(facts: Facts) -> Iterator[Finding]:
@@ -147,7 +148,7 @@ def _together(facts: Facts) -> Iterator[Finding]:
 
 def probe_crashed(facts: Facts) -> Iterator[Finding]:
     for name, found in facts.frameworks.items():
-        if found.probe is not None and ended(found.probe) and not _known(facts, name):
+        if found.probe is not None and died(found.probe) and not _known(facts, name):
             what = f"a process that only imports and uses {full_name(facts, name)}"
             where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
             remedy = f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries"
@@ -155,7 +156,7 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
     if any(import_order.findings(facts)):
         return
     for together in facts.together:
-        if ended(together.probe) and _fine(facts, together.order):
+        if died(together.probe) and _fine(facts, together.order):
             what = f"a process of {listing(together.order)}"
             at = f"{step(together.probe, together.order)}, and alone each works"
             where = f"{' then '.join(together.order)}: the process", ""

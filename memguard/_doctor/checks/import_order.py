@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memguard._doctor.checks.phrases import broken, built_for, ended, how_it_ended, killed
+from memguard._doctor.checks.phrases import built_for, how_it_ended
+from memguard._doctor.checks.probe_outcomes import did_not_finish, died, killed
 from memguard._doctor.facts import Facts, Together
 from memguard._doctor.finding import Finding, Severity
 
@@ -31,14 +32,16 @@ def _right(facts: Facts) -> int | None:
 def breaks(facts: Facts, together: Together) -> bool:
     """PyTorch read wrongly or died there: of itself, not for want of host memory."""
     count, right = together.multiprocessors.get("torch"), _right(facts)
-    return (ended(together.probe) and not killed(together.probe)) or (
+    return (died(together.probe) and not killed(together.probe)) or (
         count is not None and right is not None and count != right
     )
 
 
 def _witness(facts: Facts) -> Together | None:
     """The probe that had the two in that order and broke, where neither alone nor the other order does."""
-    if any(broken(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks):
+    if any(
+        did_not_finish(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks
+    ):
         return None
     if any(breaks(facts, each) for each in facts.together if not _before(each.order) and "torch" in each.order):
         return None
@@ -69,7 +72,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     budget = facts.budget is not None and {"tensorflow", "torch"} <= set(facts.budget.frameworks)
     cured = budget and (who is None or who[0] != "this process")
     severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
-    does = "dies" if ended(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
+    does = "dies" if died(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
     built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
     yield Finding(
         "import-order",
@@ -81,7 +84,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
                 None,
                 (
                     f"a process that imported {' then '.join(witness.order)} {how_it_ended(witness.probe)}"
-                    if ended(witness.probe)
+                    if died(witness.probe)
                     else "",
                     f"GPU 0's multiprocessors as torch counts them there: {count}; in truth: {right}"
                     if count is not None and count != right

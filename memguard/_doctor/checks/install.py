@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from memguard._doctor.checks import shell
 from memguard._doctor.checks.cuda_libraries import parse
-from memguard._doctor.checks.shared import cuda_of_driver, numbers
+from memguard._doctor.checks.version_numbers import cuda_of_driver, numbers
 from memguard._doctor.facts import Facts, Framework
 
 _PYTORCH = ((13, 0), (12, 8), (12, 6), (11, 8))

@@ -9,9 +9,10 @@ from itertools import combinations
 from memguard._doctor.checks import cudnn, import_order
 from memguard._doctor.checks.cpu_only import without_cuda
 from memguard._doctor.checks.cuda_libraries import Mapped, by_stem, major, mapped, missing, parse
+from memguard._doctor.checks.explanations import no_gpu
 from memguard._doctor.checks.install import libraries_for, pip_packages
-from memguard._doctor.checks.phrases import broken, built_for, few, full_name, listing, texts
-from memguard._doctor.checks.shared import no_gpu
+from memguard._doctor.checks.phrases import built_for, few, full_name, listing
+from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._doctor.facts import Facts, Framework
 from memguard._doctor.finding import Finding, Severity
 
@@ -36,12 +37,12 @@ def absent(facts: Facts, framework: str) -> tuple[str, ...]:
     """CUDA's libraries that it could not open."""
     found = facts.frameworks[framework]
     named = tuple(name for name in found.missing if parse(name) is not None)
-    return named or missing(texts(found.probe))
+    return named or missing(messages(found.probe))
 
 
 def without_libraries(facts: Facts, framework: str) -> bool:
     """It lacks libraries of CUDA, by name or by TensorFlow's message that names none."""
-    said = texts(facts.frameworks[framework].probe)
+    said = messages(facts.frameworks[framework].probe)
     return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in said)
 
 
@@ -57,9 +58,9 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
         names, wanted = absent(facts, name), _wanted(facts, name)
         what = listing(names) if names else "libraries of CUDA that it does not name"
         packages = pip_packages(names, wanted)
-        lines = [line.strip() for text in texts(found.probe) for line in text.splitlines()]
+        lines = [line.strip() for text in messages(found.probe) for line in text.splitlines()]
         evidence = [line for line in lines if missing([line]) or _TENSORFLOW_SAYS in line]
-        fails = broken(found.probe) or found.gpus == 0
+        fails = did_not_finish(found.probe) or found.gpus == 0
         sees = "" if fails else "; it runs without"
         yield Finding(
             "library-missing",
@@ -102,7 +103,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
         folders = _searched(facts, files)
         yield Finding(
             "library-wrong-major",
-            Severity.ERROR if broken(found.probe) else Severity.WARNING,
+            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
             f"{full_name(facts, name)} was built for CUDA {found.cuda} and runs with {runs_with} of {kinds}, "
             "which need not keep to what it was built against",
             (

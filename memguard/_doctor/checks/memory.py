@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from memguard._doctor.checks import shared
 from memguard._doctor.checks.cpu_only import kept_off
+from memguard._doctor.checks.explanations import both_xla_fractions, no_gpu
+from memguard._doctor.checks.gpu_memory import filled_by_others, held_by_itself, same_gpu
 from memguard._doctor.checks.phrases import few, last_line, listing
+from memguard._doctor.checks.probe_outcomes import failed_stage
 from memguard._doctor.facts import BudgetFacts, Facts, NvmlDevice
 from memguard._doctor.finding import Finding, Severity
 from memguard._units import MIB, format_size
@@ -95,11 +97,11 @@ def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
 
 def xla_fractions(facts: Facts) -> Iterator[Finding]:
     """Two names for one setting, of which JAX accepts one."""
-    both = shared.xla_fractions(facts)
+    both = both_xla_fractions(facts)
     cards = facts.driver.cuda.devices or facts.driver.nvml.devices
-    if not both or not cards or shared.no_gpu(facts) or kept_off(facts, "jax"):
+    if not both or not cards or no_gpu(facts) or kept_off(facts, "jax"):
         return  # there is no GPU to lose, or JAX is not to have it
-    stage = shared.failure(facts.frameworks["jax"])
+    stage = failed_stage(facts.frameworks["jax"])
     said = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
         said.append("jax sees no GPU")
@@ -248,7 +250,7 @@ def _capped_by(budget: BudgetFacts | None, name: str) -> tuple[str, ...]:
 def budget_too_large(facts: Facts) -> Iterator[Finding]:
     """A budget that these GPUs cannot give, at all or now."""
     budget = facts.budget
-    if budget is None or shared.no_gpu(facts):
+    if budget is None or no_gpu(facts):
         return
     if budget.errors:
         lines = [line.strip() for error in budget.errors for line in error.splitlines() if line.strip()]
@@ -262,11 +264,11 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
             fixes[0] if fixes else f"memguard plan {budget.source}",
             budget.source,
         )
-    taken = shared.filled(facts)  # that finding says who holds it
+    taken = filled_by_others(facts)  # that finding says who holds it
     for device in facts.driver.nvml.devices:
-        limit = next((size for uuid, size in budget.limits.items() if shared.same(uuid, device.uuid)), None)
+        limit = next((size for uuid, size in budget.limits.items() if same_gpu(uuid, device.uuid)), None)
         if limit is not None and device.free is not None and not device.mig and device not in taken:
-            own = shared.held_by_itself(facts, device)
+            own = held_by_itself(facts, device)
             available = None if own is None else device.free + own
             if available is not None and limit > available:
                 yield _not_now(budget, device, limit, available)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from memguard._doctor.checks.phrases import few, full_name, last_line, listing, texts
+from memguard._doctor.checks.phrases import few, full_name, last_line, listing
+from memguard._doctor.checks.probe_outcomes import messages
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding, Severity
 
@@ -24,7 +25,7 @@ def _said(facts: Facts, framework: str) -> list[str]:
     patterns = (_COMPILED, _NUMBA, _TAKEN_AWAY)
     return [
         line
-        for text in texts(facts.frameworks[framework].probe)
+        for text in messages(facts.frameworks[framework].probe)
         for line in text.splitlines()
         if any(pattern.search(line) for pattern in patterns)
     ]

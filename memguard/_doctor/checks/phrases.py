@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memguard._doctor.checks.probe_outcomes import killed
 from memguard._doctor.facts import Facts, Probe
 
 _ENOUGH = 4
@@ -35,29 +36,6 @@ def full_name(facts: Facts, framework: str) -> str:
 def built_for(facts: Facts, framework: str) -> str:
     """A line of evidence."""
     return f"{full_name(facts, framework)} was built for CUDA {facts.frameworks[framework].cuda}"
-
-
-def texts(probe: Probe | None) -> tuple[str, ...]:
-    """All that it said, errors of its steps first."""
-    if probe is None:
-        return ()
-    return (*(stage.error for stage in probe.stages if stage.error is not None), *probe.said)
-
-
-def broken(probe: Probe | None) -> bool:
-    """It did not get through its steps."""
-    return probe is not None and (probe.failed is not None or probe.hung or ended(probe))
-
-
-def ended(probe: Probe) -> bool:
-    """It died by itself: a signal, or an exit that no step explains."""
-    early = probe.exit not in (None, 0) or not probe.complete
-    return not probe.hung and (probe.signal is not None or (early and probe.failed is None))
-
-
-def killed(probe: Probe) -> bool:
-    """By SIGKILL, which no library does to itself: 137 is how a shell in between tells of it."""
-    return not probe.hung and (probe.signal == "SIGKILL" or (probe.signal is None and probe.exit == 137))
 
 
 def how_it_ended(probe: Probe) -> str:

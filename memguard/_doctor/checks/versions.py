@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memguard._doctor.checks.driver_answers import PROC, digits, said, state, without_init
+from memguard._doctor.checks.explanations import blocked_by
 from memguard._doctor.checks.install import built_by_the_driver
 from memguard._doctor.checks.phrases import built_for, last_line, listing
-from memguard._doctor.checks.shared import (
-    blocked_by,
-    computes,
-    cuda_of,
-    cuda_of_driver,
-    failure,
-    libcuda_version,
-    numbers,
-    too_old,
-    unsupported_ptx,
-)
+from memguard._doctor.checks.probe_outcomes import computes, failed_stage, too_old, unsupported_ptx
+from memguard._doctor.checks.version_numbers import cuda_of, cuda_of_driver, libcuda_version, numbers
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding, Severity
 
@@ -105,7 +97,7 @@ def too_old_for(facts: Facts) -> Iterator[Finding]:
     one = len(names) == 1
     lines = [f"the driver gives CUDA {driver} (cuDriverGetVersion: {facts.driver.cuda.version})"]
     for name in names:
-        stage = failure(facts.frameworks[name])
+        stage = failed_stage(facts.frameworks[name])
         lines.append(built_for(facts, name) + (f": {last_line(stage.error or '')}" if stage else ""))
     yield Finding(
         "driver-too-old",
@@ -127,7 +119,7 @@ def minor(facts: Facts) -> Iterator[Finding]:
     text = digits(driver)
     gives = f"the driver gives CUDA {text} (cuDriverGetVersion: {facts.driver.cuda.version})"
     for name, framework in facts.frameworks.items():
-        stage = failure(framework)
+        stage = failed_stage(framework)
         if stage is not None and unsupported_ptx(framework):
             other = built_by_the_driver(facts, name)
             yield Finding(
