@@ -38,8 +38,8 @@ IN_PROCESS = """
 import json, sys
 %s
 import memguard
-checkup = memguard.doctor(frameworks=%r)
-print("FACTS" + checkup.facts.to_json().replace("\\n", " "))
+report = memguard.doctor(frameworks=%r)
+print("FACTS" + report.facts.to_json().replace("\\n", " "))
 """
 
 FILLED = """

@@ -18,14 +18,14 @@ from memguard.errors import MemguardError
 if TYPE_CHECKING:
     from memguard._config import Budget
 
-__all__ = ["Checkup", "Facts", "Finding", "Severity", "doctor"]
+__all__ = ["DoctorReport", "Facts", "Finding", "Severity", "doctor"]
 
 _LONGEST = 86400
 """Seconds: a day."""
 
 
 @dataclass(frozen=True)
-class Checkup:
+class DoctorReport:
     """What was read and what it amounts to. `ignored`: names of findings that were left out."""
 
     facts: Facts
@@ -66,7 +66,7 @@ class Checkup:
         """Short, where a prompt shows what was returned; `print` shows all of it."""
         from memguard._doctor import render
 
-        return f"<Checkup: {render.verdict(self)}>"
+        return f"<DoctorReport: {render.verdict(self)}>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What IPython and notebooks show."""
@@ -79,7 +79,7 @@ def doctor(
     frameworks: str | Sequence[str] | None = None,
     ignore: str | Collection[str] = (),
     timeout: float = 60.0,
-) -> Checkup:
+) -> DoctorReport:
     """Look for what keeps frameworks from working here, this process included. Creates no context in this process.
 
     Each framework that is installed (`frameworks`: only those; with a budget those that it names) is imported and used
@@ -99,16 +99,16 @@ def doctor(
     wanted, left_out = _names("frameworks", frameworks), _names("ignore", ignore)
     loaded = None if budget is None else _config.of(budget)
     silent = known(left_out)
-    facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, here=True)
-    return examined(facts, loaded, silent)
+    facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, this_process=True)
+    return diagnose(facts, loaded, silent)
 
 
-def examined(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> Checkup:
+def diagnose(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> DoctorReport:
     """The facts with what they amount to, less what is ignored by name or by the budget."""
     from memguard._doctor.examine import examine
 
     silent = ignore | set(budget.doctor.ignore if budget is not None and budget.doctor is not None else ())
-    return Checkup(facts, examine(facts, silent), tuple(sorted(silent)))
+    return DoctorReport(facts, examine(facts, silent), tuple(sorted(silent)))
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:

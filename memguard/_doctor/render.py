@@ -1,4 +1,4 @@
-"""A checkup as a screen of text, and as plain data.
+"""A report as a screen of text, and as plain data.
 
 The verdict first; then what was found, the worst first; then each framework in a line; then what is only worth knowing.
 """
@@ -20,7 +20,7 @@ from memguard._units import format_size
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from memguard._doctor import Checkup
+    from memguard._doctor import DoctorReport
 
 WIDTH = 80
 _CELL = 24
@@ -33,30 +33,30 @@ Piece = tuple[str, str]
 Line = list[Piece]
 
 
-def text(checkup: Checkup, *, brief: bool = False) -> str:
+def text(report: DoctorReport, *, brief: bool = False) -> str:
     """For files, pipes and `str`: no colours. `brief` as in `lines`."""
-    return "\n".join("".join(piece for _, piece in line) for line in lines(checkup, brief=brief))
+    return "\n".join("".join(piece for _, piece in line) for line in lines(report, brief=brief))
 
 
-def rich(checkup: Checkup, *, brief: bool = False) -> Text:
+def rich(report: DoctorReport, *, brief: bool = False) -> Text:
     """For terminals. `brief` as in `lines`."""
     from rich.text import Text
 
     out = Text(no_wrap=True, overflow="ignore")
-    for number, line in enumerate(lines(checkup, brief=brief)):
+    for number, line in enumerate(lines(report, brief=brief)):
         out.append("\n" if number else "")
         for style, piece in line:
             out.append(piece, style)
     return out
 
 
-def as_dict(checkup: Checkup) -> dict[str, Any]:
+def as_dict(report: DoctorReport) -> dict[str, Any]:
     """Plain data; the facts themselves are what `--dump-facts` prints."""
-    facts = checkup.facts
+    facts = report.facts
     return {
         "memguard_doctor": 1,
-        "healthy": checkup.healthy,
-        "verdict": verdict(checkup),
+        "healthy": report.healthy,
+        "verdict": verdict(report),
         "findings": [
             {
                 "name": finding.name,
@@ -67,10 +67,10 @@ def as_dict(checkup: Checkup) -> dict[str, Any]:
                 "remedy": finding.remedy,
                 "page": finding.page,
             }
-            for finding in checkup.findings
+            for finding in report.findings
         ],
-        "ignored": list(checkup.ignored),
-        "not_installed": list(checkup.not_installed),
+        "ignored": list(report.ignored),
+        "not_installed": list(report.not_installed),
         "frameworks": {
             name: {
                 "works": works(framework),
@@ -85,9 +85,9 @@ def as_dict(checkup: Checkup) -> dict[str, Any]:
     }
 
 
-def verdict(checkup: Checkup) -> str:
+def verdict(report: DoctorReport) -> str:
     """In one sentence: what works and what does not."""
-    facts = checkup.facts
+    facts = report.facts
     good = [name for name, framework in facts.frameworks.items() if works(framework)]
     off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
     bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
@@ -100,28 +100,28 @@ def verdict(checkup: Checkup) -> str:
         said.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
     if off:
         said.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
-    absent = list(checkup.not_installed)
+    absent = list(report.not_installed)
     if absent or not facts.frameworks:
         who = f"{listing(absent)} {_verb(absent, 'is', 'are')} not" if absent else "none of the six is"
         said.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
-    return ": ".join(filter(None, (_found(checkup, bad), "; ".join(said) or "no framework was tried")))
+    return ": ".join(filter(None, (_found(report, bad), "; ".join(said) or "no framework was tried")))
 
 
-def _found(checkup: Checkup, bad: list[str]) -> str:
+def _found(report: DoctorReport, bad: list[str]) -> str:
     """What the verdict begins with: healthy only where nothing fails, or an info says why."""
     counts = [
-        _count(sum(finding.severity is severity for finding in checkup.findings), str(severity))
+        _count(sum(finding.severity is severity for finding in report.findings), str(severity))
         for severity in (Severity.ERROR, Severity.WARNING)
     ]
     if any(counts):
         return ", ".join(filter(None, counts))
-    if not checkup.healthy:
+    if not report.healthy:
         return ""
-    told = {name for finding in checkup.findings for name in finding.subject.split(", ")}
+    told = {name for finding in report.findings for name in finding.subject.split(", ")}
     if told.issuperset(bad):
         return "healthy"
-    found = [finding.name for finding in examine(checkup.facts) if finding.severity is not Severity.INFO]
-    left_out = [name for name in dict.fromkeys(found) if name in checkup.ignored]
+    found = [finding.name for finding in examine(report.facts) if finding.severity is not Severity.INFO]
+    left_out = [name for name in dict.fromkeys(found) if name in report.ignored]
     return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
 
 
@@ -167,17 +167,17 @@ def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, s
     return f"{leave} {probe.exit} {where}" if died(probe) else None
 
 
-def lines(checkup: Checkup, *, brief: bool = False) -> list[Line]:
+def lines(report: DoctorReport, *, brief: bool = False) -> list[Line]:
     """The screen, line by line. `brief`: without what is only worth knowing, and without the frameworks."""
-    good = "bold green" if checkup.healthy else "bold red" if checkup.errors else "bold yellow"
-    out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(checkup), good, 2)
-    for finding in checkup.findings:
+    good = "bold green" if report.healthy else "bold red" if report.errors else "bold yellow"
+    out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(report), good, 2)
+    for finding in report.findings:
         if finding.severity is not Severity.INFO:
             out += [[], *_finding(finding)]
     if brief:
         return out
-    out += [[], *_frameworks(checkup.facts), *_machine(checkup)]
-    known = [finding for finding in checkup.findings if finding.severity is Severity.INFO]
+    out += [[], *_frameworks(report.facts), *_machine(report)]
+    known = [finding for finding in report.findings if finding.severity is Severity.INFO]
     return [*out, *([[]] if known else []), *(line for finding in known for line in _info(finding))]
 
 
@@ -239,8 +239,8 @@ def _stripped(line: Line) -> Line:
     return [*line[:-1], (line[-1][0], line[-1][1].rstrip())] if line else line
 
 
-def _machine(checkup: Checkup) -> list[Line]:
-    facts = checkup.facts
+def _machine(report: DoctorReport) -> list[Line]:
+    facts = report.facts
     driver, cuda = facts.driver.nvml.driver or facts.driver.module, facts.driver.cuda.version
     said = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
     free = {device.uuid: device.free for device in facts.driver.nvml.devices}
@@ -253,7 +253,7 @@ def _machine(checkup: Checkup) -> list[Line]:
     shown = {name for name, _ in facts.probes()}
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items() if name not in shown)
     out += _wrap([("dim", "time: ")], times, "dim", 6) if times else []
-    return out + (_wrap([("dim", "left out: ")], ", ".join(checkup.ignored), "dim", 10) if checkup.ignored else [])
+    return out + (_wrap([("dim", "left out: ")], ", ".join(report.ignored), "dim", 10) if report.ignored else [])
 
 
 def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:

@@ -15,7 +15,7 @@ import click
 
 if TYPE_CHECKING:
     from memguard._config import Budget
-    from memguard._doctor import Checkup
+    from memguard._doctor import DoctorReport
     from memguard._doctor.facts import Facts
 
 _FINDINGS = 1
@@ -87,7 +87,7 @@ def doctor(
     installed; 2: it could not run, or no framework is installed. With --dump-facts 0 wherever facts were written.
     """
     from memguard import _config, _findings
-    from memguard._doctor import examined, explain
+    from memguard._doctor import diagnose, explain
     from memguard._doctor.facts import Facts
 
     if list_names or explained is not None:
@@ -111,25 +111,25 @@ def doctor(
     with _not_run(context):
         silent = _findings.known(ignore)
         if facts_file is not None:
-            checkup = examined(Facts.from_json(_read(facts_file), facts_file), None, silent)
+            report = diagnose(Facts.from_json(_read(facts_file), facts_file), None, silent)
         else:
             path = budget if budget is not None else config_file
             loaded = None if path is None else _config.load(path)
-            checkup = examined(_gather(loaded, frameworks, timeout, script), loaded, silent)
-    unread(checkup.facts)
+            report = diagnose(_gather(loaded, frameworks, timeout, script), loaded, silent)
+    unread(report.facts)
     with _printing(context):
         if dump_facts:
-            click.echo(checkup.facts.to_json())
+            click.echo(report.facts.to_json())
         else:
-            show(checkup, as_json)
-    context.exit(0 if dump_facts else code(checkup))
+            show(report, as_json)
+    context.exit(0 if dump_facts else code(report))
 
 
-def code(checkup: Checkup) -> int:
+def code(report: DoctorReport) -> int:
     """The exit code that says what was found."""
-    if checkup.healthy:
+    if report.healthy:
         return 0
-    nothing_tried = not checkup.facts.frameworks and not checkup.found
+    nothing_tried = not report.facts.frameworks and not report.found
     return _NOT_RUN if nothing_tried else _FINDINGS
 
 
@@ -168,22 +168,22 @@ def unread(facts: Facts) -> None:
         click.echo(f"memguard: {facts.script.path} was not looked at: {facts.script.error}", err=True)
 
 
-def show(checkup: Checkup, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:
+def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:
     """Print it: in colours where that is a terminal."""
     import json
 
     from memguard._doctor import render
 
     if as_json:
-        click.echo(json.dumps(checkup.as_dict(), indent=2))
+        click.echo(json.dumps(report.as_dict(), indent=2))
         return
     from rich.console import Console
 
     console = Console(stderr=err, highlight=False, markup=False)
     if console.is_terminal:
-        console.print(render.rich(checkup, brief=brief), soft_wrap=True)
+        console.print(render.rich(report, brief=brief), soft_wrap=True)
     else:
-        click.echo(render.text(checkup, brief=brief), err=err)
+        click.echo(render.text(report, brief=brief), err=err)
 
 
 def progress() -> Callable[[str], None] | None:
@@ -200,9 +200,7 @@ def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, 
     if script is not None:
         _program(script)
     with unwinding():
-        return gather.facts(
-            budget, frameworks=frameworks or None, timeout=timeout, here=False, script=script, say=progress()
-        )
+        return gather.facts(budget, frameworks=frameworks or None, timeout=timeout, script=script, say=progress())
 
 
 def _program(path: str) -> None:

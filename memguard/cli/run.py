@@ -67,7 +67,7 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
     """Exit where the frameworks that the budget names do not work in the Python of the command."""
-    from memguard._doctor import examined
+    from memguard._doctor import diagnose
     from memguard._doctor.collect import gather
     from memguard.cli import doctor
     from memguard.cli.support import program, signals
@@ -83,18 +83,17 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
             budget,
             frameworks=None,
             timeout=_TIMEOUT,
-            here=False,
             python=None if started.python is None else [started.python],
             environ=started.environ,
             script=started.script,
             say=doctor.progress(),
         )
     doctor.unread(facts)
-    checkup = examined(facts, budget)
-    if not checkup.healthy:
-        doctor.show(checkup, brief=True, err=True)
-    if checkup.errors:
-        names = list(dict.fromkeys(finding.name for finding in checkup.errors))
+    report = diagnose(facts, budget)
+    if not report.healthy:
+        doctor.show(report, brief=True, err=True)
+    if report.errors:
+        names = list(dict.fromkeys(finding.name for finding in report.errors))
         fix = "see above"
         if not any(name.startswith(_FATAL) for name in names):
             fix += f", or leave it out in the budget: doctor: {{ignore: [{', '.join(names)}]}}"

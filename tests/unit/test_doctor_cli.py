@@ -188,7 +188,7 @@ def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
     doctor()
     budget, asked = gathered.asked.pop()
     assert budget is None and asked.pop("say") is None  # nobody looks on
-    assert asked == {"frameworks": None, "timeout": 60.0, "here": False, "script": None}
+    assert asked == {"frameworks": None, "timeout": 60.0, "script": None}
     Path("train.py").write_text("import torch\n")
     doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
     budget, asked = gathered.asked.pop()
@@ -359,9 +359,9 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so() -> None:
 
 
 def test_one_name_is_a_name_and_not_its_letters(gathered: Gathered) -> None:
-    checkup = memguard.doctor(frameworks="torch", ignore="mig", timeout=5)
-    assert gathered.asked.pop()[1] == {"frameworks": ("torch",), "timeout": 5, "here": True}
-    assert checkup.ignored == ("mig",)
+    report = memguard.doctor(frameworks="torch", ignore="mig", timeout=5)
+    assert gathered.asked.pop()[1] == {"frameworks": ("torch",), "timeout": 5, "this_process": True}
+    assert report.ignored == ("mig",)
     memguard.doctor(frameworks=["jax", "torch"], ignore={"mig"})
     assert gathered.asked.pop()[1]["frameworks"] == ("jax", "torch")
     memguard.doctor(frameworks=[])
@@ -429,7 +429,7 @@ def test_a_healthy_program_is_started_without_a_word(gathered: Gathered, started
     assert started == [[sys.executable, "train.py"]]
     budget, asked = gathered.asked.pop()
     assert budget == _config.load("budget.yaml")
-    assert (asked["python"], asked["script"], asked["here"]) == ([sys.executable], "train.py", False)
+    assert (asked["python"], asked["script"]) == ([sys.executable], "train.py") and "this_process" not in asked
     assert asked["environ"] == dict(os.environ)
     run("-c", "budget.yaml", "--", sys.executable, "train.py")
     assert gathered.asked == [] and len(started) == 2

@@ -47,7 +47,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def gathered(site: Path, budget: Any = None, **given: Any) -> Facts:
-    asked = {"frameworks": None, "timeout": 30, "here": False, "environ": environ(site), **given}
+    asked = {"frameworks": None, "timeout": 30, "environ": environ(site), **given}
     return gather.facts(_config.of(budget) if budget is not None else None, python=[sys.executable], **asked)
 
 
@@ -81,20 +81,20 @@ def test_only_those_that_the_budget_names(site: Path) -> None:
 def test_one_that_is_not_installed_is_told_without_a_probe(tmp_path: Path) -> None:
     code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]"
     python = [sys.executable, "-S", "-c", f"{code}; sys.argv.remove('-c'); exec(sys.argv.pop(1))"]
-    found = gather.facts(None, frameworks=["torch"], timeout=30, here=False, python=python, environ=environ(tmp_path))
+    found = gather.facts(None, frameworks=["torch"], timeout=30, python=python, environ=environ(tmp_path))
     assert found.frameworks["torch"].path is None
     assert found.frameworks["torch"].probe is None
 
 
 def test_a_python_that_cannot_be_started(site: Path) -> None:
     with pytest.raises(FactsError, match=r"/no/such/python cannot be started: No such file"):
-        gather.facts(None, frameworks=None, timeout=30, here=False, python=["/no/such/python"], environ=environ(site))
+        gather.facts(None, frameworks=None, timeout=30, python=["/no/such/python"], environ=environ(site))
 
 
 @pytest.mark.parametrize(("program", "how"), [("/bin/false", "ended with 1"), ("/bin/echo", "ended with 0")])
 def test_a_program_that_is_no_python(site: Path, program: str, how: str) -> None:
     with pytest.raises(FactsError, match=how):
-        gather.facts(None, frameworks=None, timeout=30, here=False, python=[program], environ=environ(site))
+        gather.facts(None, frameworks=None, timeout=30, python=[program], environ=environ(site))
 
 
 def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_this_process_and_its_path(site: Path, monkeypatch: pytest.MonkeyPatch) 
     """For `memguard.doctor()`: the probes find what this process would."""
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("LD_PRELOAD", "")
-    found = gather.facts(None, frameworks=["torch", "cupy"], timeout=30, here=True)
+    found = gather.facts(None, frameworks=["torch", "cupy"], timeout=30, this_process=True)
     assert found.frameworks["torch"].path == str(site / "torch" / "__init__.py")
     assert found.process is not None and found.process.budget is False
     assert found.process.foreign_context is None and found.process.contexts == {}
@@ -412,7 +412,7 @@ def test_a_program_that_cannot_be_read(tmp_path: Path, source: bytes | None, err
     ],
 )  # fmt: skip
 def test_libraries_that_could_not_be_opened(text: str, names: tuple[str, ...]) -> None:
-    assert missing_libraries.missing([text, text]) == names
+    assert missing_libraries.libraries_not_opened([text, text]) == names
 
 
 LOGGED = (
@@ -493,7 +493,7 @@ def test_a_context_that_nvml_does_not_list_is_there_all_the_same(
 def test_a_python_inside_of_another_program(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(FactsError, match="has no executable that a process could be started with\n    fix: run"):
-        gather.facts(None, frameworks=["torch"], timeout=30, here=True)
+        gather.facts(None, frameworks=["torch"], timeout=30, this_process=True)
 
 
 def test_what_may_be_a_secret_is_left_out() -> None:
@@ -612,5 +612,5 @@ def test_a_python_that_does_not_start_is_named_with_what_it_said(site: Path, tmp
 
 def test_a_text_that_begins_a_library_s_name_again_and_again_is_soon_read() -> None:
     started = time.process_time()
-    assert missing_libraries.missing(["lib" * 40000]) == ()
+    assert missing_libraries.libraries_not_opened(["lib" * 40000]) == ()
     assert time.process_time() - started < 3

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from memguard._doctor.collect.missing_libraries import missing as named
+from memguard._doctor.collect.missing_libraries import libraries_not_opened
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,6 @@ def major(version: str | None) -> int | None:
     return number // 1000 if number >= 1000 else number
 
 
-def missing(texts: Iterable[str]) -> tuple[str, ...]:
+def cuda_libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
     """The libraries of CUDA that these messages say could not be opened, by SONAME; the driver's are not among them."""
-    return tuple(name for name in named(texts) if parse(name) is not None)
+    return tuple(name for name in libraries_not_opened(texts) if parse(name) is not None)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from memguard._doctor.checks.driver_answers import broken_off, said, start, state, with_capabilities, without_init
+from memguard._doctor.checks.driver_answers import (
+    broken_off,
+    driver_messages,
+    driver_state,
+    start,
+    with_capabilities,
+    without_init,
+)
 from memguard._doctor.checks.explanations import blocked_by, capable, device_files
 from memguard._doctor.checks.gpu_memory import same_gpu
 from memguard._doctor.checks.phrases import listing
@@ -107,7 +114,7 @@ def absent(facts: Facts) -> Iterator[Finding]:
     else:
         cause = "there is neither an NVIDIA GPU on the bus nor an NVIDIA driver"
         remedy = "run on a machine with an NVIDIA GPU; memguard.init(..., simulate='h200') tries a budget without one"
-    yield Finding("driver-absent", Severity.ERROR, cause, state(facts), remedy)
+    yield Finding("driver-absent", Severity.ERROR, cause, driver_state(facts), remedy)
 
 
 def container(facts: Facts) -> Iterator[Finding]:
@@ -118,7 +125,7 @@ def container(facts: Facts) -> Iterator[Finding]:
     if blocked == "container-without-gpu":
         kind = facts.system.container
         cause = f"the host has an NVIDIA driver and this container ({kind}) was given no GPU"
-        evidence = [*state(facts)]
+        evidence = [*driver_state(facts)]
         if facts.system.wsl:
             cause = f"this container ({kind}) was given no GPU: WSL's /dev/dxg is not in it"
             evidence.append(f"/dev/dxg: {facts.driver.files.get('/dev/dxg', 'not there')}")
@@ -184,7 +191,7 @@ def files(facts: Facts) -> Iterator[Finding]:
         "device-files",
         Severity.ERROR,
         cause,
-        (*(f"{path}: {state}" for path, state in sorted(found.items())), *said(facts)),
+        (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_messages(facts)),
         remedy,
         next(iter(denied or broken), ""),
     )
@@ -217,7 +224,7 @@ def initialisation(facts: Facts) -> Iterator[Finding]:
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
     read = cuda.path or facts.driver.module is not None or facts.driver.files
     evidence = (
-        *(state(facts) if read or broken is None else said(facts)),
+        *(driver_state(facts) if read or broken is None else driver_messages(facts)),
         *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
     )
     # A process of ours that failed says nothing about frameworks that work all the same.
@@ -297,7 +304,7 @@ def windows(facts: Facts) -> Iterator[Finding]:
             (
                 f"libcuda: {cuda.path}",
                 *(f"also found: {path}" for path in cuda.candidates if path != cuda.path),
-                *said(facts),
+                *driver_messages(facts),
             ),
             "sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*' && sudo ldconfig  # and /usr/lib/wsl/lib first in "
             "LD_LIBRARY_PATH",

@@ -13,21 +13,21 @@ PROC = "/proc/driver/nvidia/version"
 START = "docker run --gpus all ..."
 
 
-def state(facts: Facts) -> tuple[str, ...]:
+def driver_state(facts: Facts) -> tuple[str, ...]:
     """What the driver looks like from its three sides."""
     driver = facts.driver
     found = device_files(facts)
     if facts.system.wsl:
-        return said(facts)
+        return driver_messages(facts)
     return (
         f"{PROC}: {'not there' if driver.module is None else driver.module or 'without a version'}",
         f"NVIDIA GPUs on the bus: {', '.join(driver.pci) or 'none seen'}",
         f"device files: {', '.join(sorted(found)) or 'none'}",
-        *said(facts),
+        *driver_messages(facts),
     )
 
 
-def said(facts: Facts) -> tuple[str, ...]:
+def driver_messages(facts: Facts) -> tuple[str, ...]:
     """What libcuda and NVML answered."""
     cuda, read = facts.driver.cuda, facts.driver.nvml
     return (

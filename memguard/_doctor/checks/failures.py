@@ -14,7 +14,7 @@ from memguard._doctor.checks.noise import meaning
 from memguard._doctor.checks.numpy import fails_of_numpy
 from memguard._doctor.checks.phrases import full_name, how_it_ended, last_line, listing
 from memguard._doctor.checks.probe_outcomes import died, killed, out_of_memory
-from memguard._doctor.collect.missing_libraries import missing
+from memguard._doctor.collect.missing_libraries import libraries_not_opened
 from memguard._doctor.facts import Facts, Framework, Probe, Stage
 from memguard._doctor.finding import Finding, Severity
 
@@ -99,7 +99,7 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
             continue
         failed = probe.failed
         if failed is not None:
-            absent = missing([failed.error or ""])
+            absent = libraries_not_opened([failed.error or ""])
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from memguard._doctor.checks import cudnn, import_order
 from memguard._doctor.checks.cpu_only import without_cuda
-from memguard._doctor.checks.cuda_libraries import Mapped, by_stem, major, mapped, missing, parse
+from memguard._doctor.checks.cuda_libraries import Mapped, by_stem, cuda_libraries_not_opened, major, mapped, parse
 from memguard._doctor.checks.explanations import no_gpu
 from memguard._doctor.checks.install import libraries_for, pip_packages
 from memguard._doctor.checks.phrases import built_for, few, full_name, listing
@@ -37,7 +37,7 @@ def absent(facts: Facts, framework: str) -> tuple[str, ...]:
     """CUDA's libraries that it could not open."""
     found = facts.frameworks[framework]
     named = tuple(name for name in found.missing if parse(name) is not None)
-    return named or missing(messages(found.probe))
+    return named or cuda_libraries_not_opened(messages(found.probe))
 
 
 def without_libraries(facts: Facts, framework: str) -> bool:
@@ -59,7 +59,7 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
         what = listing(names) if names else "libraries of CUDA that it does not name"
         packages = pip_packages(names, wanted)
         lines = [line.strip() for text in messages(found.probe) for line in text.splitlines()]
-        evidence = [line for line in lines if missing([line]) or _TENSORFLOW_SAYS in line]
+        evidence = [line for line in lines if cuda_libraries_not_opened([line]) or _TENSORFLOW_SAYS in line]
         fails = did_not_finish(found.probe) or found.gpus == 0
         sees = "" if fails else "; it runs without"
         yield Finding(

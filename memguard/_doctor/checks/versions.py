@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memguard._doctor.checks.driver_answers import PROC, digits, said, state, without_init
+from memguard._doctor.checks.driver_answers import PROC, digits, driver_messages, driver_state, without_init
 from memguard._doctor.checks.explanations import blocked_by
 from memguard._doctor.checks.install import built_by_the_driver
 from memguard._doctor.checks.phrases import built_for, last_line, listing
@@ -32,7 +32,7 @@ def mismatch(facts: Facts) -> Iterator[Finding]:
         "driver-mismatch",
         without_init(facts) if nvml else Severity.ERROR,
         f"the loaded kernel module and the driver's libraries are of different versions{versions}{then}",
-        state(facts),
+        driver_state(facts),
         "restart the container, so that it gets the libraries of the host's driver; if that is no help, reboot the host"
         if facts.system.container
         else "reboot; without a reboot, stop all that uses the GPU and run: "
@@ -70,7 +70,7 @@ def forward(facts: Facts) -> Iterator[Finding]:
         severity = Severity.INFO
     else:
         return
-    evidence = (f"libcuda: {cuda.path}", f"{PROC}: {facts.driver.module}", *said(facts))
+    evidence = (f"libcuda: {cuda.path}", f"{PROC}: {facts.driver.module}", *driver_messages(facts))
     yield Finding("forward-compatibility", severity, cause, evidence, remedy, cuda.path or "")
 
 

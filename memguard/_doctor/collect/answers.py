@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memguard._doctor.collect import broken_python
-from memguard._doctor.collect.missing_libraries import missing, shown
+from memguard._doctor.collect.missing_libraries import libraries_not_opened, shown
 from memguard._doctor.facts import NAME, Driver, Framework, Namesakes, Probe, Stage, Together
 from memguard._types import Device
 from memguard.errors import FactsError
@@ -66,7 +66,7 @@ def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> 
         return _checked(Framework, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
-    return _checked(Framework, {**facts, "missing": missing(texts), "probe": probe(ended, level)})
+    return _checked(Framework, {**facts, "missing": libraries_not_opened(texts), "probe": probe(ended, level)})
 
 
 def together(order: tuple[str, ...], ended: Ended, level: int = 0) -> Together:

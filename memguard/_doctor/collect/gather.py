@@ -36,7 +36,7 @@ def facts(
     *,
     frameworks: Sequence[str] | None,
     timeout: float,
-    here: bool,
+    this_process: bool = False,
     python: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     script: str | None = None,
@@ -44,7 +44,7 @@ def facts(
 ) -> Facts:
     """What there is to know. Each process is stopped after `timeout` seconds; `say` gets a line as each one ends.
 
-    `frameworks`: only those; else those that the budget names; else all that are installed. `here`: this process too.
+    `frameworks`: only those; else those that the budget names; else all that are installed. `this_process`: it too.
     `python` and `environ` are those of the program in question, where they are not this process's. `script` is its
     file, which is read. Raises FactsError where that Python cannot be started, and for a name that no framework
     has.
@@ -66,7 +66,7 @@ def facts(
         machine.clean(environ),
         timeout,
         stop,
-        tuple(entry for entry in sys.path if isinstance(entry, str)) if here and python is None else (),
+        tuple(entry for entry in sys.path if isinstance(entry, str)) if this_process and python is None else (),
         _folder(script) if script is not None else None,
         say or (lambda line: None),
     )
@@ -89,7 +89,7 @@ def facts(
         frameworks={name: answers.framework(installed.frameworks.get(name, {}), ended.get((name,))) for name in names},
         together=tuple(answers.together(order, how, level) for order, how in ended.items() if len(order) > 1),
         namesakes=installed.namesakes,
-        process=_here(driver) if here else None,
+        process=_this_process(driver) if this_process else None,
         script=_script(script),
         budget=_budget(budget, driver),
         seconds={
@@ -220,7 +220,7 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _here(driver: Driver) -> Any:
+def _this_process(driver: Driver) -> Any:
     from memguard._doctor.collect import this_process
 
     return this_process.process(device.uuid for device in driver.nvml.devices if device.uuid)

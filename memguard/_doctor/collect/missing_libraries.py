@@ -19,7 +19,7 @@ _SPOKEN = re.compile(r"Unable to load (cu\w+)\. Is it installed\?", re.IGNORECAS
 _OPENED = re.compile(rf"Successfully opened dynamic library ({_NAME})")
 
 
-def missing(texts: Iterable[str]) -> tuple[str, ...]:
+def libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
     """Names of libraries that these texts say could not be opened, in their order: `libcudart.so.12`."""
     found: dict[str, None] = {}
     for text in texts:

@@ -65,7 +65,7 @@ class Report:
         return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
 
     def put(self, **facts: Any) -> None:
-        """Facts of the framework, by their names in `checkup.facts.Framework`."""
+        """Facts of the framework, by their names in `_doctor.facts.Framework`."""
         self._send(facts=facts)
 
     def framework(self, name: str, **facts: Any) -> None:
