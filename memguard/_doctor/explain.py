@@ -12,7 +12,7 @@ _PAGES = Path(__file__).resolve().parent / "pages"
 
 
 def page(name: str) -> str:
-    """The text of a finding's page. Raises MemguardError for a name that there is not."""
+    """The text of a finding's page. Raises MemguardError for an unknown name."""
     known([name])
     try:
         return (_PAGES / f"{name}.md").read_text(encoding="utf-8")

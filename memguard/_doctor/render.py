@@ -1,6 +1,6 @@
-"""A report as a screen of text, and as plain data.
+"""The doctor's report as text and as plain data.
 
-The verdict first; then what was found, the worst first; then each framework in a line; then what is only worth knowing.
+The verdict comes first, then errors and warnings, then one line for each framework, then findings that are only info.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 _CELL = 24
-"""Characters of a version in the table: that of a build of one's own can be longer than the screen."""
+"""Characters of a version in the table. A version of a local build can be longer than the screen."""
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
 _GLUE = "\N{NO-BREAK SPACE}"
 
@@ -34,7 +34,7 @@ Line = list[Piece]
 
 
 def text(report: DoctorReport, *, brief: bool = False) -> str:
-    """For files, pipes and `str`: no colours. `brief` as in `lines`."""
+    """Without colours, for files, pipes and `str`. `brief` as in `lines`."""
     return "\n".join("".join(piece for _, piece in line) for line in lines(report, brief=brief))
 
 
@@ -86,7 +86,7 @@ def as_dict(report: DoctorReport) -> dict[str, Any]:
 
 
 def verdict(report: DoctorReport) -> str:
-    """In one sentence: what works and what does not."""
+    """One sentence: what works and what does not."""
     facts = report.facts
     good = [name for name, framework in facts.frameworks.items() if works(framework)]
     off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
@@ -108,7 +108,7 @@ def verdict(report: DoctorReport) -> str:
 
 
 def _found(report: DoctorReport, bad: list[str]) -> str:
-    """What the verdict begins with: healthy only where nothing fails, or an info says why."""
+    """How the verdict begins: "healthy" only if nothing fails, or an info says why it does."""
     counts = [
         _count(sum(finding.severity is severity for finding in report.findings), str(severity))
         for severity in (Severity.ERROR, Severity.WARNING)
@@ -117,8 +117,8 @@ def _found(report: DoctorReport, bad: list[str]) -> str:
         return ", ".join(filter(None, counts))
     if not report.healthy:
         return ""
-    told = {name for finding in report.findings for name in finding.subject.split(", ")}
-    if told.issuperset(bad):
+    explained = {name for finding in report.findings for name in finding.subject.split(", ")}
+    if explained.issuperset(bad):
         return "healthy"
     found = [finding.name for finding in examine(report.facts) if finding.severity is not Severity.INFO]
     left_out = [name for name in dict.fromkeys(found) if name in report.ignored]
@@ -126,13 +126,13 @@ def _found(report: DoctorReport, bad: list[str]) -> str:
 
 
 def _off(framework: Framework, facts: Facts, name: str) -> bool:
-    """A variable keeps it off the GPU, and nothing else fails."""
+    """Whether a variable keeps it off the GPU, and nothing else fails."""
     probe = framework.probe
     return probe is not None and not framework.gpus and not did_not_finish(probe) and kept_off(facts, name)
 
 
 def works(framework: Framework) -> bool | None:
-    """Whether it computed on a GPU in its probe; None where it was not tried."""
+    """Whether it computed on a GPU in its probe; None if it was not tried."""
     probe = framework.probe
     if probe is None:
         return None
@@ -140,7 +140,7 @@ def works(framework: Framework) -> bool | None:
 
 
 def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:
-    """How its probe went, in a few words. `facts` and `name`: where it is to be told from one that is kept off."""
+    """How its probe went, in a few words. `facts` and `name` are needed to recognise one that is kept off the GPU."""
     probe = framework.probe
     if probe is None:
         return "not tried" if framework.path else "is not installed"
@@ -155,7 +155,7 @@ def state(framework: Framework, facts: Facts | None = None, name: str = "") -> s
 
 
 def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
-    """How and where it did not get through: in the step that the finding about it names too."""
+    """How and in which step it failed, the same step that its finding names; None if it did not."""
     where = step(probe, steps).replace("in the step ", "in ")
     hang, die, fail, leave = verbs
     if probe.hung:
@@ -168,7 +168,7 @@ def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, s
 
 
 def lines(report: DoctorReport, *, brief: bool = False) -> list[Line]:
-    """The screen, line by line. `brief`: without what is only worth knowing, and without the frameworks."""
+    """The screen, line by line. `brief`: only the verdict, errors and warnings."""
     good = "bold green" if report.healthy else "bold red" if report.errors else "bold yellow"
     out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(report), good, 2)
     for finding in report.findings:
@@ -191,12 +191,12 @@ def _finding(finding: Finding) -> list[Line]:
 
 
 def _info(finding: Finding) -> list[Line]:
-    """Without evidence and remedy: there is nothing to do."""
+    """Without evidence and remedy, as there is nothing to do."""
     return [_head(finding), *_wrap([("", "  ")], finding.cause, "", 2), _more(finding)]
 
 
 def _more(finding: Finding) -> Line:
-    """Where its page is: a path in the documentation is none that whoever installed a package has."""
+    """The command that prints its page: an installed package has no path into the documentation."""
     return [("", "  "), ("dim", f"more: memguard doctor --explain {finding.name}")]
 
 
@@ -206,7 +206,7 @@ def _head(finding: Finding) -> Line:
 
 
 def _frameworks(facts: Facts) -> list[Line]:
-    """A table of those that were looked at, and of what they did in one process."""
+    """A line for each framework, and one for each probe of several."""
     rows = []
     for name, framework in facts.frameworks.items():
         cuda = f"CUDA {framework.cuda}" if framework.cuda else ""
@@ -233,7 +233,7 @@ def _cut(cell: str) -> str:
 
 
 def _stripped(line: Line) -> Line:
-    """Without spaces at its end."""
+    """The line without trailing spaces."""
     while line and not line[-1][1].rstrip():
         line = line[:-1]
     return [*line[:-1], (line[-1][0], line[-1][1].rstrip())] if line else line
@@ -257,7 +257,7 @@ def _machine(report: DoctorReport) -> list[Line]:
 
 
 def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
-    """The words behind `start`, in lines of the screen's width. What is in `backquotes` stays whole, to be copied."""
+    """The words after `start`, wrapped to the screen's width. What is in `backquotes` stays on one line, to be copied."""
     used = sum(len(piece) for _, piece in start)
     quoted = _clean(words).split("`")
     glued = "`".join(part.replace(" ", _GLUE) if number % 2 else part for number, part in enumerate(quoted))
@@ -274,7 +274,7 @@ def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
 
 
 def _clean(said: str) -> str:
-    """In one line, and nothing in it that a terminal obeys: much of it was said by others."""
+    """One line without control characters, which a terminal would obey: much of the text is from other programs."""
     return " ".join("".join(char if char.isprintable() else " " for char in said).split())
 
 
