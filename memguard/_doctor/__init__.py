@@ -1,7 +1,7 @@
 """`memguard doctor`: why a framework does not work on this GPU, and what to do.
 
-`collect.gather` reads facts, each framework in a short process of its own. `examine` turns facts into findings and reads
-nothing else. `doctor` does both.
+`collect.gather` reads facts, each framework in a short process of its own. `examine` turns facts into findings and
+reads nothing else. `doctor` does both.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def _machine(report: DoctorReport) -> list[Line]:
 
 
 def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
-    """The words after `start`, wrapped to the screen's width. What is in `backquotes` stays on one line, to be copied."""
+    """The words after `start`, wrapped to the screen's width. A command in `backquotes` stays on one line."""
     used = sum(len(piece) for _, piece in start)
     quoted = _clean(words).split("`")
     glued = "`".join(part.replace(" ", _GLUE) if number % 2 else part for number, part in enumerate(quoted))

@@ -71,7 +71,7 @@ def test_device_files_say_how_many_gpus_there_are_where_nvml_does_not() -> None:
 
 def test_what_hides_the_gpus_is_quoted_with_what_is_there() -> None:
     found = one("visible-devices-absent.json", "visible-devices-unknown")
-    assert "names 7, which is not here" in found.cause and "no framework sees a GPU" in found.cause
+    assert "names 7, which does not exist here" in found.cause and "no framework sees a GPU" in found.cause
     assert "CUDA_VISIBLE_DEVICES=7 (environment)" in found.evidence
     assert any(A in line for line in found.evidence)
     assert "export CUDA_VISIBLE_DEVICES=0" in found.remedy
@@ -106,7 +106,9 @@ def test_a_list_that_is_ended_and_names_nothing_more_is_as_it_was_meant(value: s
 
 def test_in_a_schedulers_job_cuda_counts_the_gpus_that_it_was_given() -> None:
     found = one("visible-devices-of-the-machine-in-a-job.json", "visible-devices-unknown")
-    assert "names 2, which is not here" in found.cause and found.remedy.endswith("export CUDA_VISIBLE_DEVICES=0")
+    assert "names 2, which does not exist here" in found.cause and found.remedy.endswith(
+        "export CUDA_VISIBLE_DEVICES=0"
+    )
     assert f"the GPUs here are 2 ({A})" in found.evidence
 
 
@@ -178,10 +180,10 @@ def test_where_code_runs(architectures: tuple[str, ...], capability: tuple[int, 
 
 def test_code_that_is_missing_says_which_way_to_go() -> None:
     old, new = one("capability-too-old.json", "compute-capability"), findings("capability-too-new.json")
-    assert "Tesla P100-PCIE-16GB" in old.cause and "6.0" in old.cause and "an older one" in old.remedy
+    assert "Tesla P100-PCIE-16GB" in old.cause and "6.0" in old.cause and "an older release" in old.remedy
     assert any("sm_75, sm_80" in line for line in old.evidence)
     torch, cupy = (finding for finding in new if finding.name == "compute-capability")
-    assert "mostly a newer one" in torch.remedy
+    assert "usually a newer release" in torch.remedy
     assert cupy.subject == "cupy" and any("CUDA_ERROR_NO_BINARY_FOR_GPU" in line for line in cupy.evidence)
     assert explanations.explained(load("capability-too-old.json"), "torch")
 
@@ -255,7 +257,7 @@ def test_the_memory_of_a_divided_gpu_says_nothing_of_its_instances() -> None:
 
 def test_who_has_an_exclusive_gpu_is_named() -> None:
     found = one("compute-mode-taken.json", "compute-mode")
-    assert "process 17575 has it" in found.cause and "-c DEFAULT" in found.remedy
+    assert "process 17575 uses it" in found.cause and "-c DEFAULT" in found.remedy
     assert all(explanations.explained(load("compute-mode-taken.json"), name) for name in ("torch", "cupy", "jax"))
     assert not explanations.explained(load("compute-mode-exclusive.json"), "torch")
 
@@ -304,7 +306,7 @@ def test_where_it_cannot_be_said_whose_memory_it_is_nobody_is_named() -> None:
 def test_probes_that_found_no_room_beside_the_process_itself_are_not_told_as_failures() -> None:
     facts = load("card-filled-by-oneself-no-room.json")
     found = one(facts, "card-filled")
-    assert "this process holds 130.37 GiB of GPU 0" in found.cause and "found no room to be tried" in found.cause
+    assert "this process holds 130.37 GiB of GPU 0" in found.cause and "ran out of memory in the probe" in found.cause
     assert "`memguard doctor` in a shell" in found.remedy
     assert all(explanations.explained(facts, name) for name in ("torch", "cupy"))
     assert not gpu_memory.filled_by_others(facts)
@@ -312,12 +314,12 @@ def test_probes_that_found_no_room_beside_the_process_itself_are_not_told_as_fai
 
 def test_a_process_that_is_not_on_the_gpu_has_no_part_in_what_fills_it() -> None:
     facts = edited("card-filled.json", {"process": {"modules": ["torch"]}})
-    assert "others have filled" in one(facts, "card-filled").cause
+    assert "other processes have filled" in one(facts, "card-filled").cause
 
 
 def test_an_exclusive_gpu_that_the_calling_process_has_is_no_failure_of_the_frameworks() -> None:
     found = one("compute-mode-taken-by-oneself.json", "compute-mode")
-    assert found.severity is Severity.WARNING and "this process has GPU 0" in found.cause
+    assert found.severity is Severity.WARNING and "this process uses GPU 0" in found.cause
     assert "`memguard doctor` in a shell" in found.remedy and "-c DEFAULT" not in found.remedy
     facts = edited("compute-mode-exclusive.json", {"process": {"contexts": {A: 629145600}}})
     assert one(facts, "compute-mode").severity is Severity.INFO

@@ -142,7 +142,7 @@ def test_harmless_lines_are_no_evidence_of_a_hang() -> None:
 def test_the_folder_of_nvcc_is_named_only_where_there_is_one() -> None:
     (found,) = build.nvcc_missing(load("pycuda-without-nvcc-on-the-path.json"))
     assert found.remedy == "export PATH=/usr/local/cuda/bin:$PATH"
-    assert "there is /usr/local/cuda/bin/nvcc" in found.evidence
+    assert "found /usr/local/cuda/bin/nvcc" in found.evidence
     (found,) = build.nvcc_missing(load("pycuda-without-nvcc.json"))
     assert "export" not in found.remedy
 

@@ -43,7 +43,7 @@ def test_what_was_not_read_is_no_finding() -> None:
 
 def test_a_driver_that_is_absent_says_which_half() -> None:
     causes = {
-        "no-driver.json": "neither an NVIDIA GPU on the bus nor an NVIDIA driver",
+        "no-driver.json": "no NVIDIA GPU and no NVIDIA driver",
         "driver-not-installed.json": "0000:00:06.0",
         "driver-module-not-loaded.json": "kernel module is not loaded",
         "driver-libraries-missing.json": "580.159.04 is loaded and its libraries (libcuda.so.1) are not found",
@@ -109,7 +109,7 @@ def test_the_module_and_libcuda_differing_alone_is_a_mismatch_where_cuda_fails()
 
 def test_too_old_names_driver_cuda_frameworks_and_the_oldest_that_will_do() -> None:
     found = one("driver-too-old.json", "driver-too-old")
-    assert "535.183.06 gives CUDA 12.2" in found.cause and "580.65.06" in found.cause
+    assert "535.183.06 supports CUDA 12.2" in found.cause and "580.65.06" in found.cause
     assert all(name in found.cause for name in ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba"))
     assert any("torch 2.11.0+cu130 was built for CUDA 13.0" in line for line in found.evidence)
     assert "cuda-compat-13-2" in found.remedy and "numba built for CUDA 12" in found.remedy
@@ -179,7 +179,7 @@ def test_compat_that_lies_about_and_is_not_loaded_is_no_finding() -> None:
         ("init-unknown-error.json", "nvidia_uvm"),
         ("devices-unavailable.json", "nvidia-smi -q -d COMPUTE,PIDS"),
         ("stub-library.json", "stubs"),
-        ("libcuda-broken.json", "install the NVIDIA driver again"),
+        ("libcuda-broken.json", "reinstall the NVIDIA driver"),
         ("init-hangs.json", "dmesg"),
     ],
 )
@@ -227,7 +227,7 @@ def test_device_files_say_what_is_wrong_with_which() -> None:
     assert "--gpus all" in one("device-files-by-rule.json", "device-files").remedy
     facts = edited("device-files-denied.json", {"driver": {"files": dict.fromkeys(load(BUSY).driver.files)}})
     (found,) = driver.files(facts)
-    assert "/dev/nvidia0, /dev/nvidiactl and /dev/nvidia-uvm are not there" in found.cause
+    assert "/dev/nvidia0, /dev/nvidiactl and /dev/nvidia-uvm are missing" in found.cause
     assert "nvidia-modprobe" in found.remedy
 
 

@@ -81,7 +81,7 @@ def test_no_kind_of_container_is_told_dockers_way(name: str, kind: str) -> None:
 
 def test_the_gpus_of_other_jobs_are_told_once_and_as_no_trouble() -> None:
     (found,) = driver.nvml(load("scheduler-job-of-one-gpu.json"))
-    assert found.severity is Severity.INFO and "3 of the 4 GPUs that NVML counts are not" in found.cause
+    assert found.severity is Severity.INFO and "may not use 3 of the 4 GPUs that NVML counts" in found.cause
     assert found.evidence[0] == "NVML, GPU 1: NVMLError_NoPermission, /dev/nvidia1: EPERM"
     devices = [card.model_dump(mode="json") for card in load("scheduler-job-of-one-gpu.json").driver.nvml.devices]
     budgeted = edited("scheduler-job-of-one-gpu.json", {"budget": {"frameworks": ["torch"]}})
@@ -107,7 +107,7 @@ def test_an_instance_of_mig_is_no_gpu_that_nvml_keeps_to_itself() -> None:
     cards = [card.model_dump(mode="json") for card in load("mig.json").driver.nvml.devices]
     cards.append({"index": 1, "error": "NVMLError_NoPermission"})
     (found,) = driver.nvml(edited("mig.json", {"driver": {"nvml": {"devices": cards}}}))
-    assert found.severity is Severity.INFO and "1 of the 2 GPUs that NVML counts is not" in found.cause
+    assert found.severity is Severity.INFO and "may not use 1 of the 2 GPUs that NVML counts" in found.cause
 
 
 REFUSED = (

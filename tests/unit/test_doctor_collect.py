@@ -492,7 +492,7 @@ def test_a_context_that_nvml_does_not_list_is_there_all_the_same(
 @pytest.mark.parametrize("executable", [None, ""])
 def test_a_python_inside_of_another_program(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
     monkeypatch.setattr(sys, "executable", executable)
-    with pytest.raises(FactsError, match="has no executable that a process could be started with\n    fix: run"):
+    with pytest.raises(FactsError, match="has no executable that could start processes\n    fix: run"):
         gather.facts(None, frameworks=["torch"], timeout=30, this_process=True)
 
 
@@ -585,8 +585,8 @@ def test_a_program_of_a_thousand_branches(tmp_path: Path) -> None:
 
 def test_what_is_no_program_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    assert script.read(str(tmp_path / "fifo")).error == "OSError: it is no file"
-    assert script.read("/dev/zero").error == "OSError: it is no file"
+    assert script.read(str(tmp_path / "fifo")).error == "OSError: it is not a regular file"
+    assert script.read("/dev/zero").error == "OSError: it is not a regular file"
     (tmp_path / "large.py").write_text("import torch\n" + "#" * (1 << 22))
     assert script.read(str(tmp_path / "large.py")).error == "ValueError: larger than 4 MiB: not read"
 
@@ -601,12 +601,14 @@ def test_a_program_in_a_folder_that_was_deleted(site: Path, tmp_path: Path, monk
 
 def test_a_python_that_does_not_start_is_named_with_what_it_said(site: Path, tmp_path: Path) -> None:
     (site / "sitecustomize.py").write_text("import os, sys\nprint('KeyError: 7', file=sys.stderr); os._exit(1)")
-    command = f"{sys.executable}, ended with 1 after [0-9.]+ s: KeyError: 7\n    fix: `{sys.executable} -c pass` has to"
+    command = (
+        f"{sys.executable}, ended with 1 after [0-9.]+ s: KeyError: 7\n    fix: `{sys.executable} -c pass` must work"
+    )
     with pytest.raises(FactsError, match=command):
         gathered(site)
     (site / "sitecustomize.py").unlink()
     (site / "json.py").write_text("raise ValueError('mine')")
-    with pytest.raises(FactsError, match=f"ValueError: mine\n    fix: rename json.py in {site}: it stands in for"):
+    with pytest.raises(FactsError, match=f"ValueError: mine\n    fix: rename json.py in {site}: it hides"):
         gathered(site)
 
 

@@ -1,4 +1,4 @@
-"""How frameworks were built and installed, and what their probes did that nothing else explains."""
+"""How frameworks were built and installed, and failures of probes that nothing else explains."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SAME_MODULE = {
 
 
 def _tool_missing(facts: Facts, *names: str) -> bool:
-    """Looked for and not there, each of them."""
+    """Whether all of them were looked for and not found."""
     return all(name in facts.tools and not facts.tools[name] for name in names)
 
 
 def nvcc_missing(facts: Facts) -> Iterator[Finding]:
-    """PyCUDA's SourceModule calls `nvcc` by its name when a kernel is compiled."""
+    """PyCUDA's SourceModule runs `nvcc` from the PATH to compile a kernel."""
     found = facts.frameworks.get("pycuda")
     if found is None or no_gpu(facts):
         return
@@ -56,17 +56,17 @@ def nvcc_missing(facts: Facts) -> Iterator[Finding]:
                 *(f"pycuda: {last_line(text)}" for text in said),
                 *(("nvcc: not on the PATH",) if _tool_missing(facts, "nvcc") else ()),
                 *((f"CUDA_HOME={home} (environment)",) if home else ()),
-                *((f"there is {off_the_path}",) if off_the_path else ()),
+                *((f"found {off_the_path}",) if off_the_path else ()),
             ),
             f"export PATH={off_the_path.rpartition('/')[0]}:$PATH"
             if off_the_path
-            else "install CUDA's toolkit (images nvidia/cuda:…-devel have it) and put its folder bin on the PATH",
+            else "install CUDA's toolkit (images nvidia/cuda:…-devel have it) and put its bin folder on the PATH",
             "pycuda",
         )
 
 
 def compiler_missing(facts: Facts) -> Iterator[Finding]:
-    """nvcc cannot compile without a host compiler; Triton builds its launcher with one."""
+    """nvcc needs a host compiler, and Triton builds its launcher with one."""
     if no_gpu(facts):
         return
     said = {
@@ -77,7 +77,7 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
     }
     absent = _tool_missing(facts, *_COMPILERS)
     pycuda = "pycuda" in facts.frameworks and bool(facts.tools.get("nvcc"))
-    named = facts.environment.get("CC")  # which Triton takes, and nvcc does not
+    named = facts.environment.get("CC")  # Triton reads it, nvcc does not
     torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None and not named
     who = list(said) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
     if not who:
@@ -113,9 +113,9 @@ def unexpected_path(facts: Facts) -> Iterator[Finding]:
                 *(f"{dist} {release} is installed in {found.folder}" for dist, release in found.distributions.items()),
                 *(f"PYTHONPATH names {folder}" for folder in from_path),
             ),
-            f"Take {listing(from_path)} out of PYTHONPATH"
+            f"take {listing(from_path)} out of PYTHONPATH"
             if from_path
-            else f"Rename or remove {found.path} where it is not meant, or start Python from another folder",
+            else f"rename or remove {found.path} if it is not meant, or start Python from another folder",
             name,
         )
 
@@ -174,7 +174,7 @@ def _pinned(dist: str, release: str) -> str:
 
 
 def _keep(facts: Facts, several: Iterable[str]) -> str:
-    """The one for the newest CUDA that the driver has; the plain name rather than a build for CPUs or from source."""
+    """The one for the newest CUDA that the driver has; not a build for CPUs or a nightly one."""
     driver = major(str(facts.driver.cuda.version)) if facts.driver.cuda.version else None
 
     def rank(dist: str) -> tuple[bool, int, bool]:
@@ -186,7 +186,7 @@ def _keep(facts: Facts, several: Iterable[str]) -> str:
 
 
 def cpu_build(facts: Facts) -> Iterator[Finding]:
-    """Only beside a GPU: elsewhere it is the right one."""
+    """Only on a machine with a GPU: elsewhere a build for CPUs is right."""
     if no_gpu(facts) or not (facts.driver.cuda.devices or facts.driver.nvml.devices):
         return
     for name, found in facts.frameworks.items():
@@ -197,9 +197,9 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
             [failed.error] if failed and failed.error else []
         )
         built = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
-        cause = "is a build without CUDA, so that it does not use the GPU of this machine"
+        cause = "is a build without CUDA, so it does not use the GPU of this machine"
         if name == "numba":
-            cause = "is without numba-cuda, so that it compiles for CPUs only here"
+            cause = "has no numba-cuda, so it compiles only for CPUs"
         yield Finding(
             "cpu-build",
             Severity.WARNING if wants_cuda(facts, name) else Severity.INFO,

@@ -1,4 +1,4 @@
-"""Frameworks that are not for the GPU here: builds without CUDA, and those that a variable keeps off it."""
+"""Frameworks that do not use the GPU here: builds without CUDA, and those that a variable keeps off it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name '
 
 
 def without_cuda(facts: Facts, name: str) -> bool:
-    """It is a build for CPUs."""
+    """Whether it is a build for CPUs."""
     found = facts.frameworks[name]
     if name == "jax" and any(_JAX_SAYS in text for text in messages(found.probe)):
         return True
@@ -23,9 +23,9 @@ def without_cuda(facts: Facts, name: str) -> bool:
 
 
 def _numba_without(facts: Facts) -> bool:
-    """Numba with no more of CUDA than it had itself, which works with a toolkit of the system only.
+    """Whether Numba has no CUDA beyond its own old part, which needs the toolkit of the system.
 
-    Numba is installed as a compiler for CPUs mostly: an error of that part is none of a Numba meant for the GPU.
+    Numba is mostly installed as a compiler for CPUs, so an error of that part is no error of a Numba meant for the GPU.
     """
     found = facts.frameworks["numba"]
     failed = found.probe.failed if found.probe is not None else None
@@ -35,7 +35,7 @@ def _numba_without(facts: Facts) -> bool:
 
 
 def wants_cuda(facts: Facts, name: str) -> bool:
-    """Whether somebody is to use it on a GPU. Numba alone is as often a compiler for CPUs, the others are not."""
+    """Whether it is meant for a GPU. Numba alone is just as often meant for CPUs, the others are not."""
     if name != "numba":
         return True
     if facts.budget is not None and name in facts.budget.frameworks:
@@ -46,7 +46,7 @@ def wants_cuda(facts: Facts, name: str) -> bool:
 
 
 def kept_off(facts: Facts, name: str) -> bool:
-    """A variable says that it is not to use a GPU."""
+    """Whether a variable keeps it from using a GPU."""
     given = facts.environment
     if name == "jax":
         asked = given.get("JAX_PLATFORMS") or given.get("JAX_PLATFORM_NAME") or ""

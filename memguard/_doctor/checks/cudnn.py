@@ -1,4 +1,4 @@
-"""The cuDNN that was found against the one that a framework was compiled with: same major, at least its minor."""
+"""The loaded cuDNN must have the major, and at least the minor, of the one that a framework was compiled with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memguard._doctor.finding import Finding, Severity
 
 Version = tuple[int, ...]
 
-# each gives the version found and the version compiled with
+# each matches the version found and the version compiled with
 _SAID = (
     re.compile(r"Loaded runtime CuDNN library: (?P<found>[\d.]+) but source was compiled with:? (?P<built>[\d.]+)"),
     re.compile(
@@ -29,7 +29,7 @@ _SAID = (
 
 
 def version(text: str | None) -> Version:
-    """Of 9.19.0, "9, 19, 0", 91900 (cuDNN 9) or 8907 (cuDNN 8); () where it says none."""
+    """From 9.19.0, "9, 19, 0", 91900 (cuDNN 9) or 8907 (cuDNN 8); () if there is none."""
     numbers = [int(number) for number in re.findall(r"\d+", text or "")]
     if len(numbers) == 1 and numbers[0] >= 1000:
         number = numbers[0]
@@ -39,8 +39,8 @@ def version(text: str | None) -> Version:
 
 
 def _pair(found: Framework) -> tuple[Version, Version, str] | None:
-    """What was found, what it was compiled with, and the message that says so."""
-    said_lines = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message is of several
+    """The version found, the version compiled with, and the message that says so, if any."""
+    said_lines = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
     for text in (*messages(found.probe), said_lines):
         for pattern in _SAID:
             if said := pattern.search(text):
@@ -51,7 +51,7 @@ def _pair(found: Framework) -> tuple[Version, Version, str] | None:
 
 
 def too_old(found: Framework) -> bool:
-    """Whether its cuDNN is one that it was not compiled for."""
+    """Whether the loaded cuDNN does not fit the one that it was compiled with."""
     pair = _pair(found)
     if pair is None:
         return False

@@ -34,13 +34,13 @@ _VAGUE = (
 
 
 def blocked_by(facts: Facts) -> Name | None:
-    """The finding that says why no framework can have a GPU here; None where CUDA shows one, or nobody asked it.
+    """The finding that says why no framework can use a GPU; None if CUDA shows one, or was not asked.
 
-    The one cause, from the ground up: libcuda, kernel module, device files, versions, then what hides the GPUs.
+    It is the first cause in this order: libcuda, kernel module, device files, versions, then what hides the GPUs.
     """
     cuda, files = facts.driver.cuda, device_files(facts)
     if cuda.error is None and cuda.init is None:
-        # It was loaded and cuInit has not come back; or what asks the driver did not get past NVML.
+        # libcuda was loaded and cuInit did not return, or the process that queries the driver ended in NVML.
         return "cuda-init-failed" if cuda.path or facts.driver.nvml.error is not None else None
     if cuda.error is None and cuda.init == "CUDA_SUCCESS" and cuda.devices:
         return None
@@ -61,11 +61,11 @@ def blocked_by(facts: Facts) -> Name | None:
 
 
 def _not_loaded(facts: Facts, error: str) -> Name:
-    """Where libcuda could not be loaded."""
+    """The cause if libcuda could not be loaded."""
     if "cannot open shared object file" not in error:
-        return "cuda-init-failed"  # there is one, and it is broken
+        return "cuda-init-failed"  # it exists and is damaged
     if facts.system.container and (facts.system.wsl or facts.driver.module is not None):
-        # Apptainer binds the host's /dev, asked for a GPU or not; the libraries come with --nv.
+        # Apptainer always mounts the host's /dev; the libraries come with --nv.
         if facts.system.container == "apptainer" or (_DXG if facts.system.wsl else _CONTROL) not in facts.driver.files:
             return "container-without-gpu"
         if not capable(facts, "compute"):
@@ -74,7 +74,7 @@ def _not_loaded(facts: Facts, error: str) -> Name:
 
 
 def _without_module(facts: Facts, files: dict[str, str]) -> Name | None:
-    """Where what is under libcuda is not there, not let through, or of another version."""
+    """The cause if the kernel module is missing, not accessible, or of another version."""
     nodes = [path for path in files if _NODE.fullmatch(path)]
     if facts.driver.module is None and _CONTROL not in files:
         return "driver-absent"
@@ -88,20 +88,20 @@ def _without_module(facts: Facts, files: dict[str, str]) -> Name | None:
 
 
 def _hidden(facts: Facts, init: str) -> Name | None:
-    """Where the driver works and shows none."""
+    """The cause if the driver works and shows no GPU."""
     if init == "CUDA_ERROR_UNKNOWN":
         return None
     seen = visible(facts)
     if seen is not None and not seen.entries:
         return "visible-devices-unknown" if seen.why in ("absent", "ambiguous") else "visible-devices-none"
     if seen is not None and seen.kind == "MIG-":
-        return "visible-devices-unknown"  # instances come and go: one that was named is not here any more
+        return "visible-devices-unknown"  # MIG instances come and go: the one that is named no longer exists
     cards = facts.driver.nvml.devices
     return "mig" if cards and all(card.mig for card in cards) else None
 
 
 def _versions_differ(facts: Facts) -> bool:
-    """The kernel module and the libraries are of two drivers."""
+    """Whether the kernel module and the libraries are of different drivers."""
     if facts.driver.nvml.error == "NVMLError_LibRmVersionMismatch":
         return True
     module, library = numbers(facts.driver.module), libcuda_version(facts)
@@ -109,24 +109,24 @@ def _versions_differ(facts: Facts) -> bool:
 
 
 def no_gpu(facts: Facts) -> bool:
-    """A finding of the driver or the devices already says why no framework can have a GPU."""
+    """Whether a finding about the driver or the devices says why no framework can use a GPU."""
     return blocked_by(facts) is not None
 
 
 def device_files(facts: Facts) -> dict[str, str]:
-    """Those that CUDA needs, with what came of opening them."""
+    """The device files that CUDA needs, each with the result of opening it."""
     return {
         path: state for path, state in facts.driver.files.items() if path in (_CONTROL, _UVM) or _NODE.fullmatch(path)
     }
 
 
 def readable(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The GPUs that NVML shows. Those that it counts and refuses are lost or of others, and CUDA has none of them."""
+    """The GPUs that NVML shows. Others that it counts are lost or another job's, and CUDA shows none of those."""
     return tuple(card for card in facts.driver.nvml.devices if card.error is None)
 
 
 def visible(facts: Facts) -> Visible | None:
-    """CUDA_VISIBLE_DEVICES against the GPUs that NVML sees; None where it is not set."""
+    """CUDA_VISIBLE_DEVICES applied to the GPUs that NVML shows; None if it is not set."""
     value = facts.environment.get(visible_devices.VARIABLE)
     if value is None:
         return None
@@ -137,13 +137,13 @@ def visible(facts: Facts) -> Visible | None:
 
 
 def capable(facts: Facts, capability: str) -> bool:
-    """Whether a container was given it by NVIDIA_DRIVER_CAPABILITIES; true where the variable is not set."""
+    """Whether NVIDIA_DRIVER_CAPABILITIES gives a container this capability; true if the variable is not set."""
     given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES")
     return not given or not {capability, "all"}.isdisjoint(part.strip() for part in given.split(","))
 
 
 def both_xla_fractions(facts: Facts) -> tuple[str, ...]:
-    """The two variables that keep JAX off the GPU where both are set, as NAME=value; empty where JAX has a GPU."""
+    """The two variables that keep JAX off the GPU if both are set, as NAME=value; empty if JAX has a GPU."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     found = tuple(f"{name}={facts.environment[name]}" for name in names if facts.environment.get(name))
     jax = facts.frameworks.get("jax")
@@ -151,7 +151,7 @@ def both_xla_fractions(facts: Facts) -> tuple[str, ...]:
 
 
 def explained(facts: Facts, name: str) -> bool:
-    """Another finding of the driver, the devices or the memory already says why this framework failed in its probe."""
+    """Whether a finding about driver, devices or memory already says why this framework failed in its probe."""
     framework = facts.frameworks.get(name)
     if framework is None:
         return False

@@ -1,4 +1,4 @@
-"""What went wrong in a probe and nothing else explains."""
+"""Failures in a probe that no other check explains."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NO_COMPILER = re.compile(
     r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
 )
 
-_APART = "Run them in processes of their own, or try another order of their imports"
-_OUTSIDE = "Mostly for want of host memory: `dmesg | grep -i oom` tells, or the memory limit of the container"
+_APART = "run them in separate processes, or try another order of their imports"
+_OUTSIDE = "usually for lack of host memory: check `dmesg | grep -i oom` and the container's memory limit"
 
 
 def elsewhere(found: Framework) -> bool:
-    """It was imported from outside the folder that its package is installed in."""
+    """Whether it was imported from outside the folder that its package is installed in."""
     if found.path is None or not found.folder:
         return False
     return not found.path.startswith(found.folder.rstrip("/") + "/")
 
 
 def _known(facts: Facts, name: str) -> bool:
-    """Another finding is about why it fails."""
+    """Whether another finding says why it fails."""
     found = facts.frameworks[name]
     return (
         explained(facts, name)
@@ -59,14 +59,14 @@ STEPS = ("import", "devices", "compute")
 
 
 def step(probe: Probe, steps: tuple[str, ...]) -> str:
-    """The step it was in: only those that ended are in the facts."""
+    """The step that it was in: the facts have only finished ones."""
     ended_ones = {stage.name for stage in probe.stages}
     following = next((step for step in steps if step not in ended_ones), None)
     return f"in the step {following}" if following is not None else "at its end"
 
 
 def _said(probe: Probe) -> tuple[str, ...]:
-    """The end of what it said, without what is known to be harmless."""
+    """Its last lines on stderr, without those known to be harmless."""
     lines = [last_line(text) for text in probe.said if meaning(text) is None]
     return tuple(filter(None, lines[-6:]))
 
@@ -83,16 +83,16 @@ def _in_a_sentence(stage: Stage) -> str:
 def _remedy(name: str, failed: Stage, absent: tuple[str, ...]) -> str:
     if absent:
         return (
-            f"install the package that has {absent[0]} (apt-file search {absent[0]} names Debian's), or put its folder "
-            "into LD_LIBRARY_PATH"
+            f"install the package that has {absent[0]} (on Debian apt-file search {absent[0]} names it), or add its "
+            "folder to LD_LIBRARY_PATH"
         )
     if failed.name == "import":
-        return f"python -c 'import {name}' shows the whole of it"
-    return f"Look for this text in the issues of {name}; a few lines that do the same show the whole error"
+        return f"python -c 'import {name}' shows the whole error"
+    return f"search the issues of {name} for this text; a short script that does the same shows the whole error"
 
 
 def framework_fails(facts: Facts) -> Iterator[Finding]:
-    """An exception in a step, or no GPU where CUDA has one."""
+    """An exception in a step, or a framework that sees no GPU although CUDA shows one."""
     for name, found in facts.frameworks.items():
         probe = found.probe
         if probe is None or probe.hung or died(probe) or _known(facts, name):
@@ -113,22 +113,22 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,
-                f"{full_name(facts, name)} sees no GPU where CUDA sees {len(facts.driver.cuda.devices)}",
+                f"{full_name(facts, name)} sees no GPU, and CUDA shows {len(facts.driver.cuda.devices)}",
                 (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_said(probe)),
-                f"See what {name} says on stderr when it is imported; reinstall it where it says nothing",
+                f"read what {name} logs to stderr when it is imported; if nothing, reinstall it",
                 name,
             )
     yield from _together(facts)
 
 
 def _fine(facts: Facts, names: tuple[str, ...]) -> bool:
-    """Each of them is, alone."""
+    """Whether each of them works alone."""
     probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
     return all(probe is None or not (probe.failed or probe.hung or died(probe)) for probe in probes)
 
 
 def _together(facts: Facts) -> Iterator[Finding]:
-    """An exception in a process of several that none of them raises alone."""
+    """An exception in a process of several frameworks that none of them raises alone."""
     for together in facts.together:
         failed = together.probe.failed
         if failed is None or not _fine(facts, together.order) or import_order.breaks(facts, together):
@@ -139,7 +139,7 @@ def _together(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "framework-fails",
             Severity.ERROR,
-            f"{failed.name} fails in a process with {names}, and not alone: {_in_a_sentence(failed)}",
+            f"{failed.name} works alone and fails in a process with {names}: {_in_a_sentence(failed)}",
             (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
             _APART,
             ", ".join(together.order),
@@ -151,20 +151,20 @@ def probe_crashed(facts: Facts) -> Iterator[Finding]:
         if found.probe is not None and died(found.probe) and not _known(facts, name):
             what = f"a process that only imports and uses {full_name(facts, name)}"
             where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
-            remedy = f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries"
+            remedy = f"python -X faulthandler -c 'import {name}' shows where; then reinstall {name} with its libraries"
             yield _crashed(name, what, step(found.probe, STEPS), where, found.probe, remedy)
     if any(import_order.findings(facts)):
         return
     for together in facts.together:
         if died(together.probe) and _fine(facts, together.order):
             what = f"a process of {listing(together.order)}"
-            at = f"{step(together.probe, together.order)}, and alone each works"
+            at = f"{step(together.probe, together.order)}, and each works alone"
             where = f"{' then '.join(together.order)}: the process", ""
             yield _crashed(", ".join(together.order), what, at, where, together.probe, _APART)
 
 
 def _crashed(subject: str, what: str, at: str, where: tuple[str, str], probe: Probe, remedy: str) -> Finding:
-    """`where`: what the line of evidence says before and after how it ended."""
+    """`where`: the text before and after how it ended, in the line of evidence."""
     how = how_it_ended(probe)
     return Finding(
         "probe-crashed",
@@ -196,6 +196,6 @@ def _hung(subject: str, what: str, probe: Probe, steps: tuple[str, ...]) -> Find
             f"{subject}: stopped after {probe.seconds:.1f} s",
             *_said(probe),
         ),
-        "memguard doctor --timeout 300 tells slow from stuck: kernels compiled at a first start can take minutes",
+        "run memguard doctor --timeout 300: compiling kernels at the first start can take minutes",
         subject,
     )

@@ -7,18 +7,18 @@ from memguard._doctor.facts import Facts, NvmlDevice
 from memguard._units import GIB
 
 NO_ROOM = 2 * GIB
-"""With less than this free a probe may run out of memory: context and workspaces take 0.6 to 1.5 GiB (H200)."""
+"""Bytes. With less free a probe may run out of memory: context and workspaces take 0.6 to 1.5 GiB (H200)."""
 LITTLE = 0.1
-"""Less than this part of a card free is little."""
+"""A GPU with less than this part free counts as full."""
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Whether two UUIDs are one; PyTorch's have no prefix."""
+    """Whether two UUIDs name one GPU; PyTorch's have no prefix."""
     return one.lower().removeprefix("gpu-") == other.lower().removeprefix("gpu-") != ""
 
 
 def visible_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """NVML's side of the GPUs that CUDA shows here; those that MIG has divided have no side of their own."""
+    """NVML's entries for the GPUs that CUDA shows, without those divided by MIG."""
     shown = facts.driver.cuda.devices
     return tuple(
         card
@@ -28,17 +28,17 @@ def visible_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
 
 
 def exclusive(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The visible GPUs that only one process at a time may use, or none."""
+    """The visible GPUs that only one process at a time may use, or no process."""
     return tuple(card for card in visible_cards(facts) if card.mode not in (None, "Default"))
 
 
 def has_context(facts: Facts, card: NvmlDevice) -> bool:
-    """Whether the process that called the doctor is on it."""
+    """Whether the process that called the doctor has a context on it."""
     return facts.process is not None and any(same_gpu(uuid, card.uuid) for uuid in facts.process.contexts)
 
 
 def held_by_itself(facts: Facts, card: NvmlDevice) -> int | None:
-    """Bytes of it that the process that called the doctor holds; None where it has a context and NVML does not say."""
+    """Bytes that the process that called the doctor holds; None if it has a context and NVML does not say."""
     contexts = facts.process.contexts if facts.process is not None else {}
     total = 0
     for size in (size for uuid, size in contexts.items() if same_gpu(uuid, card.uuid)):
@@ -49,13 +49,13 @@ def held_by_itself(facts: Facts, card: NvmlDevice) -> int | None:
 
 
 def held_by_others(facts: Facts, card: NvmlDevice) -> int | None:
-    """Bytes of it that neither the doctor nor the process that called it holds; None where nobody can say whose."""
+    """Bytes that neither the doctor nor the process that called it holds; None if unknown."""
     own = held_by_itself(facts, card)
     return None if card.used is None or own is None else max(0, card.used - own)
 
 
 def filled_by_others(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The visible GPUs that others leave little of: less than a tenth, or too little for a probe that ran out of it."""
+    """The visible GPUs that other processes fill: less than a tenth is free, or too little for a probe that ran out."""
     ran_out = _ran_out(facts)
     return tuple(
         card
@@ -65,7 +65,7 @@ def filled_by_others(facts: Facts) -> tuple[NvmlDevice, ...]:
 
 
 def filled_by_itself(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """Those others where a probe found no room and the process that called the doctor has its part in it."""
+    """The visible GPUs on which a probe ran out of memory and the process that called the doctor has a share in it."""
     if not _ran_out(facts):
         return ()
     others = filled_by_others(facts)

@@ -1,4 +1,4 @@
-"""TensorFlow imported before PyTorch, each for another CUDA: PyTorch then finds a function of TensorFlow's CUDA.
+"""TensorFlow imported before PyTorch, built for different CUDAs: PyTorch then calls a function of TensorFlow's CUDA.
 
 Measured with TensorFlow for CUDA 12 and PyTorch for CUDA 13: PyTorch reads its GPU's properties wrongly (1
 multiprocessor instead of 132) and dies of SIGFPE in its first matrix product.
@@ -17,12 +17,12 @@ _CURE = "`import torch` before `import tensorflow`, or memguard.init(...) with b
 
 
 def _before(order: Sequence[str]) -> bool:
-    """TensorFlow stands before PyTorch in it."""
+    """Whether TensorFlow comes before PyTorch."""
     return "tensorflow" in order and "torch" in order and order.index("tensorflow") < order.index("torch")
 
 
 def _right(facts: Facts) -> int | None:
-    """GPU 0's multiprocessors: the driver's word, else what PyTorch reads when it is alone."""
+    """GPU 0's multiprocessors, from the driver, else from PyTorch in a process of its own."""
     if facts.driver.cuda.devices:
         return facts.driver.cuda.devices[0].multiprocessors
     torch = facts.frameworks.get("torch")
@@ -30,7 +30,7 @@ def _right(facts: Facts) -> int | None:
 
 
 def breaks(facts: Facts, together: Together) -> bool:
-    """PyTorch read wrongly or died there: of itself, not for want of host memory."""
+    """Whether PyTorch read its GPU wrongly there, or died, and not for lack of host memory."""
     count, right = together.multiprocessors.get("torch"), _right(facts)
     return (died(together.probe) and not killed(together.probe)) or (
         count is not None and right is not None and count != right
@@ -38,7 +38,7 @@ def breaks(facts: Facts, together: Together) -> bool:
 
 
 def _witness(facts: Facts) -> Together | None:
-    """The probe that had the two in that order and broke, where neither alone nor the other order does."""
+    """The probe with the two in that order that broke, if each alone and the other order work."""
     if any(
         did_not_finish(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks
     ):
@@ -49,7 +49,7 @@ def _witness(facts: Facts) -> Together | None:
 
 
 def _imported(facts: Facts) -> tuple[str, str] | None:
-    """Who imports them in that order without a cure, and the line of evidence."""
+    """Who imports them in that order without a remedy, and the line of evidence."""
     process, script = facts.process, facts.script
     if process is not None and not process.budget:
         tops = [module.partition(".")[0] for module in process.modules]
@@ -78,7 +78,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
         "import-order",
         severity,
         f"torch {does} in a process that has imported tensorflow before it, because it then finds functions of "
-        "tensorflow's CUDA in place of its own" + (": this budget cures it" if cured else ""),
+        "tensorflow's CUDA in place of its own" + (": this budget prevents it" if cured else ""),
         tuple(
             filter(
                 None,
@@ -94,6 +94,6 @@ def findings(facts: Facts) -> Iterator[Finding]:
                 ),
             )
         ),
-        "Nothing to do while memguard has both in its budget" if cured else _CURE,
+        "nothing to do while both are in the budget" if cured else _CURE,
         "torch",
     )

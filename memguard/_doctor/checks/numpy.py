@@ -1,4 +1,4 @@
-"""NumPy against what was compiled for another NumPy, by the messages that NumPy and the others give."""
+"""Frameworks compiled for another NumPy than the one installed, by their error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILED = re.compile(
 )
 _NUMBA = re.compile(r"Numba needs NumPy (?P<major>\d+)\.(?P<minor>\d+) or (?P<which>less|greater)")
 _TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
-# A second try of Numba's probe, with what NumPy 2.5 took away and numba-cuda 0.30 compiles with.
+# The second try of Numba's probe, with the function that NumPy 2.5 removed and numba-cuda 0.30 needs.
 _PUT_BACK = "compute with numpy.row_stack"
 
 
@@ -32,12 +32,12 @@ def _said(facts: Facts, framework: str) -> list[str]:
 
 
 def fails_of_numpy(facts: Facts, framework: str) -> bool:
-    """One of its messages is about NumPy's version."""
+    """Whether one of its messages is about NumPy's version."""
     return bool(_said(facts, framework))
 
 
 def _put_back(facts: Facts) -> bool:
-    """Numba's probe came through with what NumPy no longer has."""
+    """Whether Numba's probe worked once the removed function was put back."""
     probe = facts.frameworks["numba"].probe if "numba" in facts.frameworks else None
     return probe is not None and any(stage.name == _PUT_BACK and stage.error is None for stage in probe.stages)
 
@@ -54,12 +54,12 @@ def _remedy(lines: list[str], who: str, put_back: bool) -> str:
                 else f"pip install 'numpy>={major}.{minor}'"
             )
     if any("1.x" in line or "_ARRAY_API" in line for line in lines):
-        return f"pip install --upgrade {who}; where no release of it is for NumPy 2, pip install 'numpy<2'"
+        return f"pip install --upgrade {who}; if no release is for NumPy 2, pip install 'numpy<2'"
     return f"pip install --upgrade --force-reinstall {who} numpy"
 
 
 def numpy_abi(facts: Facts) -> Iterator[Finding]:
-    """One for all: the cause is one NumPy."""
+    """One finding for all frameworks: the cause is the one NumPy."""
     said = {name: lines for name in facts.frameworks if (lines := _said(facts, name))}
     numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
     if said:
@@ -68,8 +68,8 @@ def numpy_abi(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "numpy-abi",
             Severity.ERROR if failed else Severity.WARNING,
-            f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) is not for {numpy}"
-            + (f", which has no {listing(gone)} any more" if gone else ""),
+            f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) does not support {numpy}"
+            + (f", which no longer has {listing(gone)}" if gone else ""),
             few([f"{name}: {last_line(line)}" for name, lines in said.items() for line in lines]),
             _remedy([line for lines in said.values() for line in lines], " ".join(said), _put_back(facts)),
             ", ".join(said),

@@ -1,4 +1,4 @@
-"""How findings say things."""
+"""Phrases that several findings use."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def listing(names: Iterable[str]) -> str:
 
 
 def few(lines: Sequence[str]) -> tuple[str, ...]:
-    """The first of them, and how many more there are."""
+    """The first lines, and how many more there are."""
     rest = len(lines) - _ENOUGH
     return tuple(lines) if rest <= 0 else (*lines[:_ENOUGH], f"and {rest} more")
 
 
 def last_line(text: str) -> str:
-    """Of an error: what people quote of it."""
+    """The last line of an error, which is what people quote."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def full_name(facts: Facts, framework: str) -> str:
-    """With its version."""
+    """The framework with its version."""
     found = facts.frameworks.get(framework)
     return f"{framework} {found.version}" if found is not None and found.version else framework
 
 
 def built_for(facts: Facts, framework: str) -> str:
-    """A line of evidence."""
+    """A line of evidence: the CUDA that it was built for."""
     return f"{full_name(facts, framework)} was built for CUDA {facts.frameworks[framework].cuda}"
 
 

@@ -24,25 +24,25 @@ def fails_at(framework: Framework, stage: str) -> bool:
 
 
 def computes(framework: Framework) -> bool:
-    """Its probe has computed on a GPU."""
+    """Whether its probe computed on a GPU."""
     stages = framework.probe.stages if framework.probe is not None else ()
     return bool(framework.gpus) and any(stage.name == "compute" and stage.error is None for stage in stages)
 
 
 def too_old(facts: Facts, framework: Framework) -> bool:
-    """The driver's CUDA has a lower major than the framework's, and it has not computed all the same."""
+    """Whether the driver's CUDA major is lower than the framework's and it did not compute."""
     built, driver = cuda_of(framework), cuda_of_driver(facts)
     return bool(built and driver) and built[0] > driver[0] and not computes(framework)
 
 
 def unsupported_ptx(framework: Framework) -> bool:
-    """The driver refused what a newer compiler made."""
+    """Whether the driver refused code of a newer compiler."""
     stage = failed_stage(framework)
     return stage is not None and _UNSUPPORTED_PTX.search(stage.error or "") is not None
 
 
 def out_of_memory(stage: Stage | None) -> bool:
-    """Whether it failed for want of GPU memory."""
+    """Whether it failed for lack of GPU memory."""
     if stage is None or stage.error is None:
         return False
     kind = stage.kind or stage.error.partition(":")[0]
@@ -51,29 +51,29 @@ def out_of_memory(stage: Stage | None) -> bool:
 
 
 def busy(framework: Framework) -> bool:
-    """Its probe was told that the GPU is taken: what compute mode Exclusive_Process does."""
+    """Whether its probe got the error that the GPU is busy, as under compute mode Exclusive_Process."""
     stage = failed_stage(framework)
     return stage is not None and _BUSY.search(stage.error or "") is not None
 
 
 def messages(probe: Probe | None) -> tuple[str, ...]:
-    """All that it said, errors of its steps first."""
+    """All its messages: errors of its steps, then lines on stderr."""
     if probe is None:
         return ()
     return (*(stage.error for stage in probe.stages if stage.error is not None), *probe.said)
 
 
 def did_not_finish(probe: Probe | None) -> bool:
-    """It did not get through its steps."""
+    """Whether it failed, hung or died."""
     return probe is not None and (probe.failed is not None or probe.hung or died(probe))
 
 
 def died(probe: Probe) -> bool:
-    """It died by itself: a signal, or an exit that no step explains."""
+    """Whether it died: by a signal, or by an exit that no step explains."""
     early = probe.exit not in (None, 0) or not probe.complete
     return not probe.hung and (probe.signal is not None or (early and probe.failed is None))
 
 
 def killed(probe: Probe) -> bool:
-    """By SIGKILL, which no library does to itself: 137 is how a shell in between tells of it."""
+    """Whether it was killed by SIGKILL, which no library does to itself. A shell in between reports it as 137."""
     return not probe.hung and (probe.signal == "SIGKILL" or (probe.signal is None and probe.exit == 137))

@@ -1,4 +1,4 @@
-"""The process that called `memguard.doctor()`: what it has loaded, holds and has swapped. Looks, and starts nothing."""
+"""The process that called `memguard.doctor()`: modules, contexts, allocators. Initialises nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODULES = {
 
 
 def process(uuids: Iterable[str]) -> Process:
-    """This process; `uuids` are the GPUs' that NVML knows."""
+    """This process. `uuids`: the GPUs that NVML lists."""
     from memguard import _api
 
     guard = _api._active
@@ -37,9 +37,9 @@ def process(uuids: Iterable[str]) -> Process:
 
 
 def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
-    """By the UUID of each GPU that this process has a context on; None where NVML does not list it, or gives no bytes.
+    """Bytes by the UUID of each GPU on which this process has a context; None if NVML does not say how many.
 
-    NVML lists the PIDs of the host, among which a process in a container does not find its own.
+    NVML lists the host's PIDs, so a process in a container does not find its own.
     """
     found: dict[str, int | None] = {}
     nvml = Nvml()
@@ -59,9 +59,9 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
 
 
 def _foreign() -> bool | None:
-    """Whether this thread's context, or the one that `pycuda.autoinit` made, is no GPU's primary one; None if unknown.
+    """Whether this thread's context, or the one that `pycuda.autoinit` made, is not a primary one; None if unknown.
 
-    The current one alone would not do: a first call of the runtime, as torch's, puts the primary one in its place.
+    The current context is not enough: the first call of the CUDA runtime, as PyTorch's, makes the primary one current.
     """
     if "pycuda.driver" not in sys.modules or not contexts.initialised():
         return None
@@ -78,7 +78,7 @@ def _foreign() -> bool | None:
 
 
 def _primaries(driver: ctypes.CDLL) -> set[int]:
-    """The handles of the primary contexts that exist in this process. Makes none."""
+    """The handles of the primary contexts that exist in this process. Creates none."""
     found = set()
     for ordinal in contexts.ordinals().values():
         handle, device = ctypes.c_void_p(), ctypes.c_int()
@@ -91,12 +91,12 @@ def _primaries(driver: ctypes.CDLL) -> set[int]:
 
 
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
-    """What stands in for a framework's own allocator, by framework. Asks none that is not imported."""
+    """What replaces a framework's own allocator, by framework. Asks only frameworks that are imported."""
     found: dict[str, str | None] = {}
     for name, ask in (("torch", _torch), ("cupy", _cupy), ("numba", _numba)):
         try:
             found[name] = ask(modules)
-        except Exception:  # of a version that has it elsewhere: unknown
+        except Exception:  # another version has it elsewhere: unknown
             found[name] = None
     return {name: swapped for name, swapped in found.items() if swapped is not None}
 
