@@ -25,7 +25,7 @@ def simulate(
     """Replay the allocation trace TRACE under BUDGET on simulated GPUs.
 
     The GPUs are those of the trace, or the ones named with --device. Exit code 0: every allocation was served;
-    1: at least one was refused; 2: the budget or the trace is wrong. Nothing simulated counts as measured.
+    1: at least one was refused; 2: the budget or the trace is invalid. Nothing simulated counts as measured.
     """
     from memguard import _config, _policy
     from memguard._devices.simulated import SimulatedHost
@@ -46,7 +46,7 @@ def simulate(
         names = {name for part in plan.devices for name in part.caps}
         outcome = simulation.replay(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
     else:
-        # Growth was the budget's doing, where there was one: by itself TensorFlow takes the card at once.
+        # If the recording had a budget, growth came from it: by default TensorFlow takes the whole GPU at once.
         growth = {"tensorflow": {"growth": False}} if "caps" in recorded.header.extra else None
         outcome = simulation.replay(recorded, host, None, growth)
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())

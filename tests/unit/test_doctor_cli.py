@@ -122,12 +122,12 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
         (["--facts", "f.json", "--script", "a.py"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--framework", "jax"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--timeout", "60"], "--facts FILE reads nothing of this machine"),
-        (["--timeout", "nan"], "nan is no number of seconds"),
-        (["--facts", "/dev/zero"], "/dev/zero: it is larger than facts ever are (16 MiB)"),
+        (["--timeout", "nan"], "nan is not a number of seconds"),
+        (["--facts", "/dev/zero"], "/dev/zero: it is larger than any facts (16 MiB)"),
         (["--script", "absent.py"], "absent.py: No such file or directory\n    fix: check the path"),
         (["--script", "-"], "-: No such file or directory"),
-        (["--script", "."], ".: it is a folder\n    fix: name the program's file"),
-        (["--script", "fifo"], "fifo: it is no regular file"),
+        (["--script", "."], ".: it is a folder\n    fix: name a Python file"),
+        (["--script", "fifo"], "fifo: it is not a regular file"),
         (["--explain", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
     ],
 )
@@ -256,7 +256,7 @@ def test_a_page_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, t
 def test_a_script_that_cannot_be_read_is_said(gathered: Gathered) -> None:
     Path("train.py").write_text("import torch\n")
     gathered.facts = HEALTHY.model_copy(update={"script": Script(path="train.py", error="SyntaxError: oh")})
-    said = "memguard: train.py was not looked at: SyntaxError: oh\n"
+    said = "memguard: train.py was not examined: SyntaxError: oh\n"
     for arguments in ([], ["--json"], ["--dump-facts"]):
         done = doctor("--script", "train.py", *arguments)
         assert (done.exit_code, done.stderr) == (0, said)
@@ -467,16 +467,14 @@ def test_a_framework_that_is_not_installed_is_said_and_the_program_starts(
 def test_a_command_whose_python_is_not_known_is_said(gathered: Gathered, started: list[Any]) -> None:
     done = run("--doctor", "--", "sh", "train.sh")
     assert done.exit_code == 0 and started == [["sh", "train.sh"]]
-    assert done.stderr == (
-        f"memguard: the Python of `sh` is not known: memguard's own was examined, {sys.executable}\n"
-    )
+    assert done.stderr == (f"memguard: cannot tell which Python `sh` runs: examined memguard's own, {sys.executable}\n")
     assert gathered.asked.pop()[1]["python"] is None
 
 
 def test_a_script_that_cannot_be_read_is_said_before_a_run(gathered: Gathered, started: list[Any]) -> None:
     gathered.facts = HEALTHY.model_copy(update={"script": Script(path="train.py", error="SyntaxError: oh")})
     done = run("--doctor", "--", sys.executable, "train.py")
-    assert started and done.stderr == "memguard: train.py was not looked at: SyntaxError: oh\n"
+    assert started and done.stderr == "memguard: train.py was not examined: SyntaxError: oh\n"
 
 
 def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started: list[Any]) -> None:
@@ -489,7 +487,7 @@ def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started
 
 def test_simulated_gpus_are_not_examined(gathered: Gathered, started: list[Any]) -> None:
     done = run("--doctor", "--simulate", "h200", "--", "python", "train.py")
-    assert done.exit_code == 2 and "leave one of them out" in done.stderr
+    assert done.exit_code == 2 and "leave one out" in done.stderr
     assert (gathered.asked, started) == ([], [])
 
 
