@@ -412,7 +412,10 @@ if __name__ == "__main__":
     with context.Pool(1) as pool:
         print(pool.map(work, [0])[0])
 """
-A_WORKER = "no budget is active in this process: it is a worker, and MEMGUARD_CONFIG applies to the program that starts workers"
+A_WORKER = (
+    "no budget is active in this process: it is a worker, and MEMGUARD_CONFIG applies to the program that starts "
+    "workers"
+)
 
 
 @pytest.mark.parametrize("top", ["pass", "import torch"], ids=["within", "top"])
