@@ -93,18 +93,18 @@ def verdict(report: DoctorReport) -> str:
     bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
     gpus = facts.driver.cuda.devices
     where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
-    said = []
+    parts = []
     if bad:
-        said.append(f"{listing(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
+        parts.append(f"{listing(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
     if good:
-        said.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
+        parts.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
     if off:
-        said.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
+        parts.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
     absent = list(report.not_installed)
     if absent or not facts.frameworks:
         who = f"{listing(absent)} {_verb(absent, 'is', 'are')} not" if absent else "none of the six is"
-        said.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
-    return ": ".join(filter(None, (_found(report, bad), "; ".join(said) or "no framework was tried")))
+        parts.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
+    return ": ".join(filter(None, (_found(report, bad), "; ".join(parts) or "no framework was tried")))
 
 
 def _found(report: DoctorReport, bad: list[str]) -> str:
@@ -222,8 +222,8 @@ def _frameworks(facts: Facts) -> list[Line]:
     for together in facts.together:
         how = _bad_end(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
         style = "green" if how == "work" else "red"
-        said = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
-        out += _wrap([("", "")], said, style, 2)
+        row = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
+        out += _wrap([("", "")], row, style, 2)
     return out
 
 
@@ -242,14 +242,14 @@ def _stripped(line: Line) -> Line:
 def _machine(report: DoctorReport) -> list[Line]:
     facts = report.facts
     driver, cuda = facts.driver.nvml.driver or facts.driver.module, facts.driver.cuda.version
-    said = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
+    parts = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
     free = {device.uuid: device.free for device in facts.driver.nvml.devices}
     for device in facts.driver.cuda.devices:
         left = free.get(device.uuid)
-        said.append(
+        parts.append(
             f"GPU {device.ordinal} {device.name}" + (f" ({format_size(left)} free)" if left is not None else "")
         )
-    out = _wrap([("dim", "")], ", ".join(filter(None, said)), "dim", 2) if any(said) else []
+    out = _wrap([("dim", "")], ", ".join(filter(None, parts)), "dim", 2) if any(parts) else []
     shown = {name for name, _ in facts.probes()}
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items() if name not in shown)
     out += _wrap([("dim", "time: ")], times, "dim", 6) if times else []
@@ -273,9 +273,9 @@ def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
     return [[*start, (style, first[used:])], *([(style, line)] for line in rest)]
 
 
-def _clean(said: str) -> str:
+def _clean(words: str) -> str:
     """One line without control characters, which a terminal would obey: much of the text is from other programs."""
-    return " ".join("".join(char if char.isprintable() else " " for char in said).split())
+    return " ".join("".join(char if char.isprintable() else " " for char in words).split())
 
 
 def _count(number: int, what: str) -> str:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _FINDINGS = 1
 _NOT_RUN = 2
-_MOST = 16 << 20
-"""Bytes of a file of facts; a real one has about 50 thousand."""
 
 
 class _Seconds(click.FloatRange):
@@ -217,18 +215,19 @@ def _program(path: str) -> None:
 
 
 def _read(path: str) -> bytes:
+    from memguard._doctor import bounds
     from memguard.errors import FactsError
 
     if path == "-" and sys.stdin is None:
         raise FactsError("-: standard input is closed\n    fix: memguard doctor --facts FILE")
     try:
         with click.open_file(path, "rb") as file:
-            raw: bytes = file.read(_MOST + 1)
+            raw: bytes = file.read(bounds.TEXT + 1)
     except (OSError, ValueError) as error:
         raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
-    if len(raw) > _MOST:
+    if len(raw) > bounds.TEXT:
         raise FactsError(
-            f"{path}: it is larger than any facts ({_MOST >> 20} MiB)\n"
+            f"{path}: it is larger than any facts ({bounds.TEXT >> 20} MiB)\n"
             "    fix: give a file that `memguard doctor --dump-facts` wrote"
         )
     return raw

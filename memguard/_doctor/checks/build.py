@@ -45,15 +45,15 @@ def nvcc_missing(facts: Facts) -> Iterator[Finding]:
     found = facts.frameworks.get("pycuda")
     if found is None or no_gpu(facts):
         return
-    said = [text for text in messages(found.probe) if NO_NVCC.search(text)]
-    if said or _tool_missing(facts, "nvcc"):
+    errors = [text for text in messages(found.probe) if NO_NVCC.search(text)]
+    if errors or _tool_missing(facts, "nvcc"):
         home, off_the_path = facts.environment.get("CUDA_HOME"), facts.tools.get("nvcc off the PATH")
         yield Finding(
             "nvcc-missing",
             Severity.WARNING,
             f"{full_name(facts, 'pycuda')} compiles kernels (SourceModule) with nvcc, which is not on the PATH",
             (
-                *(f"pycuda: {last_line(text)}" for text in said),
+                *(f"pycuda: {last_line(text)}" for text in errors),
                 *(("nvcc: not on the PATH",) if _tool_missing(facts, "nvcc") else ()),
                 *((f"CUDA_HOME={home} (environment)",) if home else ()),
                 *((f"found {off_the_path}",) if off_the_path else ()),
@@ -69,7 +69,7 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
     """nvcc needs a host compiler, and Triton builds its launcher with one."""
     if no_gpu(facts):
         return
-    said = {
+    errors = {
         name: text
         for name, found in facts.frameworks.items()
         for text in messages(found.probe)
@@ -79,17 +79,17 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
     pycuda = "pycuda" in facts.frameworks and bool(facts.tools.get("nvcc"))
     named = facts.environment.get("CC")  # Triton reads it, nvcc does not
     torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None and not named
-    who = list(said) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
+    who = list(errors) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
     if not who:
         return
     need = "needs" if len(who) == 1 else "need"
     use = {"pycuda": "PyCUDA's SourceModule (nvcc)", "torch": "torch.compile (Triton)"}
     yield Finding(
         "compiler-missing",
-        Severity.WARNING if said or "pycuda" in who else Severity.INFO,
+        Severity.WARNING if errors or "pycuda" in who else Severity.INFO,
         f"{listing(use.get(name, name) for name in who)} {need} a C compiler, and there is none on the PATH",
         (
-            *(f"{name}: {last_line(text)}" for name, text in said.items()),
+            *(f"{name}: {last_line(text)}" for name, text in errors.items()),
             *(f"{tool}: not on the PATH" for tool in _COMPILERS if absent),
         )
         or ("no compiler was found",),
@@ -193,7 +193,7 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
         if not without_cuda(facts, name) or explained(facts, name):
             continue
         failed = found.probe.failed if found.probe is not None else None
-        said = [text for text in messages(found.probe) if "is not installed" in text] or (
+        errors = [text for text in messages(found.probe) if "is not installed" in text] or (
             [failed.error] if failed and failed.error else []
         )
         built = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
@@ -207,7 +207,7 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
             (
                 *built,
                 *((f"{name} counts {found.gpus} GPUs",) if found.gpus is not None else ()),
-                *(f"{name}: {last_line(text)}" for text in said),
+                *(f"{name}: {last_line(text)}" for text in errors),
             ),
             with_cuda(facts, name),
             name,

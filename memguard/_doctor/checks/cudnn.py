@@ -40,12 +40,12 @@ def version(text: str | None) -> Version:
 
 def _pair(found: Framework) -> tuple[Version, Version, str] | None:
     """The version found, the version compiled with, and the message that says so, if any."""
-    said_lines = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
-    for text in (*messages(found.probe), said_lines):
+    stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
+    for text in (*messages(found.probe), stderr):
         for pattern in _SAID:
-            if said := pattern.search(text):
+            if match := pattern.search(text):
                 line = " ".join(text.split())
-                return version(said["found"]), version(said["built"]), line[max(line.find(said[0][:20]), 0) :][:240]
+                return version(match["found"]), version(match["built"]), line[max(line.find(match[0][:20]), 0) :][:240]
     loaded, built = version(found.cudnn_loaded), version(found.cudnn)
     return (loaded, built, "") if loaded and built else None
 
@@ -55,8 +55,8 @@ def too_old(found: Framework) -> bool:
     pair = _pair(found)
     if pair is None:
         return False
-    loaded, built, said = pair
-    return bool(said) or loaded[0] != built[0] or loaded[:2] < built[: min(2, len(loaded))]
+    loaded, built, message = pair
+    return bool(message) or loaded[0] != built[0] or loaded[:2] < built[: min(2, len(loaded))]
 
 
 def _dotted(number: Version) -> str:
@@ -68,7 +68,7 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
         pair = _pair(found)
         if pair is None or found.probe is None or not too_old(found):
             continue
-        loaded, built, said = pair
+        loaded, built, message = pair
         files = [
             file for file in mapped(found.probe.libraries) if file.path.rpartition("/")[2].startswith("libcudnn.so")
         ]
@@ -79,14 +79,14 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
         least = _dotted(built[:2])
         yield Finding(
             "cudnn-older",
-            Severity.ERROR if said or did_not_finish(found.probe) or loaded[0] != built[0] else Severity.WARNING,
+            Severity.ERROR if message or did_not_finish(found.probe) or loaded[0] != built[0] else Severity.WARNING,
             f"{full_name(facts, name)} was compiled with cuDNN {_dotted(built)} and found cuDNN {_dotted(loaded)}: "
             "it needs the same major and at least that minor",
             tuple(
                 filter(
                     None,
                     (
-                        f"{name}: {said}" if said else f"{name} runs with cuDNN {_dotted(loaded)}",
+                        f"{name}: {message}" if message else f"{name} runs with cuDNN {_dotted(loaded)}",
                         *(f"{name} has mapped {file.path}" for file in files),
                         *(f"{key} {value} is installed" for key, value in facts.packages.items() if key == package),
                     ),

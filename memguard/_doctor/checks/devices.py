@@ -16,7 +16,7 @@ from memguard._doctor.checks.gpu_memory import (
     held_by_others,
     same_gpu,
 )
-from memguard._doctor.checks.phrases import full_name, last_line, listing
+from memguard._doctor.checks.phrases import error_line, full_name, listing
 from memguard._doctor.checks.probe_outcomes import busy, computes, failed_stage, out_of_memory
 from memguard._doctor.facts import CudaDevice, Facts, NvmlDevice
 from memguard._doctor.finding import Finding, Severity
@@ -122,13 +122,13 @@ def capability(facts: Facts) -> Iterator[Finding]:
         lacking = without_code(facts, framework)
         if not lacking or framework.gpu is False:
             continue
-        stage, works = failed_stage(framework), computes(framework)
+        works = computes(framework)
         listed = ", ".join(framework.architectures)
         versions = listing(f"{device.capability[0]}.{device.capability[1]}" for device in lacking)
         evidence = [
             *(f"cuda:{device.ordinal} ({device.name}) has compute capability {_dotted(device)}" for device in lacking),
             *([f"{full_name(facts, name)} has code for {listed}"] if listed else []),
-            *([f"{name}: {last_line(stage.error or '')}"] if stage is not None else []),
+            *([error_line(facts, name)] if failed_stage(framework) is not None else []),
         ]
         others = [device for device in facts.driver.cuda.devices if device not in lacking]
         remedy = f"install a build of {name} that has code for compute capability {versions}"
@@ -196,9 +196,7 @@ def mode(facts: Facts) -> Iterator[Finding]:
         own = has_context(facts, card) and not prohibited
         if own:
             evidence.append("the process that called the doctor has a context on it")
-        for name in refused:
-            stage = failed_stage(facts.frameworks[name])
-            evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        evidence += [error_line(facts, name) for name in refused]
         if prohibited:
             cause = f"GPU {card.index} ({card.name}) is in compute mode Prohibited, in which no process may use it"
         elif own and refused:
@@ -273,9 +271,7 @@ def full(facts: Facts) -> Iterator[Finding]:
             f"NVML: {format_size(card.free)} free of {format_size(card.total)}, {format_size(others)} held by others",
             *(f"process {pid}: {format_size(size)}" for pid, size in holders[:8]),
         ]
-        for name in victims:
-            stage = failed_stage(facts.frameworks[name])
-            evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        evidence += [error_line(facts, name) for name in victims]
         end = "nvidia-smi on the host shows who; "
         if holders and not facts.system.container:  # in a container these are PIDs of the host
             end = f"end process {holders[0][0]}, "
@@ -302,9 +298,7 @@ def full_of_itself(facts: Facts) -> Iterator[Finding]:
         holds = f"this process holds {format_size(own)} of {called}" if own else f"this process is on {called}"
         lines = [f"NVML: {format_size(card.free)} free of {format_size(card.total)}"]
         lines.append(f"NVML: {format_size(own)} held by this process" if own else "NVML does not say what it holds")
-        for name in victims:
-            stage = failed_stage(facts.frameworks[name])
-            lines.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        lines += [error_line(facts, name) for name in victims]
         yield Finding(
             "card-filled",
             Severity.WARNING,

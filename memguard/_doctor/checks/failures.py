@@ -65,7 +65,7 @@ def step(probe: Probe, steps: tuple[str, ...]) -> str:
     return f"in the step {following}" if following is not None else "at its end"
 
 
-def _said(probe: Probe) -> tuple[str, ...]:
+def _last_lines(probe: Probe) -> tuple[str, ...]:
     """Its last lines on stderr, without those known to be harmless."""
     lines = [last_line(text) for text in probe.said if meaning(text) is None]
     return tuple(filter(None, lines[-6:]))
@@ -105,7 +105,7 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
                 Severity.ERROR,
                 f"{full_name(facts, name)} fails in the step {failed.name}: "
                 + (f"{listing(absent)} is missing" if absent else _in_a_sentence(failed)),
-                (f"{name}, {failed.name}: {_error(failed)}", *_said(probe)),
+                (f"{name}, {failed.name}: {_error(failed)}", *_last_lines(probe)),
                 _remedy(name, failed, absent),
                 name,
             )
@@ -114,7 +114,7 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
                 "framework-fails",
                 Severity.ERROR,
                 f"{full_name(facts, name)} sees no GPU, and CUDA shows {len(facts.driver.cuda.devices)}",
-                (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_said(probe)),
+                (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_last_lines(probe)),
                 f"read what {name} logs to stderr when it is imported; if nothing, reinstall it",
                 name,
             )
@@ -140,7 +140,7 @@ def _together(facts: Facts) -> Iterator[Finding]:
             "framework-fails",
             Severity.ERROR,
             f"{failed.name} works alone and fails in a process with {names}: {_in_a_sentence(failed)}",
-            (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
+            (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_last_lines(together.probe)),
             _APART,
             ", ".join(together.order),
         )
@@ -170,7 +170,7 @@ def _crashed(subject: str, what: str, at: str, where: tuple[str, str], probe: Pr
         "probe-crashed",
         Severity.ERROR,
         f"{what} {how}, {at}",
-        (f"{where[0]} {how}{where[1]}", *_said(probe)),
+        (f"{where[0]} {how}{where[1]}", *_last_lines(probe)),
         _OUTSIDE if killed(probe) else remedy,
         subject,
     )
@@ -194,7 +194,7 @@ def _hung(subject: str, what: str, probe: Probe, steps: tuple[str, ...]) -> Find
         (
             *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages),
             f"{subject}: stopped after {probe.seconds:.1f} s",
-            *_said(probe),
+            *_last_lines(probe),
         ),
         "run memguard doctor --timeout 300: compiling kernels at the first start can take minutes",
         subject,

@@ -59,8 +59,8 @@ def _imported(facts: Facts) -> tuple[str, str] | None:
         tops = [module.partition(".")[0] for module, _ in script.imports]
         lines = {module.partition(".")[0]: line for module, line in reversed(script.imports)}
         if _before(tops) and "memguard" not in tops[: tops.index("tensorflow")]:
-            said = f"{script.path}: line {lines['tensorflow']} imports tensorflow, line {lines['torch']} torch"
-            return script.path, said
+            evidence = f"{script.path}: line {lines['tensorflow']} imports tensorflow, line {lines['torch']} torch"
+            return script.path, evidence
     return None
 
 

@@ -29,8 +29,8 @@ def _wanted(facts: Facts, framework: str) -> int | None:
     if (built := major(found.cuda)) is not None:
         return built
     dists = (*found.distributions, *(name for name in facts.packages if name.startswith(f"{framework}-cuda")))
-    said = re.search(r"\+cu(\d\d)", found.version or "") or re.search(r"-cuda(\d\d)", " ".join(dists))
-    return int(said.group(1)) if said else None
+    match = re.search(r"\+cu(\d\d)", found.version or "") or re.search(r"-cuda(\d\d)", " ".join(dists))
+    return int(match.group(1)) if match else None
 
 
 def absent(facts: Facts, framework: str) -> tuple[str, ...]:
@@ -42,8 +42,8 @@ def absent(facts: Facts, framework: str) -> tuple[str, ...]:
 
 def without_libraries(facts: Facts, framework: str) -> bool:
     """Whether it lacks CUDA libraries, by their names or by TensorFlow's message, which has no names."""
-    said = messages(facts.frameworks[framework].probe)
-    return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in said)
+    texts = messages(facts.frameworks[framework].probe)
+    return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in texts)
 
 
 def library_missing(facts: Facts) -> Iterator[Finding]:

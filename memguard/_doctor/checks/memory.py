@@ -102,15 +102,15 @@ def xla_fractions(facts: Facts) -> Iterator[Finding]:
     if not both or not cards or no_gpu(facts) or kept_off(facts, "jax"):
         return  # there is no GPU, or JAX is kept off it anyway
     stage = failed_stage(facts.frameworks["jax"])
-    said = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
+    lines = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
-        said.append("jax sees no GPU")
+        lines.append("jax sees no GPU")
     yield Finding(
         "xla-fractions",
         Severity.ERROR,
         "XLA_CLIENT_MEM_FRACTION and the deprecated XLA_PYTHON_CLIENT_MEM_FRACTION are both set, which JAX refuses: "
         "it loads no GPU backend and uses the CPU",
-        (*(f"{setting} (environment)" for setting in both), *said),
+        (*(f"{setting} (environment)" for setting in both), *lines),
         f"unset {_FRACTIONS[1]}",
         "jax",
     )
@@ -255,12 +255,12 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
     if budget.errors:
         lines = [line.strip() for error in budget.errors for line in error.splitlines() if line.strip()]
         fixes = [line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")]
-        said = [line for line in lines if not line.startswith("fix:")]
+        errors = [line for line in lines if not line.startswith("fix:")]
         yield Finding(
             "budget-too-large",
             Severity.ERROR,
             "the budget cannot be applied to the GPUs here",
-            few(said),
+            few(errors),
             fixes[0] if fixes else f"memguard plan {budget.source}",
             budget.source,
         )

@@ -38,7 +38,7 @@ _RULES = tuple((re.compile(pattern), meaning) for pattern, meaning in HARMLESS)
 
 def meaning(line: str) -> str | None:
     """What a harmless line means; None if it is not known to be harmless."""
-    return next((said for pattern, said in _RULES if pattern.search(line)), None)
+    return next((explanation for pattern, explanation in _RULES if pattern.search(line)), None)
 
 
 def _short(line: str) -> str:
@@ -53,9 +53,9 @@ def harmless_message(facts: Facts) -> Iterator[Finding]:
     who: dict[str, None] = {}
     for name, probe in facts.probes():
         for line in probe.said:
-            said = meaning(line)
-            if said is not None:
-                seen.setdefault(said, (name, line))
+            explanation = meaning(line)
+            if explanation is not None:
+                seen.setdefault(explanation, (name, line))
                 who.update(dict.fromkeys(name.split(" then ")) if name not in facts.frameworks else {name: None})
     if seen:
         what = f"{len(seen)} kinds of message look like errors" if len(seen) > 1 else "a message looks like an error"
@@ -63,7 +63,7 @@ def harmless_message(facts: Facts) -> Iterator[Finding]:
             "harmless-message",
             Severity.INFO,
             f"{what} and {'are' if len(seen) > 1 else 'is'} harmless, from {listing(who)}",
-            tuple(f"{name}: {_short(line)} ({said})" for said, (name, line) in seen.items()),
+            tuple(f"{name}: {_short(line)} ({explanation})" for explanation, (name, line) in seen.items()),
             "nothing to do",
         )
 

@@ -21,7 +21,7 @@ _TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
 _PUT_BACK = "compute with numpy.row_stack"
 
 
-def _said(facts: Facts, framework: str) -> list[str]:
+def _version_messages(facts: Facts, framework: str) -> list[str]:
     patterns = (_COMPILED, _NUMBA, _TAKEN_AWAY)
     return [
         line
@@ -33,7 +33,7 @@ def _said(facts: Facts, framework: str) -> list[str]:
 
 def fails_of_numpy(facts: Facts, framework: str) -> bool:
     """Whether one of its messages is about NumPy's version."""
-    return bool(_said(facts, framework))
+    return bool(_version_messages(facts, framework))
 
 
 def _put_back(facts: Facts) -> bool:
@@ -60,17 +60,19 @@ def _remedy(lines: list[str], who: str, put_back: bool) -> str:
 
 def numpy_abi(facts: Facts) -> Iterator[Finding]:
     """One finding for all frameworks: the cause is the one NumPy."""
-    said = {name: lines for name in facts.frameworks if (lines := _said(facts, name))}
+    affected = {name: lines for name in facts.frameworks if (lines := _version_messages(facts, name))}
     numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
-    if said:
-        gone = [name for lines in said.values() for line in lines for name in _TAKEN_AWAY.findall(line)]
-        failed = [name for name in said if (probe := facts.frameworks[name].probe) and (probe.failed or probe.signal)]
+    if affected:
+        gone = [name for lines in affected.values() for line in lines for name in _TAKEN_AWAY.findall(line)]
+        failed = [
+            name for name in affected if (probe := facts.frameworks[name].probe) and (probe.failed or probe.signal)
+        ]
         yield Finding(
             "numpy-abi",
             Severity.ERROR if failed else Severity.WARNING,
-            f"{listing(full_name(facts, name) for name in said)} (or a module that it imports) does not support {numpy}"
-            + (f", which no longer has {listing(gone)}" if gone else ""),
-            few([f"{name}: {last_line(line)}" for name, lines in said.items() for line in lines]),
-            _remedy([line for lines in said.values() for line in lines], " ".join(said), _put_back(facts)),
-            ", ".join(said),
+            f"{listing(full_name(facts, name) for name in affected)} (or a module that it imports) does not support "
+            f"{numpy}" + (f", which no longer has {listing(gone)}" if gone else ""),
+            few([f"{name}: {last_line(line)}" for name, lines in affected.items() for line in lines]),
+            _remedy([line for lines in affected.values() for line in lines], " ".join(affected), _put_back(facts)),
+            ", ".join(affected),
         )

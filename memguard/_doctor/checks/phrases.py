@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memguard._doctor.checks.probe_outcomes import killed
+from memguard._doctor.checks.probe_outcomes import failed_stage, killed
 from memguard._doctor.facts import Facts, Probe
 
 _ENOUGH = 4
@@ -31,6 +31,12 @@ def full_name(facts: Facts, framework: str) -> str:
     """The framework with its version."""
     found = facts.frameworks.get(framework)
     return f"{framework} {found.version}" if found is not None and found.version else framework
+
+
+def error_line(facts: Facts, framework: str) -> str:
+    """A line of evidence: the last line of its probe's error."""
+    stage = failed_stage(facts.frameworks[framework])
+    return f"{framework}: {last_line((stage.error if stage else None) or '')}"
 
 
 def built_for(facts: Facts, framework: str) -> str:

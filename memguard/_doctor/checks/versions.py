@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from memguard._doctor.checks.driver_answers import PROC, digits, driver_messages, driver_state, without_init
 from memguard._doctor.checks.explanations import blocked_by
 from memguard._doctor.checks.install import built_by_the_driver
-from memguard._doctor.checks.phrases import built_for, last_line, listing
+from memguard._doctor.checks.phrases import built_for, error_line, last_line, listing
 from memguard._doctor.checks.probe_outcomes import computes, failed_stage, too_old, unsupported_ptx
 from memguard._doctor.checks.version_numbers import cuda_of, cuda_of_driver, libcuda_version, numbers
 from memguard._doctor.facts import Facts
@@ -117,14 +117,13 @@ def minor(facts: Facts) -> Iterator[Finding]:
     text = digits(driver)
     gives = f"the driver supports CUDA {text} (cuDriverGetVersion: {facts.driver.cuda.version})"
     for name, framework in facts.frameworks.items():
-        stage = failed_stage(framework)
-        if stage is not None and unsupported_ptx(framework):
+        if unsupported_ptx(framework):
             other = built_by_the_driver(facts, name)
             yield Finding(
                 "driver-minor-version",
                 Severity.ERROR,
                 f"{name} compiles code at run time with a newer CUDA than the driver's {text}, which refuses it",
-                (f"{name}: {last_line(stage.error or '')}", gives),
+                (error_line(facts, name), gives),
                 f"update the NVIDIA driver{f', or {other}' if other else ''}",
                 name,
             )

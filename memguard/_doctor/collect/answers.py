@@ -44,10 +44,10 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
     if not isinstance(own.get("packages"), dict):
         how = "did not answer" if ended.hung else f"ended with {ended.signal or ended.exit}"
         errors = [str(stage["error"]) for stage in ended.reported if stage.get("error")]
-        said = errors[-1] if errors else broken_python.quoted(ended.said)
+        error = errors[-1] if errors else broken_python.quoted(ended.said)
         raise FactsError(
             f"the Python to examine, {shlex.join(python)}, {how} after {ended.seconds:.1f} s"
-            f"{': ' + said if said else ''}\n"
+            f"{': ' + error if error else ''}\n"
             f"    fix: {broken_python.remedy(python, ended.said)}"
         )
     names = [str(line["of"]) for line in ended.reported if line.get("of")]

@@ -13,14 +13,14 @@ _FRAME = re.compile(r'File "([^"]*)", line \d+')
 _STANDARD = re.compile(r"/(python3[^/]*|pypy3[^/]*)(/|$)")
 
 
-def quoted(said: Sequence[str]) -> str:
+def quoted(stderr: Sequence[str]) -> str:
     """The line to quote: the traceback's error, if there is one, else the last line."""
-    return next((line.strip() for line in reversed(said) if _ERROR.match(line)), said[-1].strip() if said else "")
+    return next((line.strip() for line in reversed(stderr) if _ERROR.match(line)), stderr[-1].strip() if stderr else "")
 
 
-def remedy(python: Sequence[str], said: Sequence[str]) -> str:
+def remedy(python: Sequence[str], stderr: Sequence[str]) -> str:
     """What to do about an interpreter that runs nothing."""
-    for path in (match[1] for line in said for match in _FRAME.finditer(line)):
+    for path in (match[1] for line in stderr for match in _FRAME.finditer(line)):
         folder, name = os.path.split(path)
         if name.removesuffix(".py") in sys.stdlib_module_names and folder and not _STANDARD.search(folder):
             return f"rename {name} in {folder}: it hides Python's own module of that name"

@@ -103,16 +103,16 @@ def system(environ: Mapping[str, str], python: str, executable: str, root: str =
 
 def container(environ: Mapping[str, str], root: str = "/") -> str | None:
     """The kind of container that this runs in, by the files and variables that each kind sets."""
-    said = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
+    kind = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _is(root, ".singularity.d"):
         return "apptainer"
-    if _is(root, "run/.containerenv") or said == "podman":
+    if _is(root, "run/.containerenv") or kind == "podman":
         return "podman"
-    if _is(root, ".dockerenv") or said == "docker":
+    if _is(root, ".dockerenv") or kind == "docker":
         return "docker"
-    return "lxc" if said.startswith("lxc") else None
+    return "lxc" if kind.startswith("lxc") else None
 
 
 def _is(root: str, path: str) -> bool:

@@ -38,9 +38,9 @@ def _stem(spoken: str) -> str:
     return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"
 
 
-def shown(said: Iterable[str], level: int) -> tuple[str, ...]:
+def shown(lines: Iterable[str], level: int) -> tuple[str, ...]:
     """The lines that the user sees too: the probe makes TensorFlow log more than the user's TF_CPP_MIN_LOG_LEVEL."""
-    return tuple(line for line in said if not _OPENED.search(line) and _severity(line) >= level)
+    return tuple(line for line in lines if not _OPENED.search(line) and _severity(line) >= level)
 
 
 def _severity(line: str) -> int:

@@ -81,8 +81,8 @@ def watch(
         os.close(outside)
     assert process.stderr is not None
     ended, code = Ended(0.0), None
-    with os.fdopen(inside, "rb", 0) as reported, process.stderr as said:
-        kept = {reported: _Kept(_REPORTED), said: _Kept(_SAID)}
+    with os.fdopen(inside, "rb", 0) as reported, process.stderr as stderr:
+        kept = {reported: _Kept(_REPORTED), stderr: _Kept(_SAID)}
         try:
             ended.hung = _read(process, kept, started + timeout, stop)
             if ended.hung:
@@ -97,7 +97,7 @@ def watch(
     if code is not None:
         ended.exit, ended.signal = (code, None) if code >= 0 else (None, _signal(-code))
     ended.reported = list(_objects(kept[reported].data))
-    ended.said = lines(kept[said].data)
+    ended.said = lines(kept[stderr].data)
     return ended
 
 
@@ -304,8 +304,8 @@ def lines(data: bytes) -> tuple[str, ...]:
         plain = "".join(char for char in line.rstrip()[:_LONG] if char.isprintable() or char == "\t")
         if plain.strip():
             found.setdefault(re.sub(r"\d+", "0", plain), plain)
-    said = tuple(found.values())
-    return said if len(said) <= _LINES else (*said[: _LINES // 2], *said[-_LINES // 2 :])
+    kept = tuple(found.values())
+    return kept if len(kept) <= _LINES else (*kept[: _LINES // 2], *kept[-_LINES // 2 :])
 
 
 def _signal(number: int) -> str:

@@ -19,8 +19,8 @@ def read(path: str) -> Script:
     try:
         found = _first(_both(ast.parse(_text(path), path)))
     except (Exception, RecursionError, MemoryError) as error:  # the file may hold anything
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return Script(path=printable(path), error=printable(f"{type(error).__name__}: {said}"))
+        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return Script(path=printable(path), error=printable(f"{type(error).__name__}: {message}"))
     return Script(path=printable(path), imports=tuple((printable(name), line) for name, line in found))
 
 

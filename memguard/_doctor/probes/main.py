@@ -83,9 +83,9 @@ class Report:
             raise
         except BaseException as raised:  # some call sys.exit on import
             error = raised
-        said = {} if error is None else {"error": text(error), "kind": kind(error)}
+        failure = {} if error is None else {"error": text(error), "kind": kind(error)}
         if error is not None or not quiet:
-            self._send(stage=name, seconds=round(time.monotonic() - started, 3), **said)
+            self._send(stage=name, seconds=round(time.monotonic() - started, 3), **failure)
         self.mapped()
         if error is not None or name == self._until:
             raise Stopped
@@ -125,11 +125,11 @@ def libraries(pid: int | str = "self") -> list[str]:
 
 def text(error: BaseException) -> str:
     """The text of an error and of its cause; the middle of a long one is left out."""
-    said = str(error)
+    message = str(error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None and str(cause) not in said:
-        said += f" (from {type(cause).__name__}: {cause})"
-    return said if len(said) <= _MOST else f"{said[: _MOST // 2]} … {said[-_MOST // 2 :]}"
+    if cause is not None and str(cause) not in message:
+        message += f" (from {type(cause).__name__}: {cause})"
+    return message if len(message) <= _MOST else f"{message[: _MOST // 2]} … {message[-_MOST // 2 :]}"
 
 
 def kind(error: BaseException) -> str:
