@@ -11,8 +11,7 @@ import shlex
 import sys
 from importlib import metadata
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 NAME = "memguard-gpu"
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -61,4 +60,4 @@ def _argument(origin: dict[str, Any]) -> str:
 def _path(url: str) -> str | None:
     """The path of a `file:` URL; None for any other."""
     parts = urlsplit(url)
-    return url2pathname(parts.path) if parts.scheme == "file" else None
+    return unquote(parts.path) if parts.scheme == "file" else None
