@@ -20,7 +20,7 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
     fragmentation; 2: the budget or the timeline is invalid.
     """
     if context.args:
-        context.fail("give one TIMELINE, and the budget with --budget: memguard replay run.jsonl --budget other.yaml")
+        context.fail("give one TIMELINE; the budget goes to --budget: memguard replay run.jsonl --budget other.yaml")
     from dataclasses import replace
 
     from memguard import _config, _policy
