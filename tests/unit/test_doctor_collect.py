@@ -158,10 +158,10 @@ def test_the_home_folder_and_secrets_stay_out(site: Path, tmp_path: Path) -> Non
     assert text.count(str(tmp_path)) == 1
 
 
-def asked(site: Path) -> gather._Asked:
+def asked(site: Path) -> gather._Runner:
     import threading
 
-    return gather._Asked((sys.executable,), environ(site), 30, threading.Event(), (), None, print)
+    return gather._Runner((sys.executable,), environ(site), 30, threading.Event(), (), None, print)
 
 
 def test_with_a_gpu_they_are_tried_together(site: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_survey_that_something_ended_early_is_no_healthy_one() -> None:
 
 def test_a_survey_says_when_it_is_done(site: Path) -> None:
     stop = threading.Event()
-    ended = gather._Asked((sys.executable,), environ(site), 30, stop, (), None, lambda line: None).survey()
+    ended = gather._Runner((sys.executable,), environ(site), 30, stop, (), None, lambda line: None).survey()
     assert ended.reported[-1] == DONE and answers.driver(ended).nvml.error != "ended early with exit code 0"
 
 

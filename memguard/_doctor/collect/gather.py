@@ -61,7 +61,7 @@ def facts(
     started = time.monotonic()
     environ = dict(os.environ if environ is None else environ)
     stop = threading.Event()
-    asked = _Asked(
+    runner = _Runner(
         tuple(python or (sys.executable,)),
         machine.clean(environ),
         timeout,
@@ -71,10 +71,10 @@ def facts(
         say or (lambda line: None),
     )
     try:
-        driver, installed = _first(asked)
+        driver, installed = _first(runner)
         wanted = tuple(frameworks) if frameworks is not None else _named(budget)
         names = [name for name in ORDER if (name in wanted if wanted is not None else installed.path(name))]
-        ended = _probe(asked, driver, [name for name in names if installed.path(name)])
+        ended = _probe(runner, driver, [name for name in names if installed.path(name)])
     finally:
         stop.set()
     level = machine.level(environ)
@@ -93,7 +93,7 @@ def facts(
         script=_script(script),
         budget=_budget(budget, driver),
         seconds={
-            **asked.seconds,
+            **runner.seconds,
             "total": round(time.monotonic() - started, 3),
         },
     )
@@ -102,7 +102,7 @@ def facts(
 
 
 @dataclass
-class _Asked:
+class _Runner:
     """Starts the processes, with what they have in common. `first`: the first entry of `sys.path`."""
 
     python: tuple[str, ...]
@@ -153,15 +153,15 @@ class _Asked:
         return ended
 
 
-def _first(asked: _Asked) -> tuple[Driver, answers.Installed]:
+def _first(runner: _Runner) -> tuple[Driver, answers.Installed]:
     """Driver and inventory, which decide what to probe."""
     with ThreadPoolExecutor(2) as pool:
         try:
-            survey = pool.submit(asked.survey)
-            inventory = pool.submit(asked.run, ["inventory"], name="inventory")
-            return answers.driver(survey.result()), answers.installed(inventory.result(), asked.python)
+            survey = pool.submit(runner.survey)
+            inventory = pool.submit(runner.run, ["inventory"], name="inventory")
+            return answers.driver(survey.result()), answers.installed(inventory.result(), runner.python)
         except BaseException:  # Ctrl-C: leaving the pool waits for its threads
-            asked.stop.set()
+            runner.stop.set()
             raise
 
 
@@ -177,7 +177,7 @@ def _named(budget: Budget | None) -> tuple[str, ...] | None:
     return tuple(budget.frameworks) if budget is not None else None
 
 
-def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
+def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
     """Each framework alone; with a GPU also all of them in one process, and PyTorch after TensorFlow."""
     several: list[tuple[str, ...]] = []
     if driver.cuda.devices and len(names) > 1:
@@ -189,16 +189,16 @@ def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[st
         try:
             waiting: dict[tuple[str, ...], Future[Ended]] = {
                 order: pool.submit(
-                    asked.run,
+                    runner.run,
                     order,
                     name=" then ".join(order),
-                    timeout=asked.timeout * (2 if len(order) > 1 else 1),
+                    timeout=runner.timeout * (2 if len(order) > 1 else 1),
                 )
                 for order in orders
             }
             return {order: future.result() for order, future in waiting.items()}
         except BaseException:
-            asked.stop.set()
+            runner.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

@@ -149,27 +149,27 @@ def _read(
                 else:
                     selector.unregister(stream)
             now = time.monotonic()
-            if _over(process):
+            if _has_ended(process):
                 deadline = min(deadline, now + _LINGER)
                 if now >= deadline:
                     return False
             elif now >= deadline or stop.is_set():
                 return True
-        while not _over(process):  # it closed both pipes and still runs
+        while not _has_ended(process):  # it closed both pipes and still runs
             if time.monotonic() >= deadline or stop.wait(0.02):
                 return True
     return False
 
 
-def _over(process: subprocess.Popen[bytes]) -> bool:
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether it has ended. Does not reap it: its PID is needed to kill its group."""
-    return _taken(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
+    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
 
 
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
-def _taken(process: subprocess.Popen[bytes]) -> bool:
+def _was_reaped(process: subprocess.Popen[bytes]) -> bool:
     """Whether it has ended and was reaped by others: the kernel, if SIGCHLD is ignored, or a handler of SIGCHLD."""
     try:
         os.waitid(os.P_PID, process.pid, _LOOK)
@@ -180,21 +180,21 @@ def _taken(process: subprocess.Popen[bytes]) -> bool:
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
     """Kill it and all that it started. Its exit code; None if it is stuck in the driver, or others reaped it."""
-    taken = _taken(process)
-    if not taken:  # else its PID may belong to another process by now
+    reaped = _was_reaped(process)
+    if not reaped:  # else its PID may belong to another process by now
         for pid in descendants(process.pid):  # before their parent, after whose end they are init's
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + _STUCK
-        while not _over(process) and time.monotonic() < deadline:
+        while not _has_ended(process) and time.monotonic() < deadline:
             time.sleep(0.005)
-        taken = _taken(process)
+        reaped = _was_reaped(process)
     _kill_marked(mark)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0)
-    return None if taken else process.returncode
+    return None if reaped else process.returncode
 
 
 def _kill_marked(mark: str) -> None:
