@@ -2,9 +2,9 @@
 
     python benchmarks/doctor.py -o benchmarks/results/h200-doctor.json
 
-Every scenario is a doctor in a process of its own. What each has to find stands in `checks.py`, and nothing else above
-info may be found. Where frameworks were added to the machine's own, `--shipped NAME=VALUE` (as often as needed) gives
-the environment without them; `--facts FILE` keeps the facts that were read.
+Every scenario runs a doctor in a process of its own. `checks.py` says what each must find; it may find no other error
+or warning. If frameworks were added to those of the machine, `--shipped NAME=VALUE` (as often as needed) gives the
+environment without them. `--facts FILE` keeps the facts that were read.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ IN_PROCESS = """
 import json, sys
 %s
 import memguard
-checkup = memguard.doctor(frameworks=%r)
-print("FACTS" + checkup.facts.to_json().replace("\\n", " "))
+report = memguard.doctor(frameworks=%r)
+print("FACTS" + report.facts.to_json().replace("\\n", " "))
 """
 
 FILLED = """
@@ -58,7 +58,7 @@ def environment(changes: dict[str, str]) -> dict[str, str]:
 
 
 def doctor(arguments: list[str], environ: dict[str, str]) -> dict[str, Any]:
-    """The command line: the facts that it read, and how long it took."""
+    """Run the command line. Its facts, and how long it took."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "memguard", "doctor", "--dump-facts", *arguments],
@@ -71,7 +71,7 @@ def doctor(arguments: list[str], environ: dict[str, str]) -> dict[str, Any]:
 
 
 def within(code: str, frameworks: list[str], environ: dict[str, str]) -> dict[str, Any]:
-    """`memguard.doctor()` in a process that has done something before."""
+    """Run `memguard.doctor()` in a process that has run `code` before."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", IN_PROCESS % (code, frameworks)],
@@ -84,7 +84,7 @@ def within(code: str, frameworks: list[str], environ: dict[str, str]) -> dict[st
 
 
 def filled(arguments: list[str], environ: dict[str, str]) -> dict[str, Any]:
-    """A doctor while another process holds all but 320 MiB of the GPU."""
+    """Run a doctor while another process holds all but 320 MiB of the GPU."""
     other = subprocess.Popen(
         [sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     )
@@ -103,7 +103,7 @@ torch.ones(1, device="cuda")
 major = torch.version.cuda.partition(".")[0]
 ctypes.CDLL(sorted(glob.glob(f"/usr/local/cuda-{major}*/targets/*/lib/libcudart.so.{major}"))[0])
 """
-"""What a library does that takes CUDA from where the toolkit is, by its path."""
+"""Opens CUDA in the toolkit by its path, as some libraries do."""
 
 
 def scenarios(shipped: dict[str, str], folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `memguard doctor` may find, by name. A name is public: `doctor: {ignore: [...]}` in a budget silences by it.
+"""The names of what `memguard doctor` may find. They are public: `doctor: {ignore: [...]}` in a budget uses them.
 
 Each has a page, `docs/doctor/<name>.md`.
 """
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from memguard.errors import MemguardError
 
 Name = Literal[
-    # the driver (checks/driver.py)
+    # the driver (checks/driver.py, checks/versions.py)
     "driver-absent",
     "driver-mismatch",
     "driver-too-old",
@@ -48,7 +48,7 @@ Name = Literal[
     "preallocation",
     "allocator-swap",
     "budget-too-large",
-    # how frameworks were built and installed (checks/build.py)
+    # how frameworks were built and installed (checks/build.py, checks/failures.py)
     "nvcc-missing",
     "compiler-missing",
     "numpy-abi",
@@ -71,7 +71,7 @@ def nearest(name: str) -> str | None:
 
 
 def known(names: Iterable[str]) -> frozenset[str]:
-    """The names, each checked. Raises MemguardError for one that there is not."""
+    """The names, checked. Raises MemguardError for an unknown one."""
     for name in names:
         if name not in NAMES:
             meant = nearest(name)

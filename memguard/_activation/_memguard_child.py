@@ -1,6 +1,6 @@
-"""Activate the budget of `memguard run` in this process, once, and leave nothing of it to the children.
+"""Activates the budget of `memguard run` in this process, once, and hides it from child processes.
 
-Runs inside `site`, before the program: the standard library is there, and memguard perhaps not on the path.
+Runs inside `site`, before the program. Only the standard library is sure to be importable; memguard may not be.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 
 def activate(folder: str) -> None:
-    """Take `folder`, where this file lies, off the path again; then apply the budget or end the process."""
+    """Take `folder`, which holds this file, off the path; then apply the budget, or end the process."""
     budget = os.environ.pop("MEMGUARD_RUN", None)
     simulated = os.environ.pop("MEMGUARD_SIMULATE", None)
     _leave_path(folder)
@@ -26,25 +26,32 @@ def activate(folder: str) -> None:
         return
     try:
         memguard = _memguard(os.path.dirname(folder))
+        if not hasattr(memguard, "init"):
+            _end(
+                f"memguard: {sys.executable} imports another project's memguard: {memguard.__file__}\n"
+                "    fix: uninstall that one; `memguard doctor --explain two-distributions` says more",
+                1,
+            )
         show_warnings()
         apply(memguard.init, budget, simulated.split(",") if simulated else None)
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:
+        needed = _load("_memguard_distribution", os.path.dirname(folder), "_distribution.py").requirement()
         _end(
             f"memguard: {sys.executable} has no {error.name}, which memguard needs\n"
-            f"    fix: {sys.executable} -m pip install memguard",
+            f"    fix: {sys.executable} -m pip install {needed}",
             1,
         )
     except Exception as error:
-        # memguard's own errors by what they carry: their module may not have been imported.
+        # memguard's errors are recognised by their attributes: their module may not be imported.
         if not hasattr(error, "exit_code"):
             _end(traceback.format_exc().rstrip(), 1)
         _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
 
 
 def apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> Any:
-    """What memguard's `init` gives for the budget; the program's own means the same simulated GPUs from now on."""
+    """Call `init` with the budget. Later calls of the program use the same simulated GPUs."""
     guard = init(budget, simulate=simulated)
     if simulated is not None:
         active: Any = importlib.import_module("memguard._api")
@@ -62,7 +69,7 @@ def _leave_path(folder: str) -> None:
 
 
 def _run_shadowed() -> None:
-    """Run the sitecustomize of the virtual environment, the system or the user that ours was found before."""
+    """Run the sitecustomize of the environment, the system or the user, which ours hides."""
     ours = sys.modules.pop("sitecustomize", None)
     try:
         spec = importlib.util.find_spec("sitecustomize")
@@ -70,31 +77,33 @@ def _run_shadowed() -> None:
             module = importlib.util.module_from_spec(spec)
             ours = sys.modules["sitecustomize"] = module
             spec.loader.exec_module(module)
-    except Exception as error:  # as `site` does it
+    except Exception as error:  # reported as `site` reports it
         sys.stderr.write(f"Error in sitecustomize; set PYTHONVERBOSE for traceback:\n{type(error).__name__}: {error}\n")
     finally:
         if ours is not None:
-            sys.modules["sitecustomize"] = ours  # the import system looks for it when our file is done
+            sys.modules["sitecustomize"] = ours  # the import system expects it after our file has run
 
 
 def _memguard(package: str) -> ModuleType:
-    """memguard as this Python has it; else the one that was run, without putting anything else on the path."""
+    """The memguard of this Python, else the copy that was run. Adds nothing to the path."""
     try:
         return importlib.import_module("memguard")
     except ModuleNotFoundError as error:
         if error.name != "memguard":
             raise
-    spec = importlib.util.spec_from_file_location(
-        "memguard", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
-    )
+    return _load("memguard", package, "__init__.py", submodule_search_locations=[package])
+
+
+def _load(name: str, package: str, file: str, **more: Any) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, os.path.join(package, file), **more)
     assert spec is not None and spec.loader is not None
-    module = sys.modules["memguard"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Shows memguard's warnings to the user of a program that knows nothing of memguard and sets up no logging."""
+    """Shows memguard's warnings if the program sets up no logging of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -102,7 +111,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def show_warnings() -> Callable[[], None]:
-    """Show them until the returned call takes that back."""
+    """Show warnings on stderr until the returned function is called."""
     handler = _Stderr()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("memguard: %(message)s"))

@@ -1,11 +1,11 @@
-"""Apply the budget that MEMGUARD_CONFIG names, right before the first framework is imported.
+"""Applies the budget that MEMGUARD_CONFIG names, just before the first framework is imported.
 
-`memguard.pth` loads this file while Python starts, where the variable is set, and calls `arm`. Until one of `MODULES`
-is imported, or a function of memguard's is called, that has put one finder into `sys.meta_path`, and nothing of
-memguard is imported: hence the bare standard library here, and what `memguard._workers` knows too.
+If the variable is set, `memguard.pth` loads this file while Python starts and calls `arm`, which puts one finder into
+`sys.meta_path`. Nothing of memguard is imported until one of `MODULES` is imported or a function of memguard is called.
+So this file uses only the standard library, and repeats a few names of `memguard._workers`.
 
-A budget that cannot be applied is one message, and the program runs on without it: the variable is of every Python
-that is started with it, and most of them are not about GPUs. `memguard run` and `memguard.init` are stricter.
+If a budget cannot be applied, there is one message and the program runs without it: the variable reaches every Python
+that is started with it, and most of these do not use a GPU. `memguard run` and `memguard.init` are stricter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # as `typing` has it, which is dear to import
+TYPE_CHECKING = False  # as in `typing`, which is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
@@ -26,19 +26,19 @@ MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
 because nothing of memguard may be imported yet; a test compares them. Not `numba`, which most programs use for the CPU.
 """
 POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
-# Programs that may import a framework without computing anything with it, by their name or their module's.
+# Programs that may import a framework without computing with it, by the name of the program or its module.
 _TOOLS = {
     "__pip-runner__", "_in_process", "compile_worker", "compileall", "conda", "easy_install", "ensurepip", "flit",
     "get-pip", "hatch", "mamba", "memguard", "pdm", "pip", "pipx", "poetry", "pyproject-build", "setup", "twine", "uv",
     "venv", "virtualenv",
 }  # fmt: skip
 _WORKER = (
-    f"no budget is active in this process: it is a worker, and {CONFIG} is for the program that starts workers\n"
+    f"no budget is active in this process: it is a worker, and {CONFIG} applies to the program that starts workers\n"
     f"    fix: call memguard.init in the function that the worker runs, or set {CHILDREN}=1 for a whole budget in each"
 )
 
 why: str | None = None
-"""Why no budget is active, where this file was to apply one: for `memguard.NotActive`."""
+"""Why no budget is active although this file should apply one: for `memguard.NotActive`."""
 _waiting: dict[str, _Finder] = {}
 _undo: list[Callable[[], None]] = []
 _applying = False
@@ -46,9 +46,10 @@ _armed = False
 
 
 def arm() -> None:
-    """Wait for the first framework. The file's name is made absolute, for children that start in another folder.
+    """Wait for the first framework. Makes the file's name absolute, for children that start in another folder.
 
-    Also where nothing is applied here: a child may be started without MEMGUARD_DISABLE, and none inherits MEMGUARD_RUN.
+    It does so even if nothing is applied here: a child may start without MEMGUARD_DISABLE, and none inherits
+    MEMGUARD_RUN.
     """
     global _armed
     config = os.environ.get(CONFIG, "")
@@ -56,9 +57,9 @@ def arm() -> None:
         return
     try:  # noqa: SIM105 (contextlib is one import more)
         os.environ[CONFIG] = os.path.abspath(os.path.expanduser(config))
-    except OSError:  # the current folder is gone
+    except OSError:  # the current folder was deleted
         pass
-    # `memguard run` brings a budget of its own, which is applied in a moment.
+    # `memguard run` has its own budget, which is applied next.
     if _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
         return
     _armed = True
@@ -66,7 +67,7 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Apply nothing any more: the program has a budget of its own, or has ended the one that it had."""
+    """Stop waiting: the program has applied its own budget, or has ended it."""
     global why
     if _applying:
         return
@@ -77,7 +78,7 @@ def disarm() -> None:
 
 
 def simulated() -> list[str] | None:
-    """The GPUs of MEMGUARD_SIMULATE for the program's own `init`, said on stderr; None where nothing was armed."""
+    """The GPUs of MEMGUARD_SIMULATE for the program's own `init`, with a line on stderr; None if nothing was armed."""
     names = _names() if _armed and not _is_set(DISABLE) else None
     if names is not None:
         _say_simulated(names)
@@ -85,9 +86,9 @@ def simulated() -> list[str] | None:
 
 
 def activate() -> None:
-    """Apply the budget now, if it still waits for that; say so on stderr if it cannot be. Of two threads one does."""
+    """Apply the budget now, if that is still to be done. Failure is logged on stderr. Of two threads only one does."""
     global _applying
-    if _is_fork_server():  # it may be asked to preload a framework; its workers decide for themselves
+    if _is_fork_server():  # it may preload a framework; its workers decide for themselves
         return
     finder = _waiting.pop("finder", None)
     if finder is None:
@@ -100,7 +101,7 @@ def activate() -> None:
         _apply(os.environ.get(CONFIG, ""), _names())
     except Exception as error:
         _fail(error)
-    except BaseException:  # Ctrl-C: the import fails with it, and the next one is to be no more without a cap
+    except BaseException:  # Ctrl-C: this import fails, and the next one must be capped too
         _wait(finder)
         raise
     finally:
@@ -117,7 +118,7 @@ def _apply(config: str, names: list[str] | None) -> None:
     try:
         from memguard import _api
     except ModuleNotFoundError as error:
-        if error.name == "memguard":  # pip builds a package in an environment of its own
+        if error.name == "memguard":  # as in the isolated environment in which pip builds a package
             return
         raise
     from memguard._activation import _memguard_child as child
@@ -128,7 +129,7 @@ def _apply(config: str, names: list[str] | None) -> None:
         _api.from_environment = child.apply(_api.init, config, names)
     except BaseException as error:
         hide()
-        if isinstance(error, AlreadyActive):  # by another thread, meanwhile
+        if isinstance(error, AlreadyActive):  # another thread was faster
             return
         raise
     _undo.append(hide)
@@ -154,7 +155,7 @@ def _fail(error: Exception) -> None:
 
 
 def _write(text: str) -> None:
-    if sys.stderr is not None:  # as under pythonw, or where it was closed
+    if sys.stderr is not None:  # None under pythonw, or if it was closed
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
@@ -173,7 +174,7 @@ def _is_set(name: str) -> bool:
 
 
 def _is_tool(argv: Sequence[str]) -> bool:
-    """Whether this is pip, venv or the like: `python -m pip`, `bin/pip3.12`, `python setup.py`."""
+    """Whether the program is pip, venv or the like: `python -m pip`, `bin/pip3.12`, `python setup.py`."""
     folder, name = os.path.split(argv[0] if argv else "")
     if name == "__main__.py":
         name = os.path.basename(folder)
@@ -198,7 +199,7 @@ def _is_fork_server() -> bool:
 
 
 class _Finder:
-    """Finds what the others find, and has the budget applied before the module is made."""
+    """Finds what the other finders find, and makes the loader apply the budget before it creates the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -210,7 +211,7 @@ class _Finder:
 
 
 class _Loader:
-    """Not before somebody imports the module: `importlib.util.find_spec("torch")` is only a question."""
+    """Applies the budget when the module is created: `importlib.util.find_spec("torch")` alone must not."""
 
     def __init__(self, inner: Any, path: Sequence[str] | None) -> None:
         self._inner, self._path = inner, path
@@ -218,7 +219,7 @@ class _Loader:
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         spec.loader = self._inner
         activate()
-        again = _find(spec.name, self._path)  # the budget has put hooks of its own in place
+        again = _find(spec.name, self._path)  # the budget has installed import hooks
         if again is not None and again.loader is not None and not isinstance(again.loader, _Loader):
             spec.loader = again.loader
         module: ModuleType | None = spec.loader.create_module(spec)

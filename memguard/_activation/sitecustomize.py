@@ -1,7 +1,7 @@
 """Imported by `site` in a Python that `memguard run` started, before the program.
 
-`site` reports an error in here and carries on, so every way out of this file that is not success ends the process:
-the program must not run without its cap. It has to parse under Pythons that memguard does not support.
+`site` reports an error in this file and continues. But the program must not run without its cap, so every failure in
+here ends the process. The file must parse under Pythons that memguard does not support.
 """
 
 import os

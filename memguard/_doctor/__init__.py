@@ -1,7 +1,7 @@
 """`memguard doctor`: why a framework does not work on this GPU, and what to do.
 
-`gather` reads facts, each framework in a short process of its own; `examine` makes findings of them, and touches
-nothing. `doctor` does both.
+`collect.gather` reads facts, each framework in a short process of its own. `examine` turns facts into findings and
+reads nothing else. `doctor` does both.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from memguard.errors import MemguardError
 if TYPE_CHECKING:
     from memguard._config import Budget
 
-__all__ = ["Checkup", "Facts", "Finding", "Severity", "doctor"]
+__all__ = ["DoctorReport", "Facts", "Finding", "Severity", "doctor"]
 
 _LONGEST = 86400
 """Seconds: a day."""
 
 
 @dataclass(frozen=True)
-class Checkup:
-    """What was read and what it amounts to. `ignored`: names of findings that were left out."""
+class DoctorReport:
+    """The facts that were read and the findings. `ignored`: names of findings that were left out."""
 
     facts: Facts
     findings: tuple[Finding, ...]
@@ -34,17 +34,17 @@ class Checkup:
 
     @property
     def healthy(self) -> bool:
-        """Nothing above info, and the frameworks that were asked for are installed: one of the six where none was."""
+        """No errors, no warnings, and the frameworks asked for are installed; if none was asked for, at least one."""
         return not self.found and bool(self.facts.frameworks) and not self.not_installed
 
     @property
     def found(self) -> tuple[Finding, ...]:
-        """What is above info."""
+        """Errors and warnings."""
         return tuple(finding for finding in self.findings if finding.severity is not Severity.INFO)
 
     @property
     def not_installed(self) -> tuple[str, ...]:
-        """Frameworks that were asked for, by name or by the budget, and are not there."""
+        """Frameworks that were asked for, by name or by the budget, and are not installed."""
         return tuple(name for name, found in self.facts.frameworks.items() if found.probe is None and not found.path)
 
     @property
@@ -63,10 +63,10 @@ class Checkup:
         return render.text(self)
 
     def __repr__(self) -> str:
-        """Short, where a prompt shows what was returned; `print` shows all of it."""
+        """One line, for a prompt; `print` shows the whole report."""
         from memguard._doctor import render
 
-        return f"<Checkup: {render.verdict(self)}>"
+        return f"<DoctorReport: {render.verdict(self)}>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What IPython and notebooks show."""
@@ -79,13 +79,13 @@ def doctor(
     frameworks: str | Sequence[str] | None = None,
     ignore: str | Collection[str] = (),
     timeout: float = 60.0,
-) -> Checkup:
-    """Look for what keeps frameworks from working here, this process included. Creates no context in this process.
+) -> DoctorReport:
+    """Find out why frameworks do not work on this machine and in this process. Creates no context in this process.
 
-    Each framework that is installed (`frameworks`: only those; with a budget those that it names) is imported and used
-    in a process of its own, stopped after `timeout` seconds; that takes some seconds, and up to 1.5 GiB of the GPU for
-    each process meanwhile. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out. One
-    name may be given as it is.
+    Each installed framework is imported and used in a process of its own, which is stopped after `timeout` seconds.
+    `frameworks` limits that to some, a budget to those that it names. It takes a few seconds, and up to 1.5 GiB of the
+    GPU for each process. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out. A
+    single name may be a plain string.
     Raises ConfigError for a wrong budget and MemguardError for an unknown name or a wrong `timeout`.
     """
     from memguard import _config
@@ -99,20 +99,20 @@ def doctor(
     wanted, left_out = _names("frameworks", frameworks), _names("ignore", ignore)
     loaded = None if budget is None else _config.of(budget)
     silent = known(left_out)
-    facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, here=True)
-    return examined(facts, loaded, silent)
+    facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, this_process=True)
+    return diagnose(facts, loaded, silent)
 
 
-def examined(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> Checkup:
-    """The facts with what they amount to, less what is ignored by name or by the budget."""
+def diagnose(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> DoctorReport:
+    """The report on these facts, without the findings that `ignore` or the budget names."""
     from memguard._doctor.examine import examine
 
     silent = ignore | set(budget.doctor.ignore if budget is not None and budget.doctor is not None else ())
-    return Checkup(facts, examine(facts, silent), tuple(sorted(silent)))
+    return DoctorReport(facts, examine(facts, silent), tuple(sorted(silent)))
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:
-    """Of frameworks or findings. A plain string is one, not its letters."""
+    """Names of frameworks or findings. A plain string is one name."""
     names = (given,) if isinstance(given, str) else () if given is None else given
     try:
         names = tuple(names)

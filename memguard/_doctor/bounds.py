@@ -1,7 +1,6 @@
-"""How large facts may be: those that are gathered are cut to it, those in a file that are larger are refused.
+"""How large facts may be. Gathered facts are cut to these bounds; a file that exceeds them is refused.
 
-The checks look at texts with patterns, and at entries pair by pair: a file that somebody else made shall not keep
-them busy.
+The checks search texts with patterns and compare entries in pairs, so an unbounded file could keep them busy for ever.
 """
 
 from __future__ import annotations
@@ -10,25 +9,25 @@ import math
 from typing import Any, Final
 
 TEXT: Final = 16 << 20
-"""Bytes of a file of facts."""
+"""Bytes of a file of facts; a real one has about 50 thousand."""
 _LONG, _MANY, _LARGE, _DEEP = 4000, 4096, 1 << 64, 16
-"""Characters of a text, entries of a list or an object, a number, and how many of them may be in each other."""
+"""Characters of a text, entries of a list or an object, the largest number, and the depth of nesting."""
 _LINE = 600
-"""Characters of a line that a process said."""
+"""Characters of a line on a process's stderr."""
 _FEWER = {
     "said": 400, "devices": 128, "peers": 128, "frameworks": 16, "together": 16, "stages": 64, "libraries": 256,
     "missing": 64, "modules": 64, "candidates": 128, "processes": 1024,
 }  # fmt: skip
-"""Entries of what the checks look at again and again, by its name in `Facts`."""
+"""Entries of what the checks read repeatedly, by its name in `Facts`."""
 
 
 def printable(text: str) -> str:
-    """As it can be written to a file: bytes of a path or a variable that are no text, as `\\udcff`."""
+    """The text with undecodable bytes of a path or a variable written as `\\udcff`, so that a file can hold it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def clip(value: Any, name: str = "", deep: int = 0) -> Any:
-    """The same plain data within the bounds; None for numbers that measure nothing, and for what is too deep."""
+    """The same plain data cut to the bounds; None for numbers out of range and for what is nested too deep."""
     if isinstance(value, str):
         value = printable(value) if not value.isascii() else value
         half = (_LONG - 3) // 2
@@ -47,7 +46,7 @@ def clip(value: Any, name: str = "", deep: int = 0) -> Any:
 
 
 def outside(facts: Any) -> str | None:
-    """What of plain data is out of bounds, and where; None where all is within."""
+    """The first thing in plain data that is out of bounds, with its place; None if everything is within."""
     waiting: list[tuple[str, Any]] = [("", facts)]
     while waiting:
         where, value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Facts in, findings out."""
+"""Runs every check over the facts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(facts: Facts, ignore: Collection[str] = ()) -> tuple[Finding, ...]:
-    """What the facts amount to: errors first, otherwise in the order of the checks. Names in `ignore` are left out."""
+    """The findings: errors first, otherwise in the order of the checks. Names in `ignore` are left out."""
     found = [finding for check in CHECKS for finding in check(facts) if finding.name not in ignore]
     return tuple(sorted(dict.fromkeys(found), key=lambda finding: finding.severity.rank))

@@ -12,11 +12,14 @@ _PAGES = Path(__file__).resolve().parent / "pages"
 
 
 def page(name: str) -> str:
-    """The text of a finding's page. Raises MemguardError for a name that there is not."""
+    """The text of a finding's page. Raises MemguardError for an unknown name."""
     known([name])
     try:
         return (_PAGES / f"{name}.md").read_text(encoding="utf-8")
     except OSError as error:
+        from memguard._distribution import requirement
+
         raise MemguardError(
-            f"the page of {name} is not installed\n    fix: install memguard again, or read docs/doctor/{name}.md"
+            f"the page of {name} is not installed\n"
+            f"    fix: pip install --force-reinstall {requirement()}, or read docs/doctor/{name}.md"
         ) from error

@@ -1,7 +1,7 @@
-"""What `memguard doctor` reads, as plain data: findings are made from this and from nothing else.
+"""What `memguard doctor` reads, as plain data. Findings are made from this and nothing else.
 
-The JSON of it (`memguard doctor --dump-facts`) gives the same findings on any machine (`--facts FILE`). None means
-that it could not be read, an empty tuple that there is none. Sizes are bytes, times seconds.
+Its JSON (`memguard doctor --dump-facts`) gives the same findings on any machine (`--facts FILE`). None means that the
+value could not be read; an empty tuple means that there is none. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION: Final = 1
 
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
-"""Of a distribution or a framework: they get into commands that are copied."""
+"""A distribution or a framework. The pattern matters: names get into commands that users copy."""
 
 
 class _Fact(BaseModel):
@@ -27,7 +27,7 @@ class _Fact(BaseModel):
 
 
 class System(_Fact):
-    """The machine and the Python. `container`: docker, podman, kubernetes, apptainer or lxc."""
+    """The machine and the interpreter. `container`: docker, podman, kubernetes, apptainer or lxc."""
 
     platform: str = "linux"
     machine: str = "x86_64"
@@ -40,7 +40,7 @@ class System(_Fact):
 
 
 class Cuda(_Fact):
-    """libcuda: `path` is the file that was loaded, links resolved, `candidates` every one that the loader could find.
+    """libcuda. `path` is the file that was loaded, links resolved; `candidates` are all that the loader could find.
 
     `version` is cuDriverGetVersion (13000), `init` cuInit's result by name (CUDA_SUCCESS), `error` dlopen's.
     """
@@ -54,7 +54,7 @@ class Cuda(_Fact):
 
 
 class CudaDevice(_Fact):
-    """A GPU as CUDA numbers it under this environment. `peers`: ordinals whose memory it can reach."""
+    """A GPU as CUDA numbers it in this environment. `peers`: ordinals of the GPUs whose memory it can reach."""
 
     ordinal: int
     uuid: str
@@ -66,7 +66,7 @@ class CudaDevice(_Fact):
 
 
 class Nvml(_Fact):
-    """NVML: `path` is the library's file, links resolved; `error` the name of its error (NVMLError_NoPermission)."""
+    """NVML. `path` is the library's file, links resolved; `error` is the name of its error (NVMLError_NoPermission)."""
 
     path: str | None = None
     error: str | None = None
@@ -77,9 +77,9 @@ class Nvml(_Fact):
 
 
 class NvmlDevice(_Fact):
-    """A GPU as NVML numbers it. `mode`: Default, Exclusive_Process, Prohibited. `error` where NVML gives no handle.
+    """A GPU as NVML numbers it. `mode`: Default, Exclusive_Process, Prohibited. `error`: why NVML gives no handle.
 
-    `processes`: bytes by PID, None where NVML will not say how many; the doctor's own are left out.
+    `processes`: bytes by PID, None if NVML does not say how many; the doctor's own processes are left out.
     """
 
     index: int
@@ -96,7 +96,7 @@ class NvmlDevice(_Fact):
 
 
 class Driver(_Fact):
-    """The driver from three sides. `module` is the kernel module's version, "" where it is loaded without one.
+    """The driver: kernel module, libcuda and NVML. `module` is the module's version, "" if it is loaded without one.
 
     `pci`: addresses of NVIDIA GPUs on the bus. `files`: device files by path: ok, denied, or the error's name (EIO).
     """
@@ -109,9 +109,9 @@ class Driver(_Fact):
 
 
 class Stage(_Fact):
-    """A step of a probe that ended: import, devices, compute; the framework's name where several share a process.
+    """A finished step of a probe: import, devices, compute, or a framework's name if several share a process.
 
-    Where it failed `error` is the exception's text and `kind` its type, with the module.
+    If it failed, `error` is the exception's text and `kind` its type with the module.
     """
 
     name: str
@@ -121,10 +121,10 @@ class Stage(_Fact):
 
 
 class Probe(_Fact):
-    """A process of its own that was watched. `signal`: what ended it (SIGFPE). `hung`: it was stopped after `seconds`.
-    `complete`: not one that ended with exit code 0 before its last step.
+    """How a probe's process went. `signal` ended it (SIGFPE). `hung`: it was stopped after `seconds`.
+    `complete`: False if it exited with code 0 before its last step.
 
-    `libraries`: files of CUDA and the frameworks that it had mapped, links resolved. `said`: its lines on stderr.
+    `libraries`: files of CUDA and of frameworks that it had mapped, links resolved. `said`: its lines on stderr.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -147,12 +147,12 @@ class Probe(_Fact):
 
 
 class Framework(_Fact):
-    """One framework: what is installed, what it was built for, what it did in its probe.
+    """One framework: what is installed, what it was built for, and how its probe went.
 
-    `distributions`: versions by name of the distributions that install its module; `folder` where they put it, `path`
-    what `import` found. `gpu`: whether it is a build for CUDA. `architectures` in CUDA's words (sm_90, compute_90).
-    `cuda`, `cudnn`: what it was built for; `cudnn_loaded` what it runs with. `missing`: libraries that it could not
-    open. `gpus`: how many it sees; `multiprocessors`: what each has for it.
+    `distributions`: versions by name of the distributions that install its module; `folder` is where they install it,
+    `path` what `import` found. `gpu`: whether it is built for CUDA. `architectures` in CUDA's words (sm_90,
+    compute_90). `cuda`, `cudnn`: what it was built for; `cudnn_loaded`: what it runs with. `missing`: libraries that
+    it could not open. `gpus`: how many it sees; `multiprocessors`: how many it counts on each.
     """
 
     distributions: dict[Name, str] = {}
@@ -171,7 +171,7 @@ class Framework(_Fact):
 
 
 class Together(_Fact):
-    """Frameworks in one process, imported and used in this order. `multiprocessors`: what each takes GPU 0 to have."""
+    """Frameworks in one process, imported and used in this order. `multiprocessors`: how many each counts on GPU 0."""
 
     order: tuple[str, ...]
     multiprocessors: dict[str, int] = {}
@@ -179,12 +179,12 @@ class Together(_Fact):
 
 
 class Process(_Fact):
-    """The process that called `memguard.doctor()`; the command line has none.
+    """The process that called `memguard.doctor()`; there is none for the command line.
 
-    `modules`: frameworks and modules of theirs that matter here (`pycuda.autoinit`), in the order of their import.
-    `contexts`: its bytes by the UUID of each GPU that it has a context on, as NVML says; None where NVML does not, as
-    in a container, whose PIDs are not those that it lists. `foreign_context`: PyCUDA's current one is not the primary.
-    `allocators`: what stands in for a framework's own allocator, by framework. `budget`: one is active.
+    `modules`: imported frameworks, and modules of theirs that matter (`pycuda.autoinit`), in the order of import.
+    `contexts`: by the UUID of each GPU on which it has a context, its bytes according to NVML; None if NVML does not
+    list it, as in a container, where NVML lists the host's PIDs. `foreign_context`: PyCUDA's current context is not
+    the primary one. `allocators`: what replaces a framework's own allocator, by framework. `budget`: one is active.
     """
 
     modules: tuple[str, ...] = ()
@@ -195,8 +195,21 @@ class Process(_Fact):
     budget: bool = False
 
 
+class Namesakes(_Fact):
+    """Distributions that install a package memguard, if one of them is not memguard-gpu.
+
+    `distributions`: versions by name. `path`: the file that `import memguard` finds; `own`: whether it is this
+    project's. `origin`: the path or URL that memguard-gpu was installed from, None for an index.
+    """
+
+    distributions: dict[Name, str] = {}
+    path: str | None = None
+    own: bool = True
+    origin: str | None = None
+
+
 class Script(_Fact):
-    """A program that was read and not run: the modules it imports, in order, with the lines."""
+    """A program that was parsed and not run: the modules that it imports, in order, with their lines."""
 
     path: str
     imports: tuple[tuple[str, int], ...] = ()
@@ -204,7 +217,7 @@ class Script(_Fact):
 
 
 class BudgetFacts(_Fact):
-    """The budget in question. `limits`: bytes by UUID of its GPUs; `errors`: why it cannot be planned."""
+    """The budget to check. `limits`: bytes by UUID of its GPUs; `errors`: why it cannot be planned."""
 
     source: str = "budget"
     frameworks: tuple[str, ...] = ()
@@ -213,10 +226,10 @@ class BudgetFacts(_Fact):
 
 
 class Facts(_Fact):
-    """Everything that was read. `label` says where a stored one comes from, and what in it was edited.
+    """Everything that was read. `label` says where stored facts come from and what was edited in them.
 
-    `environment`: variables that CUDA or a framework reads. `tools`: programs by name with their path, None where there
-    is none. `packages`: versions by name of the distributions that bear on this. `seconds` by probe.
+    `environment`: variables that CUDA or a framework reads. `tools`: paths of programs by name, None if not found.
+    `packages`: versions by name of related distributions. `seconds`: by probe.
     """
 
     memguard_facts: Literal[1] = VERSION
@@ -230,13 +243,14 @@ class Facts(_Fact):
     driver: Driver = Driver()
     frameworks: dict[Name, Framework] = {}
     together: tuple[Together, ...] = ()
+    namesakes: Namesakes | None = None
     process: Process | None = None
     script: Script | None = None
     budget: BudgetFacts | None = None
     seconds: dict[str, float] = {}
 
     def probes(self) -> Iterator[tuple[str, Probe]]:
-        """Every probe with the name it is spoken of."""
+        """Every probe with its name in messages."""
         for name, framework in self.frameworks.items():
             if framework.probe is not None:
                 yield name, framework.probe
@@ -244,13 +258,13 @@ class Facts(_Fact):
             yield " then ".join(together.order), together.probe
 
     def to_json(self) -> str:
-        """As text; what has its default is left out."""
+        """JSON, without the fields that have their default."""
         plain = self.model_dump(mode="json", exclude_defaults=True)
         return json.dumps({"memguard_facts": VERSION, **plain}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "facts") -> Facts:
-        """What `to_json` gave. Raises FactsError, naming what is wrong."""
+        """Facts from their JSON. Raises FactsError with what is wrong."""
         try:
             if len(text) > bounds.TEXT:
                 raise ValueError(f"it is larger than {bounds.TEXT >> 20} MiB")

@@ -1,4 +1,4 @@
-"""One thing found, and the words for how bad it is."""
+"""A finding and its severity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memguard._findings import Name
 
 
 class Severity(str, Enum):
-    """error: something does not work. warning: it works and will bite. info: worth knowing, nothing to do."""
+    """error: something does not work. warning: it works now and will cause trouble. info: nothing to do."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -27,10 +27,10 @@ class Severity(str, Enum):
 class Finding:
     """What is wrong, why, and what to do.
 
-    subject   the framework, GPU or file it is about; "" where it is the machine
+    subject   the framework, GPU or file that it is about; "" for the machine
     cause     one sentence
-    evidence  what was read and where, a line each
-    remedy    a command, a line of the budget or one sentence; quoted to the user, never run
+    evidence  what was read and where, one line each
+    remedy    a command, a line of the budget or one sentence; shown to the user, never run
     """
 
     name: Name

@@ -1,6 +1,6 @@
-"""A checkup as a screen of text, and as plain data.
+"""The doctor's report as text and as plain data.
 
-The verdict first; then what was found, the worst first; then each framework in a line; then what is only worth knowing.
+The verdict comes first, then errors and warnings, then one line for each framework, then findings that are only info.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._doctor.checks.cpu_only import kept_off
 from memguard._doctor.checks.failures import STEPS, step
-from memguard._doctor.checks.phrases import broken, ended, listing
-from memguard._doctor.checks.shared import computes
+from memguard._doctor.checks.phrases import listing
+from memguard._doctor.checks.probe_outcomes import computes, did_not_finish, died
 from memguard._doctor.examine import examine
 from memguard._doctor.facts import Facts, Framework, Probe
 from memguard._doctor.finding import Finding, Severity
@@ -20,11 +20,11 @@ from memguard._units import format_size
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from memguard._doctor import Checkup
+    from memguard._doctor import DoctorReport
 
 WIDTH = 80
 _CELL = 24
-"""Characters of a version in the table: that of a build of one's own can be longer than the screen."""
+"""Characters of a version in the table. A version of a local build can be longer than the screen."""
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
 _GLUE = "\N{NO-BREAK SPACE}"
 
@@ -33,30 +33,30 @@ Piece = tuple[str, str]
 Line = list[Piece]
 
 
-def text(checkup: Checkup, *, brief: bool = False) -> str:
-    """For files, pipes and `str`: no colours. `brief` as in `lines`."""
-    return "\n".join("".join(piece for _, piece in line) for line in lines(checkup, brief=brief))
+def text(report: DoctorReport, *, brief: bool = False) -> str:
+    """Without colours, for files, pipes and `str`. `brief` as in `lines`."""
+    return "\n".join("".join(piece for _, piece in line) for line in lines(report, brief=brief))
 
 
-def rich(checkup: Checkup, *, brief: bool = False) -> Text:
+def rich(report: DoctorReport, *, brief: bool = False) -> Text:
     """For terminals. `brief` as in `lines`."""
     from rich.text import Text
 
     out = Text(no_wrap=True, overflow="ignore")
-    for number, line in enumerate(lines(checkup, brief=brief)):
+    for number, line in enumerate(lines(report, brief=brief)):
         out.append("\n" if number else "")
         for style, piece in line:
             out.append(piece, style)
     return out
 
 
-def as_dict(checkup: Checkup) -> dict[str, Any]:
+def as_dict(report: DoctorReport) -> dict[str, Any]:
     """Plain data; the facts themselves are what `--dump-facts` prints."""
-    facts = checkup.facts
+    facts = report.facts
     return {
         "memguard_doctor": 1,
-        "healthy": checkup.healthy,
-        "verdict": verdict(checkup),
+        "healthy": report.healthy,
+        "verdict": verdict(report),
         "findings": [
             {
                 "name": finding.name,
@@ -67,10 +67,10 @@ def as_dict(checkup: Checkup) -> dict[str, Any]:
                 "remedy": finding.remedy,
                 "page": finding.page,
             }
-            for finding in checkup.findings
+            for finding in report.findings
         ],
-        "ignored": list(checkup.ignored),
-        "not_installed": list(checkup.not_installed),
+        "ignored": list(report.ignored),
+        "not_installed": list(report.not_installed),
         "frameworks": {
             name: {
                 "works": works(framework),
@@ -85,62 +85,62 @@ def as_dict(checkup: Checkup) -> dict[str, Any]:
     }
 
 
-def verdict(checkup: Checkup) -> str:
-    """In one sentence: what works and what does not."""
-    facts = checkup.facts
+def verdict(report: DoctorReport) -> str:
+    """One sentence: what works and what does not."""
+    facts = report.facts
     good = [name for name, framework in facts.frameworks.items() if works(framework)]
     off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
     bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
     gpus = facts.driver.cuda.devices
     where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
-    said = []
+    parts = []
     if bad:
-        said.append(f"{listing(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
+        parts.append(f"{listing(bad)} {_verb(bad, 'does', 'do')} not work on the GPU")
     if good:
-        said.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
+        parts.append(f"{listing(good)} {_verb(good, 'works', 'work')}{where}")
     if off:
-        said.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
-    absent = list(checkup.not_installed)
+        parts.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
+    absent = list(report.not_installed)
     if absent or not facts.frameworks:
         who = f"{listing(absent)} {_verb(absent, 'is', 'are')} not" if absent else "none of the six is"
-        said.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
-    return ": ".join(filter(None, (_found(checkup, bad), "; ".join(said) or "no framework was tried")))
+        parts.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
+    return ": ".join(filter(None, (_found(report, bad), "; ".join(parts) or "no framework was tried")))
 
 
-def _found(checkup: Checkup, bad: list[str]) -> str:
-    """What the verdict begins with: healthy only where nothing fails, or an info says why."""
+def _found(report: DoctorReport, bad: list[str]) -> str:
+    """How the verdict begins: "healthy" only if nothing fails, or an info says why it does."""
     counts = [
-        _count(sum(finding.severity is severity for finding in checkup.findings), str(severity))
+        _count(sum(finding.severity is severity for finding in report.findings), str(severity))
         for severity in (Severity.ERROR, Severity.WARNING)
     ]
     if any(counts):
         return ", ".join(filter(None, counts))
-    if not checkup.healthy:
+    if not report.healthy:
         return ""
-    told = {name for finding in checkup.findings for name in finding.subject.split(", ")}
-    if told.issuperset(bad):
+    explained = {name for finding in report.findings for name in finding.subject.split(", ")}
+    if explained.issuperset(bad):
         return "healthy"
-    found = [finding.name for finding in examine(checkup.facts) if finding.severity is not Severity.INFO]
-    left_out = [name for name in dict.fromkeys(found) if name in checkup.ignored]
+    found = [finding.name for finding in examine(report.facts) if finding.severity is not Severity.INFO]
+    left_out = [name for name in dict.fromkeys(found) if name in report.ignored]
     return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
 
 
 def _off(framework: Framework, facts: Facts, name: str) -> bool:
-    """A variable keeps it off the GPU, and nothing else fails."""
+    """Whether a variable keeps it off the GPU, and nothing else fails."""
     probe = framework.probe
-    return probe is not None and not framework.gpus and not broken(probe) and kept_off(facts, name)
+    return probe is not None and not framework.gpus and not did_not_finish(probe) and kept_off(facts, name)
 
 
 def works(framework: Framework) -> bool | None:
-    """Whether it computed on a GPU in its probe; None where it was not tried."""
+    """Whether it computed on a GPU in its probe; None if it was not tried."""
     probe = framework.probe
     if probe is None:
         return None
-    return computes(framework) and not broken(probe)
+    return computes(framework) and not did_not_finish(probe)
 
 
 def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:
-    """How its probe went, in a few words. `facts` and `name`: where it is to be told from one that is kept off."""
+    """How its probe went, in a few words. `facts` and `name` are needed to recognise one that is kept off the GPU."""
     probe = framework.probe
     if probe is None:
         return "not tried" if framework.path else "is not installed"
@@ -155,7 +155,7 @@ def state(framework: Framework, facts: Facts | None = None, name: str = "") -> s
 
 
 def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
-    """How and where it did not get through: in the step that the finding about it names too."""
+    """How and in which step it failed, the same step that its finding names; None if it did not."""
     where = step(probe, steps).replace("in the step ", "in ")
     hang, die, fail, leave = verbs
     if probe.hung:
@@ -164,20 +164,20 @@ def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, s
         return f"{die} {probe.signal} {where}"
     if probe.failed is not None:
         return f"{fail} in {probe.failed.name}"
-    return f"{leave} {probe.exit} {where}" if ended(probe) else None
+    return f"{leave} {probe.exit} {where}" if died(probe) else None
 
 
-def lines(checkup: Checkup, *, brief: bool = False) -> list[Line]:
-    """The screen, line by line. `brief`: without what is only worth knowing, and without the frameworks."""
-    good = "bold green" if checkup.healthy else "bold red" if checkup.errors else "bold yellow"
-    out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(checkup), good, 2)
-    for finding in checkup.findings:
+def lines(report: DoctorReport, *, brief: bool = False) -> list[Line]:
+    """The screen, line by line. `brief`: only the verdict, errors and warnings."""
+    good = "bold green" if report.healthy else "bold red" if report.errors else "bold yellow"
+    out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(report), good, 2)
+    for finding in report.findings:
         if finding.severity is not Severity.INFO:
             out += [[], *_finding(finding)]
     if brief:
         return out
-    out += [[], *_frameworks(checkup.facts), *_machine(checkup)]
-    known = [finding for finding in checkup.findings if finding.severity is Severity.INFO]
+    out += [[], *_frameworks(report.facts), *_machine(report)]
+    known = [finding for finding in report.findings if finding.severity is Severity.INFO]
     return [*out, *([[]] if known else []), *(line for finding in known for line in _info(finding))]
 
 
@@ -191,12 +191,12 @@ def _finding(finding: Finding) -> list[Line]:
 
 
 def _info(finding: Finding) -> list[Line]:
-    """Without evidence and remedy: there is nothing to do."""
+    """Without evidence and remedy, as there is nothing to do."""
     return [_head(finding), *_wrap([("", "  ")], finding.cause, "", 2), _more(finding)]
 
 
 def _more(finding: Finding) -> Line:
-    """Where its page is: a path in the documentation is none that whoever installed a package has."""
+    """The command that prints its page: an installed package has no path into the documentation."""
     return [("", "  "), ("dim", f"more: memguard doctor --explain {finding.name}")]
 
 
@@ -206,7 +206,7 @@ def _head(finding: Finding) -> Line:
 
 
 def _frameworks(facts: Facts) -> list[Line]:
-    """A table of those that were looked at, and of what they did in one process."""
+    """A line for each framework, and one for each probe of several."""
     rows = []
     for name, framework in facts.frameworks.items():
         cuda = f"CUDA {framework.cuda}" if framework.cuda else ""
@@ -222,8 +222,8 @@ def _frameworks(facts: Facts) -> list[Line]:
     for together in facts.together:
         how = _bad_end(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
         style = "green" if how == "work" else "red"
-        said = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
-        out += _wrap([("", "")], said, style, 2)
+        row = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
+        out += _wrap([("", "")], row, style, 2)
     return out
 
 
@@ -233,31 +233,31 @@ def _cut(cell: str) -> str:
 
 
 def _stripped(line: Line) -> Line:
-    """Without spaces at its end."""
+    """The line without trailing spaces."""
     while line and not line[-1][1].rstrip():
         line = line[:-1]
     return [*line[:-1], (line[-1][0], line[-1][1].rstrip())] if line else line
 
 
-def _machine(checkup: Checkup) -> list[Line]:
-    facts = checkup.facts
+def _machine(report: DoctorReport) -> list[Line]:
+    facts = report.facts
     driver, cuda = facts.driver.nvml.driver or facts.driver.module, facts.driver.cuda.version
-    said = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
+    parts = [f"driver {driver}" if driver else "", f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""]
     free = {device.uuid: device.free for device in facts.driver.nvml.devices}
     for device in facts.driver.cuda.devices:
         left = free.get(device.uuid)
-        said.append(
+        parts.append(
             f"GPU {device.ordinal} {device.name}" + (f" ({format_size(left)} free)" if left is not None else "")
         )
-    out = _wrap([("dim", "")], ", ".join(filter(None, said)), "dim", 2) if any(said) else []
+    out = _wrap([("dim", "")], ", ".join(filter(None, parts)), "dim", 2) if any(parts) else []
     shown = {name for name, _ in facts.probes()}
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items() if name not in shown)
     out += _wrap([("dim", "time: ")], times, "dim", 6) if times else []
-    return out + (_wrap([("dim", "left out: ")], ", ".join(checkup.ignored), "dim", 10) if checkup.ignored else [])
+    return out + (_wrap([("dim", "left out: ")], ", ".join(report.ignored), "dim", 10) if report.ignored else [])
 
 
 def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
-    """The words behind `start`, in lines of the screen's width. What is in `backquotes` stays whole, to be copied."""
+    """The words after `start`, wrapped to the screen's width. A command in `backquotes` stays on one line."""
     used = sum(len(piece) for _, piece in start)
     quoted = _clean(words).split("`")
     glued = "`".join(part.replace(" ", _GLUE) if number % 2 else part for number, part in enumerate(quoted))
@@ -273,9 +273,9 @@ def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
     return [[*start, (style, first[used:])], *([(style, line)] for line in rest)]
 
 
-def _clean(said: str) -> str:
-    """In one line, and nothing in it that a terminal obeys: much of it was said by others."""
-    return " ".join("".join(char if char.isprintable() else " " for char in said).split())
+def _clean(words: str) -> str:
+    """One line without control characters, which a terminal would obey: much of the text is from other programs."""
+    return " ".join("".join(char if char.isprintable() else " " for char in words).split())
 
 
 def _count(number: int, what: str) -> str:

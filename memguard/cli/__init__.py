@@ -1,4 +1,4 @@
-"""The command line: one file per command, imported when the command is asked for."""
+"""The command line: one file per command, imported when the command is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMANDS = ("check", "doctor", "plan", "replay", "run", "schema", "simulate")
 
 
 class _Group(click.Group):
-    """The commands by file name, and the one place where memguard's errors become text and an exit code."""
+    """Finds the commands by file name, and turns memguard's errors into text and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -29,7 +29,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except MemguardError as error:
-            # A budget's problems begin with file:line:column, which editors and terminals make a link of.
+            # A budget's problems begin with file:line:column, which editors and terminals turn into links.
             click.echo(f"{error}" if isinstance(error, ProblemsError) else f"memguard: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
@@ -42,5 +42,5 @@ class _Group(click.Group):
 def main() -> None:
     """GPU memory budgets for Python processes that mix TensorFlow, PyTorch, JAX, CuPy, PyCUDA and Numba.
 
-    Exit codes: 2 a wrong budget, trace, timeline or command line; 3 no GPU to budget; 1 anything else.
+    Exit codes: 2 an invalid budget, trace, timeline or command line; 3 no GPU to budget; 1 anything else.
     """

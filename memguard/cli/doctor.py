@@ -15,22 +15,20 @@ import click
 
 if TYPE_CHECKING:
     from memguard._config import Budget
-    from memguard._doctor import Checkup
+    from memguard._doctor import DoctorReport
     from memguard._doctor.facts import Facts
 
 _FINDINGS = 1
 _NOT_RUN = 2
-_MOST = 16 << 20
-"""Bytes of a file of facts; a real one has some 50 thousand."""
 
 
 class _Seconds(click.FloatRange):
-    """click lets nan through, which is neither below nor above anything."""
+    """A FloatRange that refuses nan, which click accepts as it is neither below nor above a bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = float(super().convert(value, param, ctx))
         if math.isnan(seconds):
-            self.fail("nan is no number of seconds", param, ctx)
+            self.fail("nan is not a number of seconds", param, ctx)
         return seconds
 
 
@@ -38,31 +36,31 @@ class _Seconds(click.FloatRange):
 @click.argument("budget", required=False, type=click.Path())
 @click.option("-c", "--config", "config_file", type=click.Path(), help="The budget file, as the argument BUDGET.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts and for others to look at.")
+@click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts or a bug report.")
 @click.option(
     "--facts",
     "facts_file",
     type=click.Path(),
     metavar="FILE",
-    help="Look at facts that were dumped; - reads standard input.",
+    help="Examine facts from --dump-facts; - reads standard input.",
 )
 @click.option(
-    "--script", type=click.Path(), metavar="FILE", help="A program whose imports are looked at; it is not run."
+    "--script", type=click.Path(), metavar="FILE", help="A program whose imports are examined; it is not run."
 )
 @click.option(
-    "--framework", "frameworks", multiple=True, metavar="NAME", help="Only this framework; again for several."
+    "--framework", "frameworks", multiple=True, metavar="NAME", help="Examine only this framework; repeat for several."
 )
-@click.option("--ignore", multiple=True, metavar="NAME", help="A finding to leave out; again for several.")
+@click.option("--ignore", multiple=True, metavar="NAME", help="A finding to leave out; repeat for several.")
 @click.option(
     "--timeout",
     type=_Seconds(1, 86400),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="When a framework's process is stopped.",
+    help="Stop a framework's process after this time.",
 )
 @click.option("--explain", "explained", metavar="NAME", help="Print the page of a finding.")
-@click.option("--list", "list_names", is_flag=True, help="Print the names of everything that may be found.")
+@click.option("--list", "list_names", is_flag=True, help="Print the names of all findings.")
 @click.pass_context
 def doctor(
     context: click.Context,
@@ -80,14 +78,14 @@ def doctor(
 ) -> None:
     """Import and use each framework in a process of its own, and say what is wrong and what to do.
 
-    With BUDGET only the frameworks that it names, and whether it fits here. Takes some seconds, and meanwhile up to
-    1.5 GiB of the GPU for each process.
+    With BUDGET, examine only the frameworks that it names, and whether it fits this machine. Takes a few seconds, and
+    up to 1.5 GiB of the GPU for each process.
 
-    Exit code 0: healthy, nothing above info; 1: warnings or errors, or a framework that was asked for is not
-    installed; 2: it could not run, or no framework is installed. With --dump-facts 0 wherever facts were written.
+    Exit code 0: healthy, no errors or warnings; 1: errors or warnings, or a framework that was asked for is not
+    installed; 2: it could not run, or no framework is installed. With --dump-facts, 0 if facts were written.
     """
     from memguard import _config, _findings
-    from memguard._doctor import examined, explain
+    from memguard._doctor import diagnose, explain
     from memguard._doctor.facts import Facts
 
     if list_names or explained is not None:
@@ -111,31 +109,31 @@ def doctor(
     with _not_run(context):
         silent = _findings.known(ignore)
         if facts_file is not None:
-            checkup = examined(Facts.from_json(_read(facts_file), facts_file), None, silent)
+            report = diagnose(Facts.from_json(_read(facts_file), facts_file), None, silent)
         else:
             path = budget if budget is not None else config_file
             loaded = None if path is None else _config.load(path)
-            checkup = examined(_gather(loaded, frameworks, timeout, script), loaded, silent)
-    unread(checkup.facts)
+            report = diagnose(_gather(loaded, frameworks, timeout, script), loaded, silent)
+    unread(report.facts)
     with _printing(context):
         if dump_facts:
-            click.echo(checkup.facts.to_json())
+            click.echo(report.facts.to_json())
         else:
-            show(checkup, as_json)
-    context.exit(0 if dump_facts else code(checkup))
+            show(report, as_json)
+    context.exit(0 if dump_facts else code(report))
 
 
-def code(checkup: Checkup) -> int:
-    """The exit code that says what was found."""
-    if checkup.healthy:
+def code(report: DoctorReport) -> int:
+    """The exit code for this report."""
+    if report.healthy:
         return 0
-    nothing_tried = not checkup.facts.frameworks and not checkup.found
+    nothing_tried = not report.facts.frameworks and not report.found
     return _NOT_RUN if nothing_tried else _FINDINGS
 
 
 @contextlib.contextmanager
 def _not_run(context: click.Context) -> Iterator[None]:
-    """Whatever goes wrong in it ends with 2: 1 would say that something was found."""
+    """Any error in this block ends with exit code 2: 1 would mean findings."""
     from memguard.errors import MemguardError
 
     try:
@@ -143,51 +141,51 @@ def _not_run(context: click.Context) -> Iterator[None]:
     except MemguardError as error:
         error.exit_code = _NOT_RUN
         raise
-    except Exception:  # a mistake of ours, or facts that no machine gave: neither is a finding
+    except Exception:  # a bug, or facts that no machine gave: not a finding
         traceback.print_exc()
         context.exit(_NOT_RUN)
 
 
 @contextlib.contextmanager
 def _printing(context: click.Context) -> Iterator[None]:
-    """A stdout that takes nothing, as of a full disk, ends with 2 and a line: what was asked for is not there."""
+    """If stdout cannot be written, as on a full disk, end with exit code 2 and a message."""
     try:
         if sys.stdout is None:
             raise OSError("it is closed")
         yield
     except OSError as error:
         click.echo(f"memguard: stdout cannot be written: {error.strerror or error}", err=True)
-        with contextlib.suppress(OSError, AttributeError):  # or Python tries the rest again when it ends
+        with contextlib.suppress(OSError, AttributeError):  # else Python tries to write the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         context.exit(_NOT_RUN)
 
 
 def unread(facts: Facts) -> None:
-    """Say that the script could not be read: the findings are without it."""
+    """Warn if the script could not be read: the findings ignore it."""
     if facts.script is not None and facts.script.error is not None:
-        click.echo(f"memguard: {facts.script.path} was not looked at: {facts.script.error}", err=True)
+        click.echo(f"memguard: {facts.script.path} was not examined: {facts.script.error}", err=True)
 
 
-def show(checkup: Checkup, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:
-    """Print it: in colours where that is a terminal."""
+def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:
+    """Print the report, in colours on a terminal."""
     import json
 
     from memguard._doctor import render
 
     if as_json:
-        click.echo(json.dumps(checkup.as_dict(), indent=2))
+        click.echo(json.dumps(report.as_dict(), indent=2))
         return
     from rich.console import Console
 
     console = Console(stderr=err, highlight=False, markup=False)
     if console.is_terminal:
-        console.print(render.rich(checkup, brief=brief), soft_wrap=True)
+        console.print(render.rich(report, brief=brief), soft_wrap=True)
     else:
-        click.echo(render.text(checkup, brief=brief), err=err)
+        click.echo(render.text(report, brief=brief), err=err)
 
 
 def progress() -> Callable[[str], None] | None:
-    """What tells of each process as it ends; None where nobody looks on."""
+    """A function that prints a line when a process ends; None if stderr is not a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     return lambda line: click.echo(f"  {line}", err=True)
@@ -200,13 +198,11 @@ def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, 
     if script is not None:
         _program(script)
     with unwinding():
-        return gather.facts(
-            budget, frameworks=frameworks or None, timeout=timeout, here=False, script=script, say=progress()
-        )
+        return gather.facts(budget, frameworks=frameworks or None, timeout=timeout, script=script, say=progress())
 
 
 def _program(path: str) -> None:
-    """Raise where it is no file at all: found out before anything is started."""
+    """Raise FactsError if it is not a regular file, before anything is started."""
     from memguard.errors import FactsError
 
     try:
@@ -214,23 +210,24 @@ def _program(path: str) -> None:
     except (OSError, ValueError) as error:
         raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise FactsError(f"{path}: it is {what}\n    fix: name the program's file of Python: --script train.py")
+        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise FactsError(f"{path}: it is {what}\n    fix: name a Python file: --script train.py")
 
 
 def _read(path: str) -> bytes:
+    from memguard._doctor import bounds
     from memguard.errors import FactsError
 
     if path == "-" and sys.stdin is None:
         raise FactsError("-: standard input is closed\n    fix: memguard doctor --facts FILE")
     try:
         with click.open_file(path, "rb") as file:
-            raw: bytes = file.read(_MOST + 1)
+            raw: bytes = file.read(bounds.TEXT + 1)
     except (OSError, ValueError) as error:
         raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
-    if len(raw) > _MOST:
+    if len(raw) > bounds.TEXT:
         raise FactsError(
-            f"{path}: it is larger than facts ever are ({_MOST >> 20} MiB)\n"
+            f"{path}: it is larger than any facts ({bounds.TEXT >> 20} MiB)\n"
             "    fix: give a file that `memguard doctor --dump-facts` wrote"
         )
     return raw

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @click.command("plan")
 @click.argument("budget", type=click.Path())
-@click.option("--device", "devices", multiple=True, help="A simulated GPU such as h200; again for several.")
-@click.option("--json", "as_json", is_flag=True, help="Plain data instead of a table; sizes in bytes.")
+@click.option("--device", "devices", multiple=True, help="A simulated GPU such as h200; repeat for several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
-    """Show what each framework would get of this machine's GPUs, or of a named one, and how each cap holds."""
+    """Show what each framework would get on this machine's GPUs, or on a named one, and how each cap holds."""
     import json
 
     from rich.console import Console
@@ -39,7 +39,7 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
             host = RealHost()
             found = host.devices(ordinals=True)
         except DeviceError as error:
-            raise DeviceError(f"{error}\n    or: plan for a GPU that is not here with --device h200") from error
+            raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from error
     resolved = _policy.plan(loaded, found)
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))

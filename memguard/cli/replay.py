@@ -1,4 +1,4 @@
-"""`memguard replay`: what another budget would have meant for a run that was recorded."""
+"""`memguard replay`: how a recorded run would have gone under another budget."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import click
 
 @click.command("replay", context_settings={"allow_extra_args": True})
 @click.argument("timeline", type=click.Path())
-@click.option("--budget", type=click.Path(), help="The budget to try; else the caps that it was recorded with.")
+@click.option("--budget", type=click.Path(), help="The budget to try; without it the caps of the recording.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 @click.option("--smallest", is_flag=True, help="Print only the smallest budget that fits, as YAML.")
 @click.pass_context
 def replay(context: click.Context, timeline: str, budget: str | None, as_json: bool, smallest: bool) -> None:
     """Replay the timeline TIMELINE of a run under another budget: who would have hit a cap, and when.
 
-    Exit code 0: it would have fitted; 1: a framework would have been refused, or its arrays had to lie closer; 2: the
-    budget or the timeline is wrong.
+    Exit code 0: it would have fitted; 1: a framework would have hit its cap, or would fit only with less
+    fragmentation; 2: the budget or the timeline is invalid.
     """
     if context.args:
-        context.fail("TIMELINE is one file; the budget goes to --budget: memguard replay run.jsonl --budget other.yaml")
+        context.fail("give one TIMELINE; the budget goes to --budget: memguard replay run.jsonl --budget other.yaml")
     from dataclasses import replace
 
     from memguard import _config, _policy
@@ -44,5 +44,5 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
         context.exit(0 if outcome.fits else 1)
     if outcome.smallest is None or outcome.smallest.problem is not None:
         why = "no framework held anything" if outcome.smallest is None else outcome.smallest.problem
-        raise TimelineError(f"{timeline}: no budget can be told from it: {why}\n    fix: replay another run")
+        raise TimelineError(f"{timeline}: no budget can be derived from it: {why}\n    fix: replay another run")
     click.echo(outcome.smallest.yaml(), nl=False)

@@ -1,7 +1,7 @@
 """`memguard run`: start a program under a budget without changing it.
 
-The command replaces this process (`exec`), so its exit code and signals are its own. What it takes along is an
-environment in which the first Python activates the budget: see `memguard/_activation`.
+The command replaces this process (`exec`), so its exit code and signals are its own. Its environment makes the first
+Python activate the budget: see `memguard/_activation`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from memguard._config import Budget
 
 _ACTIVATE = Path(__file__).resolve().parents[1] / "_activation"
-_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as in shells
 _TIMEOUT = 60.0
 """Seconds for each framework under `--doctor`."""
 _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "device-files")
-"""Findings whose errors no program on a GPU survives: to leave them out would only put its end off."""
+"""Errors that no program on a GPU survives: ignoring them would only delay its failure."""
 
 
 @click.command(
@@ -34,24 +34,30 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     short_help="Start a program under a budget, without changing it.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option("-c", "--config", "budget", type=click.Path(), help="The budget file; else budget.yaml here or above.")
 @click.option(
-    "--simulate", "gpus", multiple=True, metavar="GPU", help="A simulated GPU such as h200; again for several."
+    "-c",
+    "--config",
+    "budget",
+    type=click.Path(),
+    help="The budget file; by default budget.yaml in this folder or one above.",
 )
-@click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start on an error.")
+@click.option(
+    "--simulate", "gpus", multiple=True, metavar="GPU", help="A simulated GPU such as h200; repeat for several."
+)
+@click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start after an error.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple[str, ...]) -> None:
     """Start COMMAND under a budget: memguard run -c budget.yaml -- python train.py
 
     COMMAND replaces memguard, so exit code, signals and standard input are its own. It need not be Python: each
-    Python that a shell script starts gets the budget. What those start themselves, such as the workers of torchrun
-    and multiprocessing, does not: call memguard.init there.
+    Python that a shell script starts gets the budget. Processes that those start, such as the workers of torchrun and
+    multiprocessing, do not: call memguard.init there.
     """
     from memguard import _config
     from memguard.cli.support import ignored_environment
 
     if examine and gpus:
-        raise click.UsageError("--doctor looks at real GPUs, --simulate keeps off them: leave one of them out")
+        raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
     path = _find(budget)
     loaded = _config.load(path)
     ignored_environment.check(command)
@@ -60,14 +66,14 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
     if gpus:
         from memguard._devices.simulated import SimulatedHost
 
-        SimulatedHost(gpus)  # an unknown name is better said here
+        SimulatedHost(gpus)  # report an unknown name before the program starts
         click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
     _exec(command, environment(os.environ, path, gpus))
 
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
-    """Exit where the frameworks that the budget names do not work in the Python of the command."""
-    from memguard._doctor import examined
+    """Exit if the frameworks that the budget names do not work in the Python of the command."""
+    from memguard._doctor import diagnose
     from memguard._doctor.collect import gather
     from memguard.cli import doctor
     from memguard.cli.support import program, signals
@@ -75,7 +81,7 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
     started = program.of(command, os.environ)
     if started.python is None:
         click.echo(
-            f"memguard: the Python of `{command[0]}` is not known: memguard's own was examined, {sys.executable}",
+            f"memguard: cannot tell which Python `{command[0]}` runs: examined memguard's own, {sys.executable}",
             err=True,
         )
     with signals.unwinding():
@@ -83,18 +89,17 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
             budget,
             frameworks=None,
             timeout=_TIMEOUT,
-            here=False,
             python=None if started.python is None else [started.python],
             environ=started.environ,
             script=started.script,
             say=doctor.progress(),
         )
     doctor.unread(facts)
-    checkup = examined(facts, budget)
-    if not checkup.healthy:
-        doctor.show(checkup, brief=True, err=True)
-    if checkup.errors:
-        names = list(dict.fromkeys(finding.name for finding in checkup.errors))
+    report = diagnose(facts, budget)
+    if not report.healthy:
+        doctor.show(report, brief=True, err=True)
+    if report.errors:
+        names = list(dict.fromkeys(finding.name for finding in report.errors))
         fix = "see above"
         if not any(name.startswith(_FATAL) for name in names):
             fix += f", or leave it out in the budget: doctor: {{ignore: [{', '.join(names)}]}}"
@@ -133,14 +138,14 @@ def _find(budget: str | None) -> Path:
 
 def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by whoever started us
+        if stream is not None:  # None if it was closed when we started
             stream.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):
-        # Python ignores these for itself, and an ignored signal would stay ignored in the command.
+        # Python ignores these, and an ignored signal would stay ignored in the command.
         if hasattr(signal, name):  # not on Windows
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        if sys.platform == "win32":  # its exec returns to the shell at once, while the command still runs
+        if sys.platform == "win32":  # exec would return to the shell while the command still runs
             raise SystemExit(subprocess.call(list(command), env=dict(environ)))
         os.execvpe(command[0], list(command), dict(environ))
     except OSError as error:

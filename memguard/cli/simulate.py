@@ -25,7 +25,7 @@ def simulate(
     """Replay the allocation trace TRACE under BUDGET on simulated GPUs.
 
     The GPUs are those of the trace, or the ones named with --device. Exit code 0: every allocation was served;
-    1: at least one was refused; 2: the budget or the trace is wrong. Nothing simulated counts as measured.
+    1: at least one was refused; 2: the budget or the trace is invalid. Nothing simulated counts as measured.
     """
     from memguard import _config, _policy
     from memguard._devices.simulated import SimulatedHost

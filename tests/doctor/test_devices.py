@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings, load
 
-from memguard._doctor.checks import devices, shared
+from memguard._doctor.checks import devices, explanations, gpu_memory, probe_outcomes
+from memguard._doctor.checks.architectures import runs_on
 from memguard._doctor.checks.visible_devices import read
 from memguard._doctor.facts import Facts, Process, Stage
 from memguard._doctor.finding import Finding, Severity
@@ -64,13 +65,13 @@ def test_nobody_knows_what_is_here_where_nvml_is_silent() -> None:
 
 def test_device_files_say_how_many_gpus_there_are_where_nvml_does_not() -> None:
     facts = edited("visible-devices-absent.json", {"driver": {"nvml": {"error": "NVMLError_Unknown", "devices": None}}})
-    assert shared.blocked_by(facts) == "visible-devices-unknown"
+    assert explanations.blocked_by(facts) == "visible-devices-unknown"
     assert "export CUDA_VISIBLE_DEVICES=0" in one(facts, "visible-devices-unknown").remedy
 
 
 def test_what_hides_the_gpus_is_quoted_with_what_is_there() -> None:
     found = one("visible-devices-absent.json", "visible-devices-unknown")
-    assert "names 7, which is not here" in found.cause and "no framework sees a GPU" in found.cause
+    assert "names 7, which does not exist here" in found.cause and "no framework sees a GPU" in found.cause
     assert "CUDA_VISIBLE_DEVICES=7 (environment)" in found.evidence
     assert any(A in line for line in found.evidence)
     assert "export CUDA_VISIBLE_DEVICES=0" in found.remedy
@@ -105,7 +106,9 @@ def test_a_list_that_is_ended_and_names_nothing_more_is_as_it_was_meant(value: s
 
 def test_in_a_schedulers_job_cuda_counts_the_gpus_that_it_was_given() -> None:
     found = one("visible-devices-of-the-machine-in-a-job.json", "visible-devices-unknown")
-    assert "names 2, which is not here" in found.cause and found.remedy.endswith("export CUDA_VISIBLE_DEVICES=0")
+    assert "names 2, which does not exist here" in found.cause and found.remedy.endswith(
+        "export CUDA_VISIBLE_DEVICES=0"
+    )
     assert f"the GPUs here are 2 ({A})" in found.evidence
 
 
@@ -172,17 +175,17 @@ def test_an_order_that_nobody_can_explain_is_not_told() -> None:
     ],
 )
 def test_where_code_runs(architectures: tuple[str, ...], capability: tuple[int, int], runs: bool) -> None:
-    assert shared.runs_on(architectures, capability) is runs
+    assert runs_on(architectures, capability) is runs
 
 
 def test_code_that_is_missing_says_which_way_to_go() -> None:
     old, new = one("capability-too-old.json", "compute-capability"), findings("capability-too-new.json")
-    assert "Tesla P100-PCIE-16GB" in old.cause and "6.0" in old.cause and "an older one" in old.remedy
+    assert "Tesla P100-PCIE-16GB" in old.cause and "6.0" in old.cause and "an older release" in old.remedy
     assert any("sm_75, sm_80" in line for line in old.evidence)
     torch, cupy = (finding for finding in new if finding.name == "compute-capability")
-    assert "mostly a newer one" in torch.remedy
+    assert "usually a newer release" in torch.remedy
     assert cupy.subject == "cupy" and any("CUDA_ERROR_NO_BINARY_FOR_GPU" in line for line in cupy.evidence)
-    assert shared.explained(load("capability-too-old.json"), "torch")
+    assert explanations.explained(load("capability-too-old.json"), "torch")
 
 
 def test_what_was_computed_counts_for_more_than_a_list() -> None:
@@ -198,7 +201,7 @@ def test_a_build_for_other_gpus_than_nvidias_has_no_code_to_look_for() -> None:
 def test_the_gpu_that_a_build_has_no_code_for_can_be_left_out() -> None:
     found = one("capability-of-the-second-gpu.json", "compute-capability")
     assert f"CUDA_VISIBLE_DEVICES={A}" in found.remedy
-    assert not shared.explained(load("capability-of-the-second-gpu.json"), "torch")
+    assert not explanations.explained(load("capability-of-the-second-gpu.json"), "torch")
 
 
 def test_mig_says_how_to_have_an_instance_and_how_to_be_rid_of_it() -> None:
@@ -235,7 +238,7 @@ def test_an_instance_that_is_gone_is_laid_on_the_variable_that_names_it() -> Non
     twice = edited("visible-devices-mig-gone.json", {"environment": {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-1"}})
     assert "twice" in one(twice, "visible-devices-none").cause
     unknown = edited("visible-devices-mig-gone.json", {"driver": {"cuda": {"init": "CUDA_ERROR_UNKNOWN"}}})
-    assert shared.blocked_by(unknown) == "cuda-init-failed"
+    assert explanations.blocked_by(unknown) == "cuda-init-failed"
 
 
 def test_a_divided_gpu_beside_a_whole_one_that_cuda_shows_is_no_finding() -> None:
@@ -254,9 +257,9 @@ def test_the_memory_of_a_divided_gpu_says_nothing_of_its_instances() -> None:
 
 def test_who_has_an_exclusive_gpu_is_named() -> None:
     found = one("compute-mode-taken.json", "compute-mode")
-    assert "process 17575 has it" in found.cause and "-c DEFAULT" in found.remedy
-    assert all(shared.explained(load("compute-mode-taken.json"), name) for name in ("torch", "cupy", "jax"))
-    assert not shared.explained(load("compute-mode-exclusive.json"), "torch")
+    assert "process 17575 uses it" in found.cause and "-c DEFAULT" in found.remedy
+    assert all(explanations.explained(load("compute-mode-taken.json"), name) for name in ("torch", "cupy", "jax"))
+    assert not explanations.explained(load("compute-mode-exclusive.json"), "torch")
 
 
 def test_a_full_card_names_who_holds_it_and_who_found_no_room() -> None:
@@ -266,7 +269,7 @@ def test_a_full_card_names_who_holds_it_and_who_found_no_room() -> None:
     on_the_host = one(edited("card-filled.json", {"system": {"container": None}}), "card-filled")
     assert "end process 17575" in on_the_host.remedy
     assert all(name in found.cause for name in ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba"))
-    assert all(shared.explained(load("card-filled.json"), name) for name in load("card-filled.json").frameworks)
+    assert all(explanations.explained(load("card-filled.json"), name) for name in load("card-filled.json").frameworks)
 
 
 def test_holders_that_cannot_be_seen_are_not_made_up() -> None:
@@ -287,7 +290,7 @@ def test_in_a_container_nobody_is_told_to_end_a_process_of_another_numbering(kin
 def test_what_the_calling_process_holds_is_not_laid_on_others(own: int | None) -> None:
     # In JSON's merge patch a null takes an entry away: None has to come in otherwise.
     facts = load("card-filled-by-oneself.json").model_copy(update={"process": Process(contexts={A: own})})
-    assert shared.held_by_others(facts, facts.driver.nvml.devices[0]) == (None if own is None else 524288000)
+    assert gpu_memory.held_by_others(facts, facts.driver.nvml.devices[0]) == (None if own is None else 524288000)
     assert list(devices.full(facts)) == [] and list(devices.full_of_itself(facts)) == []
 
 
@@ -297,26 +300,26 @@ def test_where_it_cannot_be_said_whose_memory_it_is_nobody_is_named() -> None:
     assert found.severity is Severity.WARNING and "this process is on GPU 0" in found.cause
     assert "others" not in found.cause and not any("others" in line for line in found.evidence)
     assert "end process" not in found.remedy
-    assert shared.explained(facts, "torch")
+    assert explanations.explained(facts, "torch")
 
 
 def test_probes_that_found_no_room_beside_the_process_itself_are_not_told_as_failures() -> None:
     facts = load("card-filled-by-oneself-no-room.json")
     found = one(facts, "card-filled")
-    assert "this process holds 130.37 GiB of GPU 0" in found.cause and "found no room to be tried" in found.cause
+    assert "this process holds 130.37 GiB of GPU 0" in found.cause and "ran out of memory in the probe" in found.cause
     assert "`memguard doctor` in a shell" in found.remedy
-    assert all(shared.explained(facts, name) for name in ("torch", "cupy"))
-    assert not shared.filled(facts)
+    assert all(explanations.explained(facts, name) for name in ("torch", "cupy"))
+    assert not gpu_memory.filled_by_others(facts)
 
 
 def test_a_process_that_is_not_on_the_gpu_has_no_part_in_what_fills_it() -> None:
     facts = edited("card-filled.json", {"process": {"modules": ["torch"]}})
-    assert "others have filled" in one(facts, "card-filled").cause
+    assert "other processes have filled" in one(facts, "card-filled").cause
 
 
 def test_an_exclusive_gpu_that_the_calling_process_has_is_no_failure_of_the_frameworks() -> None:
     found = one("compute-mode-taken-by-oneself.json", "compute-mode")
-    assert found.severity is Severity.WARNING and "this process has GPU 0" in found.cause
+    assert found.severity is Severity.WARNING and "this process uses GPU 0" in found.cause
     assert "`memguard doctor` in a shell" in found.remedy and "-c DEFAULT" not in found.remedy
     facts = edited("compute-mode-exclusive.json", {"process": {"contexts": {A: 629145600}}})
     assert one(facts, "compute-mode").severity is Severity.INFO
@@ -347,7 +350,7 @@ def _with(free: int, used: int, ran_out: bool) -> Facts:
 def test_how_full_is_full(free: int, used: int, ran_out: bool, severities: list[str]) -> None:
     facts = _with(free, used, ran_out)
     assert [str(finding.severity) for finding in devices.full(facts)] == severities
-    assert shared.explained(facts, "torch") is (severities == ["error"])
+    assert explanations.explained(facts, "torch") is (severities == ["error"])
 
 
 def test_of_two_full_cards_the_probes_ran_out_of_the_first() -> None:
@@ -361,9 +364,9 @@ def test_of_two_full_cards_the_probes_ran_out_of_the_first() -> None:
 
 
 def test_running_out_of_other_memory_is_not_a_full_card() -> None:
-    assert not shared.out_of_memory(Stage(name="import", seconds=0.1, kind="builtins.MemoryError", error=""))
-    assert not shared.out_of_memory(Stage(name="compute", seconds=0.1))
-    assert not shared.out_of_memory(None)
+    assert not probe_outcomes.out_of_memory(Stage(name="import", seconds=0.1, kind="builtins.MemoryError", error=""))
+    assert not probe_outcomes.out_of_memory(Stage(name="compute", seconds=0.1))
+    assert not probe_outcomes.out_of_memory(None)
 
 
 def test_peers_are_told_by_pair() -> None:
@@ -380,4 +383,8 @@ def test_peers_are_told_by_pair() -> None:
 
 
 def test_uuids_are_the_same_with_and_without_their_prefix() -> None:
-    assert shared.same(A, A.removeprefix("GPU-")) and shared.same(A.upper(), A) and not shared.same("", "")
+    assert (
+        gpu_memory.same_gpu(A, A.removeprefix("GPU-"))
+        and gpu_memory.same_gpu(A.upper(), A)
+        and not gpu_memory.same_gpu("", "")
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doctor_facts import FILES, plain
 
-from memguard._doctor import Checkup, render
+from memguard._doctor import DoctorReport, render
 from memguard._doctor.examine import examine
 from memguard._doctor.facts import Facts
 from memguard.errors import FactsError
@@ -55,13 +55,13 @@ def test_any_facts(seed: int) -> None:
         except FactsError:
             continue
         examined += 1
-        checkup = Checkup(facts, examine(facts))
-        for finding in checkup.findings:
+        report = DoctorReport(facts, examine(facts))
+        for finding in report.findings:
             assert finding.cause and finding.evidence and finding.remedy, finding
-        shown = render.text(checkup)
+        shown = render.text(report)
         assert all(line.isprintable() for line in shown.split("\n"))
-        assert render.rich(checkup).plain == shown
-        json.dumps(checkup.as_dict())
+        assert render.rich(report).plain == shown
+        json.dumps(report.as_dict())
 
 
 def test_nothing_at_all() -> None:

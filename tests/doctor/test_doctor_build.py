@@ -97,6 +97,14 @@ def test_parts_of_one_framework_are_no_two(names: dict[str, str], found: bool) -
     assert bool(list(told)) is found
 
 
+def test_another_memguard_is_taken_away_and_this_one_named_by_its_distribution() -> None:
+    (found,) = build.other_memguard(load("two-memguards.json"))
+    assert found.remedy.startswith("`pip uninstall -y memguard memguard-gpu`, then install memguard-gpu again")
+    assert any(line.startswith("memguard-gpu 0.1.0 is installed from https://") for line in found.evidence)
+    (found,) = build.other_memguard(load("memguard-of-another-project.json"))
+    assert found.remedy == "`pip uninstall -y memguard`"
+
+
 @pytest.mark.parametrize(("version", "extra"), [(12040, "jax[cuda12]"), (13000, "jax[cuda13]"), (14000, "jax[cuda13]")])
 def test_the_build_for_the_drivers_cuda(version: int, extra: str) -> None:
     changes = {
@@ -134,7 +142,7 @@ def test_harmless_lines_are_no_evidence_of_a_hang() -> None:
 def test_the_folder_of_nvcc_is_named_only_where_there_is_one() -> None:
     (found,) = build.nvcc_missing(load("pycuda-without-nvcc-on-the-path.json"))
     assert found.remedy == "export PATH=/usr/local/cuda/bin:$PATH"
-    assert "there is /usr/local/cuda/bin/nvcc" in found.evidence
+    assert "found /usr/local/cuda/bin/nvcc" in found.evidence
     (found,) = build.nvcc_missing(load("pycuda-without-nvcc.json"))
     assert "export" not in found.remedy
 

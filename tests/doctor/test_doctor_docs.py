@@ -9,7 +9,7 @@ import pytest
 from doctor_facts import findings, load
 
 from memguard._config import parse
-from memguard._doctor import Checkup, render
+from memguard._doctor import DoctorReport, render
 from memguard._findings import NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -42,14 +42,14 @@ def test_links_lead_somewhere_and_lines_are_short(name: str) -> None:
 def test_the_screen_in_the_index_is_what_is_really_printed() -> None:
     name = "second-context-script.json"
     (shown,) = re.findall(r"```text\n(memguard doctor: .*?)\n```", INDEX, re.DOTALL)
-    assert render.text(Checkup(load(name), findings(name)), brief=True) == shown
+    assert render.text(DoctorReport(load(name), findings(name)), brief=True) == shown
 
 
 def test_the_finding_in_the_quick_start_is_what_is_really_printed() -> None:
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```text\n(error  .*?)\n```", quickstart, re.DOTALL)
     name = "h200-tensorflow-first.json"
-    assert f"\n\n{shown}\n\n" in render.text(Checkup(load(name), findings(name)))
+    assert f"\n\n{shown}\n\n" in render.text(DoctorReport(load(name), findings(name)))
 
 
 def test_the_line_for_a_budget_is_one() -> None:

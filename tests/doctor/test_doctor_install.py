@@ -61,9 +61,9 @@ def test_a_broken_pytorch_is_replaced_by_one_for_the_same_cuda() -> None:
             "13.6.0",
             12,
             "pip install 'cupy-cuda12x[ctk]>=14' (an older CuPy does not look into pip's packages), or "
-            "install CUDA's toolkit 12 and put its lib64 into LD_LIBRARY_PATH",
+            "install CUDA's toolkit 12 and add its lib64 to LD_LIBRARY_PATH",
         ),
-        ("13.6.0", 11, "install CUDA's toolkit 11 and put its lib64 into LD_LIBRARY_PATH"),
+        ("13.6.0", 11, "install CUDA's toolkit 11 and add its lib64 to LD_LIBRARY_PATH"),
     ],
 )
 def test_cupy_has_its_libraries_in_pip_from_14_on(release: str, wanted: int, command: str) -> None:

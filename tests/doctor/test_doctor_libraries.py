@@ -8,7 +8,7 @@ import pytest
 from doctor_facts import edited
 
 from memguard._doctor.checks import cudnn, import_order, libraries
-from memguard._doctor.checks.cuda_libraries import major, mapped, missing, parse
+from memguard._doctor.checks.cuda_libraries import cuda_libraries_not_opened, major, mapped, parse
 from memguard._doctor.checks.install import pip_packages
 from memguard._doctor.facts import Facts
 
@@ -78,7 +78,7 @@ def test_missing_libraries_are_cudas_only() -> None:
         "Could not load dynamic library 'libcufft.so.11'; dlerror: libcufft.so.11: cannot open shared object file",
         "Unable to load cuPTI. Is it installed?\nUnable to load frobnicator. Is it installed?",
     ]
-    assert missing(said) == ("libcublas.so.12", "libcufft.so.11", "libcupti.so")
+    assert cuda_libraries_not_opened(said) == ("libcublas.so.12", "libcufft.so.11", "libcupti.so")
 
 
 @pytest.mark.parametrize(

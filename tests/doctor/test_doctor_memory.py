@@ -37,8 +37,7 @@ def budget(*frameworks: str, **more: Any) -> dict[str, Any]:
 def test_an_allocator_without_a_limit_is_an_error_where_a_limit_is_set() -> None:
     finding = only("async-allocator-budget.json")
     assert (
-        finding.cause
-        == "with TF_GPU_ALLOCATOR=cuda_malloc_async TensorFlow knows no memory limit: its cap does not hold"
+        finding.cause == "with TF_GPU_ALLOCATOR=cuda_malloc_async TensorFlow has no memory limit: its cap does not hold"
     )
     assert finding.evidence[:2] == ("TF_GPU_ALLOCATOR=cuda_malloc_async (environment)", "budget.yaml caps tensorflow")
     assert "11,274 MiB" in finding.evidence[2]
@@ -60,7 +59,7 @@ ASYNC = {"modules": ["cupy"], "allocators": {"cupy": "cupy.cuda.memory.MemoryAsy
 
 def test_the_limit_of_cupys_async_pool_is_none() -> None:
     finding = only("async-pool-of-cupy.json")
-    assert finding.cause == "with MemoryAsyncPool CuPy knows no memory limit: CUPY_GPU_MEMORY_LIMIT=50% does not hold"
+    assert finding.cause == "with MemoryAsyncPool CuPy has no memory limit: CUPY_GPU_MEMORY_LIMIT=50% does not hold"
     assert finding.evidence[:2] == (
         "cupy allocates from cupy.cuda.memory.MemoryAsyncPool (this process)",
         "CUPY_GPU_MEMORY_LIMIT=50% (environment)",
@@ -187,7 +186,7 @@ def test_growth_has_to_be_written_as_tensorflow_reads_it() -> None:
 
 def test_a_swapped_allocator_is_a_warning_only_where_the_budget_caps_it() -> None:
     finding = only("allocator-swap-rmm.json")
-    assert "cupy's memory comes from rmm.allocators.cupy.rmm_cupy_allocator" in finding.cause
+    assert "cupy allocates from rmm.allocators.cupy.rmm_cupy_allocator" in finding.cause
     allocators = {"cupy": "RMM", "torch": "a pluggable allocator"}
     swapped = {"process": {"modules": ["cupy"], "allocators": allocators}}
     assert not found(swapped)
@@ -216,9 +215,9 @@ def test_a_budget_that_cannot_be_planned_says_why_and_what_to_do() -> None:
 
 def test_a_budget_that_others_leave_no_room_for() -> None:
     finding = only("budget-not-now.json")
-    assert finding.cause == "the limit of 120.00 GiB on NVIDIA H200 cannot be had now: 44.80 GiB is left"
+    assert finding.cause == "the limit of 120.00 GiB on NVIDIA H200 does not fit at present: 44.80 GiB is left"
     assert "PID 4242 holds 95.00 GiB (NVML)" in finding.evidence
-    assert finding.remedy == "stop what holds it, or lower device.limit to 45876MiB"
+    assert finding.remedy == "stop what holds the memory, or lower device.limit to 45876MiB"
 
 
 def test_what_the_process_holds_itself_counts_as_free_for_its_budget() -> None:

@@ -59,4 +59,4 @@ def test_none_where_nothing_was_said() -> None:
 
 def test_nothing_is_to_be_done_and_no_warning_is_to_be_hidden() -> None:
     (found,) = noise.harmless_message(edited("healthy-h200.json", {}))
-    assert found.remedy == "Nothing to do"
+    assert found.remedy == "nothing to do"

@@ -9,7 +9,7 @@ from typing_extensions import assert_type
 
 import memguard
 from memguard import Budget, Event, Guard, Ledger, WorkloadReport, exchange
-from memguard._doctor import Checkup, Finding
+from memguard._doctor import DoctorReport, Finding
 from memguard._types import Device, Plan
 from memguard.errors import Problem
 from memguard.exchange import Route
@@ -51,10 +51,10 @@ def asking() -> None:
 
 
 def examining() -> None:
-    checkup = memguard.doctor()
-    assert_type(checkup, Checkup)
-    assert_type(checkup.healthy, bool)
-    assert_type(checkup.errors, tuple[Finding, ...])
+    report = memguard.doctor()
+    assert_type(report, DoctorReport)
+    assert_type(report.healthy, bool)
+    assert_type(report.errors, tuple[Finding, ...])
     memguard.doctor("budget.yaml", frameworks=["torch"], ignore={"mig"}, timeout=5)
     memguard.doctor({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
     memguard.doctor(3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A Python whose site-packages have `memguard.pth`, as where the wheel was installed, and everything this one has."""
+"""A Python with `memguard.pth` in its site-packages, as after installing the wheel, and all packages of this one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import memguard
 
 PACKAGE = Path(memguard.__file__).parent
 PTH = next(p for p in (PACKAGE / "_activation" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file())
-"""In a checkout; as the wheel has it."""
+"""Its place in a checkout, else its place in an installation."""
 
 
 def make(folder: Path, *, pth: bool = True) -> Path:
-    """The interpreter of a new environment in `folder`: `_all.pth` adds folders, whose .pth files do not count."""
+    """The interpreter of a new environment in `folder`. `_all.pth` adds folders; their .pth files are not read."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     packages = next(folder.glob("lib/python*/site-packages"))
@@ -28,5 +28,5 @@ def make(folder: Path, *, pth: bool = True) -> Path:
 
 
 def environ(**more: str) -> dict[str, str]:
-    """This process's environment with nothing of memguard's in it, and `more`."""
+    """This process's environment without memguard's variables, and `more`."""
     return {n: v for n, v in os.environ.items() if not n.startswith(("MEMGUARD_", "PYTHON"))} | more

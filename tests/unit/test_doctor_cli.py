@@ -122,12 +122,12 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
         (["--facts", "f.json", "--script", "a.py"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--framework", "jax"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--timeout", "60"], "--facts FILE reads nothing of this machine"),
-        (["--timeout", "nan"], "nan is no number of seconds"),
-        (["--facts", "/dev/zero"], "/dev/zero: it is larger than facts ever are (16 MiB)"),
+        (["--timeout", "nan"], "nan is not a number of seconds"),
+        (["--facts", "/dev/zero"], "/dev/zero: it is larger than any facts (16 MiB)"),
         (["--script", "absent.py"], "absent.py: No such file or directory\n    fix: check the path"),
         (["--script", "-"], "-: No such file or directory"),
-        (["--script", "."], ".: it is a folder\n    fix: name the program's file"),
-        (["--script", "fifo"], "fifo: it is no regular file"),
+        (["--script", "."], ".: it is a folder\n    fix: name a Python file"),
+        (["--script", "fifo"], "fifo: it is not a regular file"),
         (["--explain", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
     ],
 )
@@ -188,7 +188,7 @@ def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
     doctor()
     budget, asked = gathered.asked.pop()
     assert budget is None and asked.pop("say") is None  # nobody looks on
-    assert asked == {"frameworks": None, "timeout": 60.0, "here": False, "script": None}
+    assert asked == {"frameworks": None, "timeout": 60.0, "script": None}
     Path("train.py").write_text("import torch\n")
     doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
     budget, asked = gathered.asked.pop()
@@ -256,7 +256,7 @@ def test_a_page_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, t
 def test_a_script_that_cannot_be_read_is_said(gathered: Gathered) -> None:
     Path("train.py").write_text("import torch\n")
     gathered.facts = HEALTHY.model_copy(update={"script": Script(path="train.py", error="SyntaxError: oh")})
-    said = "memguard: train.py was not looked at: SyntaxError: oh\n"
+    said = "memguard: train.py was not examined: SyntaxError: oh\n"
     for arguments in ([], ["--json"], ["--dump-facts"]):
         done = doctor("--script", "train.py", *arguments)
         assert (done.exit_code, done.stderr) == (0, said)
@@ -359,9 +359,9 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so() -> None:
 
 
 def test_one_name_is_a_name_and_not_its_letters(gathered: Gathered) -> None:
-    checkup = memguard.doctor(frameworks="torch", ignore="mig", timeout=5)
-    assert gathered.asked.pop()[1] == {"frameworks": ("torch",), "timeout": 5, "here": True}
-    assert checkup.ignored == ("mig",)
+    report = memguard.doctor(frameworks="torch", ignore="mig", timeout=5)
+    assert gathered.asked.pop()[1] == {"frameworks": ("torch",), "timeout": 5, "this_process": True}
+    assert report.ignored == ("mig",)
     memguard.doctor(frameworks=["jax", "torch"], ignore={"mig"})
     assert gathered.asked.pop()[1]["frameworks"] == ("jax", "torch")
     memguard.doctor(frameworks=[])
@@ -429,7 +429,7 @@ def test_a_healthy_program_is_started_without_a_word(gathered: Gathered, started
     assert started == [[sys.executable, "train.py"]]
     budget, asked = gathered.asked.pop()
     assert budget == _config.load("budget.yaml")
-    assert (asked["python"], asked["script"], asked["here"]) == ([sys.executable], "train.py", False)
+    assert (asked["python"], asked["script"]) == ([sys.executable], "train.py") and "this_process" not in asked
     assert asked["environ"] == dict(os.environ)
     run("-c", "budget.yaml", "--", sys.executable, "train.py")
     assert gathered.asked == [] and len(started) == 2
@@ -467,16 +467,14 @@ def test_a_framework_that_is_not_installed_is_said_and_the_program_starts(
 def test_a_command_whose_python_is_not_known_is_said(gathered: Gathered, started: list[Any]) -> None:
     done = run("--doctor", "--", "sh", "train.sh")
     assert done.exit_code == 0 and started == [["sh", "train.sh"]]
-    assert done.stderr == (
-        f"memguard: the Python of `sh` is not known: memguard's own was examined, {sys.executable}\n"
-    )
+    assert done.stderr == (f"memguard: cannot tell which Python `sh` runs: examined memguard's own, {sys.executable}\n")
     assert gathered.asked.pop()[1]["python"] is None
 
 
 def test_a_script_that_cannot_be_read_is_said_before_a_run(gathered: Gathered, started: list[Any]) -> None:
     gathered.facts = HEALTHY.model_copy(update={"script": Script(path="train.py", error="SyntaxError: oh")})
     done = run("--doctor", "--", sys.executable, "train.py")
-    assert started and done.stderr == "memguard: train.py was not looked at: SyntaxError: oh\n"
+    assert started and done.stderr == "memguard: train.py was not examined: SyntaxError: oh\n"
 
 
 def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started: list[Any]) -> None:
@@ -489,7 +487,7 @@ def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started
 
 def test_simulated_gpus_are_not_examined(gathered: Gathered, started: list[Any]) -> None:
     done = run("--doctor", "--simulate", "h200", "--", "python", "train.py")
-    assert done.exit_code == 2 and "leave one of them out" in done.stderr
+    assert done.exit_code == 2 and "leave one out" in done.stderr
     assert (gathered.asked, started) == ([], [])
 
 

@@ -47,7 +47,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def gathered(site: Path, budget: Any = None, **given: Any) -> Facts:
-    asked = {"frameworks": None, "timeout": 30, "here": False, "environ": environ(site), **given}
+    asked = {"frameworks": None, "timeout": 30, "environ": environ(site), **given}
     return gather.facts(_config.of(budget) if budget is not None else None, python=[sys.executable], **asked)
 
 
@@ -81,20 +81,20 @@ def test_only_those_that_the_budget_names(site: Path) -> None:
 def test_one_that_is_not_installed_is_told_without_a_probe(tmp_path: Path) -> None:
     code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]"
     python = [sys.executable, "-S", "-c", f"{code}; sys.argv.remove('-c'); exec(sys.argv.pop(1))"]
-    found = gather.facts(None, frameworks=["torch"], timeout=30, here=False, python=python, environ=environ(tmp_path))
+    found = gather.facts(None, frameworks=["torch"], timeout=30, python=python, environ=environ(tmp_path))
     assert found.frameworks["torch"].path is None
     assert found.frameworks["torch"].probe is None
 
 
 def test_a_python_that_cannot_be_started(site: Path) -> None:
     with pytest.raises(FactsError, match=r"/no/such/python cannot be started: No such file"):
-        gather.facts(None, frameworks=None, timeout=30, here=False, python=["/no/such/python"], environ=environ(site))
+        gather.facts(None, frameworks=None, timeout=30, python=["/no/such/python"], environ=environ(site))
 
 
 @pytest.mark.parametrize(("program", "how"), [("/bin/false", "ended with 1"), ("/bin/echo", "ended with 0")])
 def test_a_program_that_is_no_python(site: Path, program: str, how: str) -> None:
     with pytest.raises(FactsError, match=how):
-        gather.facts(None, frameworks=None, timeout=30, here=False, python=[program], environ=environ(site))
+        gather.facts(None, frameworks=None, timeout=30, python=[program], environ=environ(site))
 
 
 def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_this_process_and_its_path(site: Path, monkeypatch: pytest.MonkeyPatch) 
     """For `memguard.doctor()`: the probes find what this process would."""
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("LD_PRELOAD", "")
-    found = gather.facts(None, frameworks=["torch", "cupy"], timeout=30, here=True)
+    found = gather.facts(None, frameworks=["torch", "cupy"], timeout=30, this_process=True)
     assert found.frameworks["torch"].path == str(site / "torch" / "__init__.py")
     assert found.process is not None and found.process.budget is False
     assert found.process.foreign_context is None and found.process.contexts == {}
@@ -158,10 +158,10 @@ def test_the_home_folder_and_secrets_stay_out(site: Path, tmp_path: Path) -> Non
     assert text.count(str(tmp_path)) == 1
 
 
-def asked(site: Path) -> gather._Asked:
+def asked(site: Path) -> gather._Runner:
     import threading
 
-    return gather._Asked((sys.executable,), environ(site), 30, threading.Event(), (), None, print)
+    return gather._Runner((sys.executable,), environ(site), 30, threading.Event(), (), None, print)
 
 
 def test_with_a_gpu_they_are_tried_together(site: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_survey_that_something_ended_early_is_no_healthy_one() -> None:
 
 def test_a_survey_says_when_it_is_done(site: Path) -> None:
     stop = threading.Event()
-    ended = gather._Asked((sys.executable,), environ(site), 30, stop, (), None, lambda line: None).survey()
+    ended = gather._Runner((sys.executable,), environ(site), 30, stop, (), None, lambda line: None).survey()
     assert ended.reported[-1] == DONE and answers.driver(ended).nvml.error != "ended early with exit code 0"
 
 
@@ -412,7 +412,7 @@ def test_a_program_that_cannot_be_read(tmp_path: Path, source: bytes | None, err
     ],
 )  # fmt: skip
 def test_libraries_that_could_not_be_opened(text: str, names: tuple[str, ...]) -> None:
-    assert missing_libraries.missing([text, text]) == names
+    assert missing_libraries.libraries_not_opened([text, text]) == names
 
 
 LOGGED = (
@@ -492,8 +492,8 @@ def test_a_context_that_nvml_does_not_list_is_there_all_the_same(
 @pytest.mark.parametrize("executable", [None, ""])
 def test_a_python_inside_of_another_program(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
     monkeypatch.setattr(sys, "executable", executable)
-    with pytest.raises(FactsError, match="has no executable that a process could be started with\n    fix: run"):
-        gather.facts(None, frameworks=["torch"], timeout=30, here=True)
+    with pytest.raises(FactsError, match="has no executable that could start processes\n    fix: run"):
+        gather.facts(None, frameworks=["torch"], timeout=30, this_process=True)
 
 
 def test_what_may_be_a_secret_is_left_out() -> None:
@@ -585,8 +585,8 @@ def test_a_program_of_a_thousand_branches(tmp_path: Path) -> None:
 
 def test_what_is_no_program_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    assert script.read(str(tmp_path / "fifo")).error == "OSError: it is no file"
-    assert script.read("/dev/zero").error == "OSError: it is no file"
+    assert script.read(str(tmp_path / "fifo")).error == "OSError: it is not a regular file"
+    assert script.read("/dev/zero").error == "OSError: it is not a regular file"
     (tmp_path / "large.py").write_text("import torch\n" + "#" * (1 << 22))
     assert script.read(str(tmp_path / "large.py")).error == "ValueError: larger than 4 MiB: not read"
 
@@ -601,16 +601,18 @@ def test_a_program_in_a_folder_that_was_deleted(site: Path, tmp_path: Path, monk
 
 def test_a_python_that_does_not_start_is_named_with_what_it_said(site: Path, tmp_path: Path) -> None:
     (site / "sitecustomize.py").write_text("import os, sys\nprint('KeyError: 7', file=sys.stderr); os._exit(1)")
-    command = f"{sys.executable}, ended with 1 after [0-9.]+ s: KeyError: 7\n    fix: `{sys.executable} -c pass` has to"
+    command = (
+        f"{sys.executable}, ended with 1 after [0-9.]+ s: KeyError: 7\n    fix: `{sys.executable} -c pass` must work"
+    )
     with pytest.raises(FactsError, match=command):
         gathered(site)
     (site / "sitecustomize.py").unlink()
     (site / "json.py").write_text("raise ValueError('mine')")
-    with pytest.raises(FactsError, match=f"ValueError: mine\n    fix: rename json.py in {site}: it stands in for"):
+    with pytest.raises(FactsError, match=f"ValueError: mine\n    fix: rename json.py in {site}: it hides"):
         gathered(site)
 
 
 def test_a_text_that_begins_a_library_s_name_again_and_again_is_soon_read() -> None:
     started = time.process_time()
-    assert missing_libraries.missing(["lib" * 40000]) == ()
+    assert missing_libraries.libraries_not_opened(["lib" * 40000]) == ()
     assert time.process_time() - started < 3

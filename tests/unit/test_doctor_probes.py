@@ -263,6 +263,28 @@ def test_what_is_installed_is_told_without_an_import(tmp_path: Path) -> None:
     assert found.executable == sys.executable
 
 
+def test_another_distributions_memguard_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # away from a checkout
+    site = write(tmp_path / "lib", "memguard", "raise SystemExit('imported')")
+    origin = '{"url": "file:///src/memguard", "dir_info": {"editable": true}}'
+    distribution(site, "memguard-gpu", "0.1.0", "memguard.pth", direct_url_json=origin)
+    distribution(site, "ml-memguard", "0.5.0", "ml_memguard/__init__.py")
+    before = answers.installed(run(environ(site), "inventory")).namesakes
+    assert before is None or "ml-memguard" not in before.distributions, "its package has another name"
+    distribution(site, "memguard", "0.1.0", "memguard/__init__.py")
+    found = answers.installed(run(environ(site), "inventory")).namesakes
+    assert found is not None and found.distributions == {"memguard": "0.1.0", "memguard-gpu": "0.1.0"}
+    assert (found.own, found.origin, found.path) == (
+        False,
+        "/src/memguard",
+        str(site / "memguard" / "__init__.py"),
+    )
+    (site / "memguard" / "_activation").mkdir()
+    (site / "memguard" / "_activation" / "sitecustomize.py").touch()
+    found = answers.installed(run(environ(site), "inventory")).namesakes
+    assert found is not None and found.own
+
+
 def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
     """As lib64 for lib: what `import` finds is where the distribution has put it."""
     site = write(tmp_path / "lib", "torch", TORCH)

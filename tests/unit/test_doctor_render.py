@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memguard._doctor import Checkup, render
+from memguard._doctor import DoctorReport, render
 from memguard._doctor.examine import examine
 from memguard._doctor.facts import (
     Cuda,
@@ -64,13 +64,13 @@ CONTEXT = Finding("second-context", Severity.WARNING, "PyCUDA makes a second con
 MINOR = Finding("driver-minor-version", Severity.INFO, "cupy was built for a newer CUDA", ("evidence",), "nothing", "")
 
 
-def checkup(*findings: Finding, ignored: tuple[str, ...] = (), **frameworks: Framework) -> Checkup:
+def report(*findings: Finding, ignored: tuple[str, ...] = (), **frameworks: Framework) -> DoctorReport:
     facts = Facts(driver=DRIVER, frameworks=frameworks or {"torch": TORCH}, seconds={"torch": 4.2, "driver": 0.3})
-    return Checkup(facts, findings, ignored)
+    return DoctorReport(facts, findings, ignored)
 
 
 def test_a_healthy_machine_is_a_few_lines() -> None:
-    assert str(checkup(cupy=TORCH, torch=TORCH)).splitlines() == [
+    assert str(report(cupy=TORCH, torch=TORCH)).splitlines() == [
         "memguard doctor: healthy: cupy and torch work on NVIDIA H200",
         "",
         "cupy   works  2.11.0+cu130  CUDA 13.0    4.2 s",
@@ -82,7 +82,7 @@ def test_a_healthy_machine_is_a_few_lines() -> None:
 
 def test_the_verdict_comes_first_then_what_is_wrong_then_the_frameworks_then_the_rest() -> None:
     broken = TORCH.model_copy(update={"probe": probed(step("import", "no libcudart.so.12"), exit=1), "gpus": None})
-    shown = str(checkup(MISSING, CONTEXT, MINOR, ignored=("mig",), torch=TORCH, tensorflow=broken))
+    shown = str(report(MISSING, CONTEXT, MINOR, ignored=("mig",), torch=TORCH, tensorflow=broken))
     assert shown == (
         "memguard doctor: 1 error, 1 warning: tensorflow does not work on the GPU; torch\n"
         "  works on NVIDIA H200\n"
@@ -115,7 +115,7 @@ def test_the_verdict_comes_first_then_what_is_wrong_then_the_frameworks_then_the
 
 
 def test_before_a_run_only_what_is_wrong_is_shown() -> None:
-    shown = render.text(checkup(CONTEXT, MINOR), brief=True)
+    shown = render.text(report(CONTEXT, MINOR), brief=True)
     assert shown.startswith(
         "memguard doctor: 1 warning: torch works on NVIDIA H200\n\nwarning  second-context: pycuda\n"
     )
@@ -157,20 +157,20 @@ def test_the_state_of_a_framework(framework: Framework, works: bool | None, stat
 
 
 def test_verdicts() -> None:
-    errors = render.verdict(checkup(MISSING, MISSING, torch=Framework(probe=probed(exit=1))))
+    errors = render.verdict(report(MISSING, MISSING, torch=Framework(probe=probed(exit=1))))
     assert errors == "2 errors: torch does not work on the GPU"
-    assert render.verdict(checkup(torch=Framework(path="/venv/torch/__init__.py"))) == "healthy: no framework was tried"
+    assert render.verdict(report(torch=Framework(path="/venv/torch/__init__.py"))) == "healthy: no framework was tried"
 
 
 def test_the_wrong_environment_is_not_healthy() -> None:
-    seen = Checkup(Facts(system=System(executable="~/venv/bin/python")), ())
+    seen = DoctorReport(Facts(system=System(executable="~/venv/bin/python")), ())
     said = "none of the six is installed for ~/venv/bin/python: is it the right environment?"
     assert render.verdict(seen) == said and not seen.healthy
     assert seen.as_dict()["healthy"] is False and seen.as_dict()["not_installed"] == []
     assert "healthy" not in str(seen)
-    asked = checkup(torch=Framework())
+    asked = report(torch=Framework())
     assert render.verdict(asked) == "torch is not installed for this Python: is it the right environment?"
-    asked = checkup(torch=TORCH, jax=Framework(), cupy=Framework())
+    asked = report(torch=TORCH, jax=Framework(), cupy=Framework())
     assert render.verdict(asked) == (
         "torch works on NVIDIA H200; jax and cupy are not installed for this Python: is it the right environment?"
     )
@@ -180,26 +180,26 @@ def test_the_wrong_environment_is_not_healthy() -> None:
 
 def test_what_does_not_work_is_never_next_to_healthy_unless_the_reason_is_told() -> None:
     blind = TORCH.model_copy(update={"gpus": 0, "probe": probed(step("import"), step("devices"))})
-    alone = checkup(torch=blind)
+    alone = report(torch=blind)
     assert render.verdict(alone) == "nothing found: torch does not work on the GPU"
     told = Finding("cpu-build", Severity.INFO, "torch is for CPUs", ("torch 2.11.0+cpu",), "nothing", "torch")
-    assert render.verdict(checkup(told, torch=blind)) == "healthy: torch does not work on the GPU"
-    assert render.verdict(checkup(told, torch=blind, cupy=blind)).startswith("nothing found: ")
+    assert render.verdict(report(told, torch=blind)) == "healthy: torch does not work on the GPU"
+    assert render.verdict(report(told, torch=blind, cupy=blind)).startswith("nothing found: ")
 
     facts = alone.facts.model_copy(update={"driver": NO_DRIVER})
     assert "driver-absent" in [finding.name for finding in examine(facts)]
-    left_out = Checkup(facts, examine(facts, {"driver-absent", "mig"}), ("driver-absent", "mig"))
+    left_out = DoctorReport(facts, examine(facts, {"driver-absent", "mig"}), ("driver-absent", "mig"))
     assert left_out.healthy  # as far as it was asked: the exit code is 0
     assert render.verdict(left_out) == (
         "nothing found beyond what is left out (driver-absent): torch does not work on the GPU"
     )
-    assert render.verdict(checkup(torch=TORCH, ignored=("mig",))).startswith("healthy: ")
+    assert render.verdict(report(torch=TORCH, ignored=("mig",))).startswith("healthy: ")
 
 
 def test_what_is_kept_off_the_gpu_is_said_so() -> None:
     blind = TORCH.model_copy(update={"gpus": 0, "probe": probed(step("import"), step("devices"))})
-    facts = checkup(torch=TORCH, jax=blind).facts.model_copy(update={"environment": {"JAX_PLATFORMS": "cpu"}})
-    seen = Checkup(facts, ())
+    facts = report(torch=TORCH, jax=blind).facts.model_copy(update={"environment": {"JAX_PLATFORMS": "cpu"}})
+    seen = DoctorReport(facts, ())
     assert render.verdict(seen) == "healthy: torch works on NVIDIA H200; jax is kept off the GPU by the environment"
     assert seen.as_dict()["frameworks"]["jax"]["state"] == "is kept off the GPU"
 
@@ -214,7 +214,7 @@ def test_what_is_kept_off_the_gpu_is_said_so() -> None:
     ],
 )
 def test_the_table_and_the_finding_name_the_same_step(probe: Probe) -> None:
-    facts = checkup(torch=TORCH.model_copy(update={"probe": probe})).facts
+    facts = report(torch=TORCH.model_copy(update={"probe": probe})).facts
     (finding,) = examine(facts)
     step_of = re.search(r"in the step (\w+)|at its end", finding.cause)
     assert step_of is not None
@@ -225,17 +225,17 @@ def test_the_table_and_the_finding_name_the_same_step(probe: Probe) -> None:
     both = Together(order=("jax", "torch"), probe=probed(step("jax"), exit=None, signal="SIGSEGV"))
     seen = Facts(driver=DRIVER, frameworks=alone, together=(both,))
     assert "in the step torch" in examine(seen)[0].cause
-    assert "jax then torch in one process: die of SIGSEGV in torch, 4.2 s" in str(Checkup(seen, ()))
+    assert "jax then torch in one process: die of SIGSEGV in torch, 4.2 s" in str(DoctorReport(seen, ()))
 
 
 def test_the_table_keeps_to_the_screen() -> None:
     long = TORCH.model_copy(update={"version": "2.11.0a0+gitdeadbeef" * 5, "cuda": "13.0." * 20})
     absent = Framework()
-    rows = str(checkup(torch=long, jax=TORCH, cupy=absent)).splitlines()
+    rows = str(report(torch=long, jax=TORCH, cupy=absent)).splitlines()
     (row,) = [row for row in rows if row.startswith("torch  works")]
     assert len(row) <= render.WIDTH + 10 and "2.11.0a0+gitdeadbeef2.1…  CUDA 13.0.13.0.13.0.13.…  " in row
     assert rows == [row.rstrip() for row in rows]
-    assert [span.style for span in render.rich(checkup(torch=long, cupy=absent)).spans]
+    assert [span.style for span in render.rich(report(torch=long, cupy=absent)).spans]
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_the_table_keeps_to_the_screen() -> None:
 )
 def test_frameworks_in_one_process_have_a_line_too(probe: Probe, said: str) -> None:
     facts = Facts(together=(Together(order=("tensorflow", "torch"), probe=probe),))
-    assert f"tensorflow then torch in one process: {said}" in str(Checkup(facts, ())).splitlines()
+    assert f"tensorflow then torch in one process: {said}" in str(DoctorReport(facts, ())).splitlines()
 
 
 def test_no_line_is_wider_than_the_screen_but_what_is_to_be_copied_stays_whole() -> None:
     command = f"`pip install {' '.join(f'nvidia-package-{number}' for number in range(9))}`"
     long = Finding("mig", Severity.ERROR, "word " * 60, ("x " * 90, "/a" * 60), f"run {command}, then look", "gpu")
-    lines = str(checkup(long)).splitlines()
+    lines = str(report(long)).splitlines()
     wide = [line.strip() for line in lines if len(line) > render.WIDTH]
     assert wide == ["- " + "/a" * 60, f"{command},"]
     assert not any("\N{NO-BREAK SPACE}" in line for line in lines)
@@ -264,14 +264,14 @@ def test_no_line_is_wider_than_the_screen_but_what_is_to_be_copied_stays_whole()
 
 def test_what_others_said_cannot_steer_the_terminal_or_forge_a_line() -> None:
     evil = Finding("mig", Severity.ERROR, "a\nb", ("\x1b[31mred\x1b[0m\r\nerror  forged", "\u202eb"), "c\td", "gpu\n0")
-    shown = str(checkup(evil, torch=TORCH.model_copy(update={"version": "1\x1b[2J"})))
+    shown = str(report(evil, torch=TORCH.model_copy(update={"version": "1\x1b[2J"})))
     assert all(line.isprintable() for line in shown.splitlines())
     assert "\nerror  forged" not in shown
     assert "error  mig: gpu 0" in shown
 
 
 def test_in_a_terminal_it_is_the_same_text_with_colours() -> None:
-    seen = checkup(MISSING, CONTEXT, MINOR)
+    seen = report(MISSING, CONTEXT, MINOR)
     drawn = render.rich(seen)
     assert drawn.plain == str(seen)
     assert {"bold red", "green"} <= {str(span.style) for span in drawn.spans}
@@ -279,7 +279,7 @@ def test_in_a_terminal_it_is_the_same_text_with_colours() -> None:
 
 
 def test_plain_data() -> None:
-    seen = checkup(MISSING, MINOR, ignored=("mig",), torch=TORCH, jax=Framework())
+    seen = report(MISSING, MINOR, ignored=("mig",), torch=TORCH, jax=Framework())
     data = seen.as_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["memguard_doctor"] == 1 and data["healthy"] is False and data["ignored"] == ["mig"]
@@ -303,8 +303,8 @@ def test_plain_data() -> None:
 
 
 def test_a_prompt_shows_one_line_and_a_notebook_all() -> None:
-    seen = checkup(CONTEXT)
-    assert repr(seen) == "<Checkup: 1 warning: torch works on NVIDIA H200>"
+    seen = report(CONTEXT)
+    assert repr(seen) == "<DoctorReport: 1 warning: torch works on NVIDIA H200>"
     shown: list[str] = []
     printer = type("Printer", (), {"text": lambda self, text: shown.append(text)})()
     seen._repr_pretty_(printer, False)

@@ -416,7 +416,8 @@ if __name__ == "__main__":
         print(pool.map(work, [0])[0])
 """
 A_WORKER = (
-    "no budget is active in this process: it is a worker, and MEMGUARD_CONFIG is for the program that starts workers"
+    "no budget is active in this process: it is a worker, and MEMGUARD_CONFIG applies to the program that starts "
+    "workers"
 )
 
 
@@ -472,6 +473,6 @@ def test_what_stands_twice_is_the_same() -> None:
 
 def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:
     """Nothing to look at where the checkout is used without being installed."""
-    for installed in metadata.distributions(name="memguard"):
+    for installed in metadata.distributions(name="memguard-gpu"):
         files = {str(file) for file in installed.files or []}
         assert not files or "memguard.pth" in files  # a checkout's own metadata has none

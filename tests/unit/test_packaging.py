@@ -60,8 +60,20 @@ def test_the_version_is_the_projects() -> None:
 
 def test_the_installed_version_is_the_packages() -> None:
     """Nothing to compare where the checkout is used without being installed."""
-    installed = {d.version for d in importlib.metadata.distributions(name="memguard")}
+    installed = {d.version for d in importlib.metadata.distributions(name="memguard-gpu")}
     assert installed <= {memguard.__version__}
+
+
+def test_the_links_of_the_installed_readme_work_outside_the_repository() -> None:
+    """What a package index shows. Nothing to look at where the checkout is used without being installed."""
+    for found in importlib.metadata.distributions(name="memguard-gpu"):
+        readme = str(found.metadata.get_payload())  # type: ignore[attr-defined]
+        links = re.findall(r"\]\(([^)\s]+)|(?:src|href)=[\"']([^\"']+)", readme)
+        assert len(links) > 3
+        assert [link for pair in links for link in pair if link and not re.match("https://|#", link)] == []
+        repository = "https://github.com/memguard-gpu/memguard/blob/main/"
+        inside = [link.removeprefix(repository) for link, _ in links if link.startswith(repository)]
+        assert inside and all((ROOT / link.partition("#")[0]).exists() for link in inside)
 
 
 def test_importing_memguard_is_cheap_and_changes_nothing() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import memguard
+from memguard._distribution import requirement
 from memguard.cli.run import environment
 from memguard.cli.support import ignored_environment
 from memguard.errors import MemguardError
@@ -334,8 +335,21 @@ def test_a_python_without_what_memguard_needs_says_so(folder: Path, bare: Path) 
     env = environment(environ(PYTHONPATH=""), folder / "budget.yaml", ["h200"])
     done = started([str(bare), "-c", "print('ran')"], env)
     assert done.returncode == 1
-    assert f"fix: {bare} -m pip install memguard" in done.stderr
+    here = requirement().removeprefix("-e ")  # that Python cannot know that this installation is editable
+    assert f"fix: {bare} -m pip install {here}\n" in done.stderr
     assert done.stdout == ""
+
+
+def test_another_projects_memguard_is_told_from_this_one(folder: Path, bare: Path) -> None:
+    other = folder / "other"
+    (other / "memguard").mkdir(parents=True)
+    (other / "memguard" / "__init__.py").touch()
+    done = started(
+        [str(bare), "-c", "print('ran')"], environment(environ(PYTHONPATH=str(other)), folder / "budget.yaml")
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"another project's memguard: {other / 'memguard' / '__init__.py'}" in done.stderr
+    assert "two-distributions" in done.stderr
 
 
 def test_an_unsupported_python_runs_nothing(folder: Path) -> None:

@@ -1,13 +1,15 @@
-"""How frameworks were built and installed, and what their probes did that nothing else explains."""
+"""How frameworks were built and installed, and failures of probes that nothing else explains."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from memguard._distribution import NAME
 from memguard._doctor.checks import shell
 from memguard._doctor.checks.cpu_only import wants_cuda, without_cuda
 from memguard._doctor.checks.cuda_libraries import major
+from memguard._doctor.checks.explanations import explained, no_gpu
 from memguard._doctor.checks.failures import (
     NO_COMPILER,
     NO_NVCC,
@@ -18,8 +20,8 @@ from memguard._doctor.checks.failures import (
 )
 from memguard._doctor.checks.install import with_cuda
 from memguard._doctor.checks.numpy import numpy_abi
-from memguard._doctor.checks.phrases import broken, full_name, last_line, listing, texts
-from memguard._doctor.checks.shared import explained, no_gpu
+from memguard._doctor.checks.phrases import full_name, last_line, listing
+from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding, Severity
 
@@ -34,60 +36,60 @@ _SAME_MODULE = {
 
 
 def _tool_missing(facts: Facts, *names: str) -> bool:
-    """Looked for and not there, each of them."""
+    """Whether all of them were looked for and not found."""
     return all(name in facts.tools and not facts.tools[name] for name in names)
 
 
 def nvcc_missing(facts: Facts) -> Iterator[Finding]:
-    """PyCUDA's SourceModule calls `nvcc` by its name when a kernel is compiled."""
+    """PyCUDA's SourceModule runs `nvcc` from the PATH to compile a kernel."""
     found = facts.frameworks.get("pycuda")
     if found is None or no_gpu(facts):
         return
-    said = [text for text in texts(found.probe) if NO_NVCC.search(text)]
-    if said or _tool_missing(facts, "nvcc"):
+    errors = [text for text in messages(found.probe) if NO_NVCC.search(text)]
+    if errors or _tool_missing(facts, "nvcc"):
         home, off_the_path = facts.environment.get("CUDA_HOME"), facts.tools.get("nvcc off the PATH")
         yield Finding(
             "nvcc-missing",
             Severity.WARNING,
             f"{full_name(facts, 'pycuda')} compiles kernels (SourceModule) with nvcc, which is not on the PATH",
             (
-                *(f"pycuda: {last_line(text)}" for text in said),
+                *(f"pycuda: {last_line(text)}" for text in errors),
                 *(("nvcc: not on the PATH",) if _tool_missing(facts, "nvcc") else ()),
                 *((f"CUDA_HOME={home} (environment)",) if home else ()),
-                *((f"there is {off_the_path}",) if off_the_path else ()),
+                *((f"found {off_the_path}",) if off_the_path else ()),
             ),
             f"export PATH={off_the_path.rpartition('/')[0]}:$PATH"
             if off_the_path
-            else "install CUDA's toolkit (images nvidia/cuda:…-devel have it) and put its folder bin on the PATH",
+            else "install CUDA's toolkit (images nvidia/cuda:…-devel have it) and put its bin folder on the PATH",
             "pycuda",
         )
 
 
 def compiler_missing(facts: Facts) -> Iterator[Finding]:
-    """nvcc cannot compile without a host compiler; Triton builds its launcher with one."""
+    """nvcc needs a host compiler, and Triton builds its launcher with one."""
     if no_gpu(facts):
         return
-    said = {
+    errors = {
         name: text
         for name, found in facts.frameworks.items()
-        for text in texts(found.probe)
+        for text in messages(found.probe)
         if NO_COMPILER.search(text)
     }
     absent = _tool_missing(facts, *_COMPILERS)
     pycuda = "pycuda" in facts.frameworks and bool(facts.tools.get("nvcc"))
-    named = facts.environment.get("CC")  # which Triton takes, and nvcc does not
+    named = facts.environment.get("CC")  # Triton reads it, nvcc does not
     torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None and not named
-    who = list(said) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
+    who = list(errors) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
     if not who:
         return
     need = "needs" if len(who) == 1 else "need"
     use = {"pycuda": "PyCUDA's SourceModule (nvcc)", "torch": "torch.compile (Triton)"}
     yield Finding(
         "compiler-missing",
-        Severity.WARNING if said or "pycuda" in who else Severity.INFO,
+        Severity.WARNING if errors or "pycuda" in who else Severity.INFO,
         f"{listing(use.get(name, name) for name in who)} {need} a C compiler, and there is none on the PATH",
         (
-            *(f"{name}: {last_line(text)}" for name, text in said.items()),
+            *(f"{name}: {last_line(text)}" for name, text in errors.items()),
             *(f"{tool}: not on the PATH" for tool in _COMPILERS if absent),
         )
         or ("no compiler was found",),
@@ -104,16 +106,16 @@ def unexpected_path(facts: Facts) -> Iterator[Finding]:
         from_path = [folder for folder in folders if found.path.startswith(folder.rstrip("/") + "/")]
         yield Finding(
             "unexpected-path",
-            Severity.ERROR if broken(found.probe) else Severity.WARNING,
+            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
             f"`import {name}` finds {found.path}, while the package is installed in {found.folder}",
             (
                 f"{name}.__file__ is {found.path}",
                 *(f"{dist} {release} is installed in {found.folder}" for dist, release in found.distributions.items()),
                 *(f"PYTHONPATH names {folder}" for folder in from_path),
             ),
-            f"Take {listing(from_path)} out of PYTHONPATH"
+            f"take {listing(from_path)} out of PYTHONPATH"
             if from_path
-            else f"Rename or remove {found.path} where it is not meant, or start Python from another folder",
+            else f"rename or remove {found.path} if it is not meant, or start Python from another folder",
             name,
         )
 
@@ -129,12 +131,41 @@ def two_distributions(facts: Facts) -> Iterator[Finding]:
         keep = _keep(facts, several)
         yield Finding(
             "two-distributions",
-            Severity.ERROR if broken(found.probe) else Severity.WARNING,
+            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
             f"{listing(several)} install the same module {name} into one folder, each over the files of the other",
             tuple(f"{dist} {release} is installed" for dist, release in several.items()),
             f"pip uninstall -y {' '.join(several)} && pip install {_pinned(keep, several[keep])}",
             name,
         )
+
+
+def other_memguard(facts: Facts) -> Iterator[Finding]:
+    """Another project's package memguard beside this one, or in its place."""
+    found = facts.namesakes
+    others = [dist for dist in found.distributions if dist != NAME] if found is not None else []
+    if found is None or not others:
+        return
+    both = NAME in found.distributions
+    if not found.own:
+        cause = f"`import memguard` finds the package of {listing(others)}, which is another project"
+    elif both:
+        cause = f"{listing(found.distributions)} install the same package memguard, each over the files of the other"
+    else:
+        cause = f"{listing(others)} installs a package memguard too and is another project"
+    origin = f" from {found.origin}" if found.origin else ""
+    lines = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
+    yield Finding(
+        "two-distributions",
+        Severity.WARNING if found.own else Severity.ERROR,
+        cause,
+        (
+            *(line + (origin if line.startswith(NAME) else "") for line in lines),
+            *((f"memguard.__file__ is {found.path}",) if found.path else ()),
+        ),
+        f"`pip uninstall -y {' '.join(found.distributions)}`"
+        + (f", then install {NAME} again{' from where it came' if origin else ''}" if both else ""),
+        "memguard",
+    )
 
 
 def _pinned(dist: str, release: str) -> str:
@@ -143,7 +174,7 @@ def _pinned(dist: str, release: str) -> str:
 
 
 def _keep(facts: Facts, several: Iterable[str]) -> str:
-    """The one for the newest CUDA that the driver has; the plain name rather than a build for CPUs or from source."""
+    """The one for the newest CUDA that the driver has; not a build for CPUs or a nightly one."""
     driver = major(str(facts.driver.cuda.version)) if facts.driver.cuda.version else None
 
     def rank(dist: str) -> tuple[bool, int, bool]:
@@ -155,20 +186,20 @@ def _keep(facts: Facts, several: Iterable[str]) -> str:
 
 
 def cpu_build(facts: Facts) -> Iterator[Finding]:
-    """Only beside a GPU: elsewhere it is the right one."""
+    """Only on a machine with a GPU: elsewhere a build for CPUs is right."""
     if no_gpu(facts) or not (facts.driver.cuda.devices or facts.driver.nvml.devices):
         return
     for name, found in facts.frameworks.items():
         if not without_cuda(facts, name) or explained(facts, name):
             continue
         failed = found.probe.failed if found.probe is not None else None
-        said = [text for text in texts(found.probe) if "is not installed" in text] or (
+        errors = [text for text in messages(found.probe) if "is not installed" in text] or (
             [failed.error] if failed and failed.error else []
         )
         built = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
-        cause = "is a build without CUDA, so that it does not use the GPU of this machine"
+        cause = "is a build without CUDA, so it does not use the GPU of this machine"
         if name == "numba":
-            cause = "is without numba-cuda, so that it compiles for CPUs only here"
+            cause = "has no numba-cuda, so it compiles only for CPUs"
         yield Finding(
             "cpu-build",
             Severity.WARNING if wants_cuda(facts, name) else Severity.INFO,
@@ -176,7 +207,7 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
             (
                 *built,
                 *((f"{name} counts {found.gpus} GPUs",) if found.gpus is not None else ()),
-                *(f"{name}: {last_line(text)}" for text in said),
+                *(f"{name}: {last_line(text)}" for text in errors),
             ),
             with_cuda(facts, name),
             name,
@@ -189,6 +220,7 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     numpy_abi,
     unexpected_path,
     two_distributions,
+    other_memguard,
     cpu_build,
     framework_fails,
     probe_crashed,

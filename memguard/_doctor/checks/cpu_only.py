@@ -1,11 +1,11 @@
-"""Frameworks that are not for the GPU here: builds without CUDA, and those that a variable keeps off it."""
+"""Frameworks that do not use the GPU here: builds without CUDA, and those that a variable keeps off it."""
 
 from __future__ import annotations
 
 import re
 
 from memguard._doctor.checks.numpy import fails_of_numpy
-from memguard._doctor.checks.phrases import texts
+from memguard._doctor.checks.probe_outcomes import messages
 from memguard._doctor.facts import Facts
 
 _JAX_SAYS = "CUDA-enabled jaxlib is not installed"
@@ -13,9 +13,9 @@ _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name '
 
 
 def without_cuda(facts: Facts, name: str) -> bool:
-    """It is a build for CPUs."""
+    """Whether it is a build for CPUs."""
     found = facts.frameworks[name]
-    if name == "jax" and any(_JAX_SAYS in text for text in texts(found.probe)):
+    if name == "jax" and any(_JAX_SAYS in text for text in messages(found.probe)):
         return True
     if name == "numba" and "numba-cuda" not in (*found.distributions, *facts.packages):
         return _numba_without(facts)
@@ -23,19 +23,19 @@ def without_cuda(facts: Facts, name: str) -> bool:
 
 
 def _numba_without(facts: Facts) -> bool:
-    """Numba with no more of CUDA than it had itself, which works with a toolkit of the system only.
+    """Whether Numba has no CUDA beyond its own old part, which needs the toolkit of the system.
 
-    Numba is installed as a compiler for CPUs mostly: an error of that part is none of a Numba meant for the GPU.
+    Numba is mostly installed as a compiler for CPUs, so an error of that part is no error of a Numba meant for the GPU.
     """
     found = facts.frameworks["numba"]
     failed = found.probe.failed if found.probe is not None else None
-    if found.gpu is False or any(_NO_NUMBA_CUDA.search(text) for text in texts(found.probe)):
+    if found.gpu is False or any(_NO_NUMBA_CUDA.search(text) for text in messages(found.probe)):
         return True
     return failed is not None and failed.name != "import" and not fails_of_numpy(facts, "numba")
 
 
 def wants_cuda(facts: Facts, name: str) -> bool:
-    """Whether somebody is to use it on a GPU. Numba alone is as often a compiler for CPUs, the others are not."""
+    """Whether it is meant for a GPU. Numba alone is just as often meant for CPUs, the others are not."""
     if name != "numba":
         return True
     if facts.budget is not None and name in facts.budget.frameworks:
@@ -46,7 +46,7 @@ def wants_cuda(facts: Facts, name: str) -> bool:
 
 
 def kept_off(facts: Facts, name: str) -> bool:
-    """A variable says that it is not to use a GPU."""
+    """Whether a variable keeps it from using a GPU."""
     given = facts.environment
     if name == "jax":
         asked = given.get("JAX_PLATFORMS") or given.get("JAX_PLATFORM_NAME") or ""

@@ -1,7 +1,7 @@
-"""CUDA's libraries by the names of their files: which CUDA a file is of, and which pip package brings it.
+"""CUDA's libraries by file name: which CUDA a file belongs to, and which pip package installs it.
 
-SONAMEs as in NVIDIA's wheels: cuFFT and cuSOLVER count on their own, and cuSPARSE 12 is CUDA 12's as well as CUDA 13's.
-From CUDA 13 on most packages have lost their suffix (`nvidia-cublas-cu12`, but `nvidia-cublas`).
+SONAMEs as in NVIDIA's wheels: cuFFT and cuSOLVER have their own numbers, and cuSPARSE 12 is in CUDA 12 and CUDA 13.
+Since CUDA 13 most packages have no suffix (`nvidia-cublas-cu12`, but `nvidia-cublas`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from memguard._doctor.collect.missing_libraries import missing as named
+from memguard._doctor.collect.missing_libraries import libraries_not_opened
 
 
 @dataclass(frozen=True)
 class Library:
-    """`soname`: the first number of its SONAME, by CUDA major; empty where that tells nothing of CUDA.
+    """`soname`: the first number of its SONAME by CUDA major; empty if that says nothing about CUDA.
 
-    `package` without suffix; `suffixed`: CUDA 13's has one too. `renamed`: the package's name in other CUDAs.
+    `package` has no suffix; `suffixed`: it has one for CUDA 13 too. `renamed`: the package's name in other CUDAs.
     """
 
     stem: str
@@ -30,12 +30,12 @@ class Library:
     renamed: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     def majors(self, version: str) -> frozenset[int]:
-        """The CUDA majors that have it under this version; empty where it tells nothing."""
+        """The CUDA majors whose library has this version; empty if the version says nothing."""
         first = re.match(r"\d+", version)
         return frozenset(major for major, number in self.soname.items() if first and number == int(first.group()))
 
     def pip(self, major: int) -> str:
-        """The package that brings it for this CUDA."""
+        """The package that installs it for this CUDA."""
         name = self.renamed.get(major, self.package)
         return name if major >= 13 and not self.suffixed else f"{name}-cu{major}"
 
@@ -87,8 +87,8 @@ TABLE: Mapping[str, Library] = MappingProxyType(
 )
 
 # JAX names a library as people do: "Unable to load cuPTI. Is it installed?"
-# libcudart.so.13, libcublasLt.so.13.1.0.3; libcudart.faf08d9a.so.13 and libcudart-faf08d9a.so.13.0.96 are copies that a
-# wheel was given under a name of its own (auditwheel)
+# libcudart.so.13, libcublasLt.so.13.1.0.3; libcudart.faf08d9a.so.13 and libcudart-faf08d9a.so.13.0.96 are copies that
+# auditwheel renamed
 _FILE = re.compile(
     r"(?P<stem>lib[A-Za-z_]+(?:-builtins)?)(?P<hash>[.-][0-9a-f]{8})?\.so(?:\.(?P<version>\d[\d.]*))?", re.ASCII
 )
@@ -96,7 +96,7 @@ _FILE = re.compile(
 
 @dataclass(frozen=True)
 class Mapped:
-    """A file of CUDA's that a process has mapped. `renamed`: a wheel's own copy, under a name of its own."""
+    """A file of CUDA that a process has mapped. `renamed`: a wheel's copy under another name."""
 
     path: str
     library: Library
@@ -117,12 +117,12 @@ class Mapped:
 
     @property
     def of(self) -> str:
-        """For which CUDA it is, in words."""
+        """The CUDA that it belongs to, for messages."""
         return "CUDA " + " or ".join(str(major) for major in sorted(self.majors)) if self.majors else "any CUDA"
 
 
 def parse(path: str) -> Mapped | None:
-    """What a file of CUDA's is by its name; None for any other. cuDNN's parts count as cuDNN."""
+    """The library of a file; None if it is not one of CUDA. cuDNN's parts count as cuDNN."""
     found = _FILE.fullmatch(os.path.basename(path))
     if found is None:
         return None
@@ -134,12 +134,12 @@ def parse(path: str) -> Mapped | None:
 
 
 def mapped(paths: Iterable[str]) -> tuple[Mapped, ...]:
-    """Those of the files that are CUDA's, each once."""
+    """The files of CUDA among these paths, each once."""
     return tuple(found for found in map(parse, dict.fromkeys(paths)) if found is not None)
 
 
 def by_stem(files: Iterable[Mapped]) -> dict[str, tuple[Mapped, ...]]:
-    """By library. cuDNN is one folder of many files: only libcudnn.so itself counts."""
+    """The files by library. Of cuDNN's many files only libcudnn.so itself counts."""
     groups: dict[str, list[Mapped]] = defaultdict(list)
     for file in files:
         if re.match(re.escape(file.library.stem) + r"[.-]", os.path.basename(file.path)):
@@ -148,7 +148,7 @@ def by_stem(files: Iterable[Mapped]) -> dict[str, tuple[Mapped, ...]]:
 
 
 def major(version: str | None) -> int | None:
-    """CUDA's major in 13.0, 12.5.1 or 13000."""
+    """CUDA's major, from 13.0, 12.5.1 or 13000."""
     found = re.match(r"\d+", version or "")
     if found is None:
         return None
@@ -156,6 +156,6 @@ def major(version: str | None) -> int | None:
     return number // 1000 if number >= 1000 else number
 
 
-def missing(texts: Iterable[str]) -> tuple[str, ...]:
-    """The libraries of CUDA that these messages say could not be opened, by SONAME; the driver's are not among them."""
-    return tuple(name for name in named(texts) if parse(name) is not None)
+def cuda_libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
+    """SONAMEs of the CUDA libraries that these messages report as not opened, without the driver's."""
+    return tuple(name for name in libraries_not_opened(texts) if parse(name) is not None)

@@ -1,4 +1,4 @@
-"""The cuDNN that was found against the one that a framework was compiled with: same major, at least its minor."""
+"""The loaded cuDNN must have the major, and at least the minor, of the one that a framework was compiled with."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 
 from memguard._doctor.checks.cuda_libraries import major, mapped
-from memguard._doctor.checks.phrases import broken, full_name, texts
+from memguard._doctor.checks.phrases import full_name
+from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._doctor.facts import Facts, Framework
 from memguard._doctor.finding import Finding, Severity
 
 Version = tuple[int, ...]
 
-# each gives the version found and the version compiled with
+# each matches the version found and the version compiled with
 _SAID = (
     re.compile(r"Loaded runtime CuDNN library: (?P<found>[\d.]+) but source was compiled with:? (?P<built>[\d.]+)"),
     re.compile(
@@ -28,7 +29,7 @@ _SAID = (
 
 
 def version(text: str | None) -> Version:
-    """Of 9.19.0, "9, 19, 0", 91900 (cuDNN 9) or 8907 (cuDNN 8); () where it says none."""
+    """From 9.19.0, "9, 19, 0", 91900 (cuDNN 9) or 8907 (cuDNN 8); () if there is none."""
     numbers = [int(number) for number in re.findall(r"\d+", text or "")]
     if len(numbers) == 1 and numbers[0] >= 1000:
         number = numbers[0]
@@ -38,24 +39,24 @@ def version(text: str | None) -> Version:
 
 
 def _pair(found: Framework) -> tuple[Version, Version, str] | None:
-    """What was found, what it was compiled with, and the message that says so."""
-    said_lines = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message is of several
-    for text in (*texts(found.probe), said_lines):
+    """The version found, the version compiled with, and the message that says so, if any."""
+    stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
+    for text in (*messages(found.probe), stderr):
         for pattern in _SAID:
-            if said := pattern.search(text):
+            if match := pattern.search(text):
                 line = " ".join(text.split())
-                return version(said["found"]), version(said["built"]), line[max(line.find(said[0][:20]), 0) :][:240]
+                return version(match["found"]), version(match["built"]), line[max(line.find(match[0][:20]), 0) :][:240]
     loaded, built = version(found.cudnn_loaded), version(found.cudnn)
     return (loaded, built, "") if loaded and built else None
 
 
 def too_old(found: Framework) -> bool:
-    """Whether its cuDNN is one that it was not compiled for."""
+    """Whether the loaded cuDNN does not fit the one that it was compiled with."""
     pair = _pair(found)
     if pair is None:
         return False
-    loaded, built, said = pair
-    return bool(said) or loaded[0] != built[0] or loaded[:2] < built[: min(2, len(loaded))]
+    loaded, built, message = pair
+    return bool(message) or loaded[0] != built[0] or loaded[:2] < built[: min(2, len(loaded))]
 
 
 def _dotted(number: Version) -> str:
@@ -67,7 +68,7 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
         pair = _pair(found)
         if pair is None or found.probe is None or not too_old(found):
             continue
-        loaded, built, said = pair
+        loaded, built, message = pair
         files = [
             file for file in mapped(found.probe.libraries) if file.path.rpartition("/")[2].startswith("libcudnn.so")
         ]
@@ -78,14 +79,14 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
         least = _dotted(built[:2])
         yield Finding(
             "cudnn-older",
-            Severity.ERROR if said or broken(found.probe) or loaded[0] != built[0] else Severity.WARNING,
+            Severity.ERROR if message or did_not_finish(found.probe) or loaded[0] != built[0] else Severity.WARNING,
             f"{full_name(facts, name)} was compiled with cuDNN {_dotted(built)} and found cuDNN {_dotted(loaded)}: "
             "it needs the same major and at least that minor",
             tuple(
                 filter(
                     None,
                     (
-                        f"{name}: {said}" if said else f"{name} runs with cuDNN {_dotted(loaded)}",
+                        f"{name}: {message}" if message else f"{name} runs with cuDNN {_dotted(loaded)}",
                         *(f"{name} has mapped {file.path}" for file in files),
                         *(f"{key} {value} is installed" for key, value in facts.packages.items() if key == package),
                     ),

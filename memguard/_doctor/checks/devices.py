@@ -1,42 +1,36 @@
-"""The GPUs: which of them CUDA shows, in what order, whose code runs on them, and who else is there."""
+"""The GPUs: which ones CUDA shows, in what order, which frameworks have code for them, and who else uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
 from memguard._doctor.checks import shell, visible_devices
-from memguard._doctor.checks.phrases import full_name, last_line, listing
-from memguard._doctor.checks.shared import (
-    blocked_by,
-    busy,
-    computes,
+from memguard._doctor.checks.architectures import oldest, without_code
+from memguard._doctor.checks.explanations import blocked_by, readable, visible
+from memguard._doctor.checks.gpu_memory import (
     exclusive,
-    failure,
-    filled,
     filled_by_itself,
+    filled_by_others,
     has_context,
     held_by_itself,
     held_by_others,
-    oldest,
-    out_of_memory,
-    readable,
-    same,
-    visible,
-    without_code,
+    same_gpu,
 )
+from memguard._doctor.checks.phrases import error_line, full_name, listing
+from memguard._doctor.checks.probe_outcomes import busy, computes, failed_stage, out_of_memory
 from memguard._doctor.facts import CudaDevice, Facts, NvmlDevice
 from memguard._doctor.finding import Finding, Severity
 from memguard._findings import Name
 from memguard._units import format_size
 
 _ORDER = "CUDA_DEVICE_ORDER"
-_IN_A_SHELL = "run `memguard doctor` in a shell while this process does not run: beside it they cannot be tried"
+_IN_A_SHELL = "end this process and run `memguard doctor` in a shell: beside this process they cannot be tried"
 
 
 def hidden(facts: Facts) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES leaves none, or fewer than it names."""
+    """CUDA_VISIBLE_DEVICES leaves no GPU, or fewer than it names."""
     seen, blocked = visible(facts), blocked_by(facts)
-    # NVML lists no instances: what becomes of one that is named only CUDA says.
+    # NVML does not list MIG instances: only CUDA says whether one exists.
     gone = seen is not None and seen.kind == "MIG-" and blocked == "visible-devices-unknown"
     if seen is None or (not seen.why and seen.entries and not gone) or (blocked is None and seen.only_ended):
         return
@@ -56,17 +50,17 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         "empty": "is empty" if not seen.value.strip() else "has an empty entry, which ends the list",
         "negative": f"has {seen.stopped_at}, which ends the list",
         "word": f"has {seen.stopped_at!r}, which is neither an index nor a UUID and ends the list",
-        "repeated": f"names {seen.stopped_at} twice, which CUDA takes for an empty list",
-        "absent": f"names {seen.stopped_at}, which is not here and ends the list",
-        "ambiguous": f"names {seen.stopped_at}, which is the beginning of more than one UUID and ends the list",
+        "repeated": f"names {seen.stopped_at} twice, which CUDA treats as an empty list",
+        "absent": f"names {seen.stopped_at}, which does not exist here and ends the list",
+        "ambiguous": f"names {seen.stopped_at}, with which more than one UUID begins, and which ends the list",
         "mixed": f"mixes indices and UUIDs, and CUDA stops at {seen.stopped_at}, the first of another kind",
     }[seen.why or "empty"]
     if gone:
         why = f"names {listing(seen.entries)}, and CUDA shows no such instance of a GPU"
-    # CUDA counts without those that NVML refuses.
+    # CUDA does not count the GPUs that NVML refuses.
     places = range(len(cards)) if len(cards) < len(facts.driver.nvml.devices) else [card.index for card in cards]
-    here = ",".join(str(place) for place in places) or "0"
-    remedy = f"name GPUs that are here and each once, all by index or all by UUID: export CUDA_VISIBLE_DEVICES={here}"
+    indices = ",".join(str(place) for place in places) or "0"
+    remedy = f"name existing GPUs, each once, all by index or all by UUID: export CUDA_VISIBLE_DEVICES={indices}"
     if seen.why in ("empty", "negative") and not seen.entries:
         remedy = "unset CUDA_VISIBLE_DEVICES"
     if gone:
@@ -74,7 +68,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         name,
         Severity.ERROR if blocked is not None else Severity.WARNING,
-        f"CUDA_VISIBLE_DEVICES {why}, so that {left}",
+        f"CUDA_VISIBLE_DEVICES {why}, so {left}",
         (
             f"CUDA_VISIBLE_DEVICES={seen.value} (environment)",
             *([has] if has else []),
@@ -85,9 +79,9 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 
 
 def order(facts: Facts) -> Iterator[Finding]:
-    """cuda:0 is not the GPU 0 of nvidia-smi, though it was not asked to be another."""
+    """cuda:0 is not GPU 0 of nvidia-smi, and nobody asked for another order."""
     shown, cards = facts.driver.cuda.devices, facts.driver.nvml.devices
-    indices = [next((card.index for card in cards if same(card.uuid, device.uuid)), -1) for device in shown]
+    indices = [next((card.index for card in cards if same_gpu(card.uuid, device.uuid)), -1) for device in shown]
     if len(cards) < 2 or not indices or -1 in indices:
         return
     asked = _asked(facts, len(shown))
@@ -105,7 +99,7 @@ def order(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "device-order",
             Severity.WARNING,
-            f"CUDA counts the GPUs fastest first and nvidia-smi by their place on the bus: cuda:{wrong} is GPU "
+            f"CUDA numbers the GPUs fastest first and nvidia-smi by their place on the bus: cuda:{wrong} is GPU "
             f"{indices[wrong]} of nvidia-smi and not GPU {asked[wrong]}",
             (*evidence, f"{_ORDER}={setting} (environment)" if setting else f"{_ORDER} is not set"),
             f"export {_ORDER}=PCI_BUS_ID",
@@ -114,9 +108,9 @@ def order(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "device-order",
             Severity.INFO,
-            f"CUDA_VISIBLE_DEVICES gives the GPUs in another order than nvidia-smi: {first}",
+            f"CUDA_VISIBLE_DEVICES orders the GPUs differently from nvidia-smi: {first}",
             evidence,
-            "nothing to do where that is meant; in a budget name GPUs by their UUIDs",
+            "nothing to do if this is meant; in a budget name GPUs by their UUIDs",
         )
 
 
@@ -128,19 +122,19 @@ def capability(facts: Facts) -> Iterator[Finding]:
         lacking = without_code(facts, framework)
         if not lacking or framework.gpu is False:
             continue
-        stage, works = failure(framework), computes(framework)
+        works = computes(framework)
         listed = ", ".join(framework.architectures)
         versions = listing(f"{device.capability[0]}.{device.capability[1]}" for device in lacking)
         evidence = [
             *(f"cuda:{device.ordinal} ({device.name}) has compute capability {_dotted(device)}" for device in lacking),
             *([f"{full_name(facts, name)} has code for {listed}"] if listed else []),
-            *([f"{name}: {last_line(stage.error or '')}"] if stage is not None else []),
+            *([error_line(facts, name)] if failed_stage(framework) is not None else []),
         ]
         others = [device for device in facts.driver.cuda.devices if device not in lacking]
         remedy = f"install a build of {name} that has code for compute capability {versions}"
         if listed:
             older = min(device.capability for device in lacking) < oldest(framework.architectures)
-            remedy += ": an older one, as new ones leave old GPUs out" if older else ", mostly a newer one"
+            remedy += ": an older release, as new ones drop old GPUs" if older else ", usually a newer release"
         if works and others:
             remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={shell.uuids(device.uuid for device in others)}"
         yield Finding(
@@ -155,16 +149,16 @@ def capability(facts: Facts) -> Iterator[Finding]:
 
 
 def mig(facts: Facts) -> Iterator[Finding]:
-    """GPUs that MIG has divided, and CUDA shows an instance of, or nothing."""
+    """GPUs divided by MIG, of which CUDA shows one instance or none."""
     divided = [card for card in facts.driver.nvml.devices if card.mig]
     blocked, shown = blocked_by(facts), facts.driver.cuda.devices
     if blocked is None and not any(device.uuid.startswith("MIG-") for device in shown):
-        divided = [card for card in divided if any(same(card.uuid, device.uuid) for device in shown)]
+        divided = [card for card in divided if any(same_gpu(card.uuid, device.uuid) for device in shown)]
     if not divided or blocked not in (None, "mig"):
         return
     names = listing(f"GPU {card.index} ({card.name})" for card in divided)
     one = len(divided) == 1
-    # Others may be on the other instances: MIG is not for a container to switch off, nor under a running process.
+    # Others may use the other instances: a container must not switch MIG off, nor may it be done under a process.
     alone = not facts.system.container and not any(card.processes for card in divided)
     off = f"sudo nvidia-smi -i {','.join(str(card.index) for card in divided)} -mig 0  # with nothing running on it"
     cause = f"{names} {'is' if one else 'are'} divided by MIG: CUDA shows one instance, and memguard.init refuses it"
@@ -191,34 +185,32 @@ def mig(facts: Facts) -> Iterator[Finding]:
 
 
 def mode(facts: Facts) -> Iterator[Finding]:
-    """GPUs that let one process in, or none."""
+    """GPUs that allow one process at a time, or none."""
     if blocked_by(facts) is not None:
         return
     refused = [name for name, framework in facts.frameworks.items() if busy(framework)]
     for card in exclusive(facts):
         prohibited = card.mode == "Prohibited"
         evidence = [f"NVML: GPU {card.index} ({card.name}) has compute mode {card.mode}"]
-        evidence += [f"process {pid} is on it" for pid in card.processes]
+        evidence += [f"process {pid} uses it" for pid in card.processes]
         own = has_context(facts, card) and not prohibited
         if own:
-            evidence.append("the process that asks has a context on it")
-        for name in refused:
-            stage = failure(facts.frameworks[name])
-            evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+            evidence.append("the process that called the doctor has a context on it")
+        evidence += [error_line(facts, name) for name in refused]
         if prohibited:
             cause = f"GPU {card.index} ({card.name}) is in compute mode Prohibited, in which no process may use it"
         elif own and refused:
             cause = (
-                f"this process has GPU {card.index} ({card.name}), which lets in one process at a time (compute mode "
-                f"{card.mode}), so that {listing(refused)} could not be tried"
+                f"this process uses GPU {card.index} ({card.name}), which allows one process at a time (compute mode "
+                f"{card.mode}), so {listing(refused)} could not be tried"
             )
         elif card.processes and refused:
             cause = (
-                f"GPU {card.index} ({card.name}) lets in one process at a time (compute mode {card.mode}), and process "
-                f"{listing(card.processes)} has it"
+                f"GPU {card.index} ({card.name}) allows one process at a time (compute mode {card.mode}), and process "
+                f"{listing(card.processes)} uses it"
             )
         else:
-            cause = f"GPU {card.index} ({card.name}) lets in one process at a time (compute mode {card.mode})"
+            cause = f"GPU {card.index} ({card.name}) allows one process at a time (compute mode {card.mode})"
         yield Finding(
             "compute-mode",
             Severity.INFO if not (prohibited or refused) else Severity.WARNING if own else Severity.ERROR,
@@ -251,27 +243,27 @@ def peers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "peer-access",
             Severity.INFO,
-            f"{which} reach each other's memory, so that copies between them go through the host's",
+            f"{which} reach each other's memory, so copies between them go through host memory",
             (
                 f"cuDeviceCanAccessPeer: no for {named}{f' and {len(apart) - 4} more' if len(apart) > 4 else ''}",
                 *(f"cuda:{device.ordinal}: {device.name}" for device in shown),
             ),
-            "nvidia-smi topo -p2p r  # says why: other GPUs, a virtual machine, or a bus that does not let it through",
+            "nvidia-smi topo -p2p r  # says why: different GPUs, a virtual machine, or a bus that does not allow it",
         )
 
 
 def full(facts: Facts) -> Iterator[Finding]:
-    """GPUs of which other processes leave little or nothing."""
+    """GPUs on which other processes leave little or no memory."""
     if blocked_by(facts) is not None:
         return
-    cards = filled(facts)
+    cards = filled_by_others(facts)
     for card in cards:
-        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
-        if len(cards) > 1 and not same(card.uuid, facts.driver.cuda.devices[0].uuid):
-            victims = []  # probes compute on GPU 0, which is full as well
+        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failed_stage(framework))]
+        if len(cards) > 1 and not same_gpu(card.uuid, facts.driver.cuda.devices[0].uuid):
+            victims = []  # probes compute on GPU 0, which is full too
         others = held_by_others(facts, card)
         holders = sorted(card.processes.items(), key=lambda pair: -(pair[1] or 0))
-        most = "who holds it is not visible here"
+        most = "which process holds it is not visible here"
         if holders:
             named = listing(f"process {pid} ({format_size(size)})" for pid, size in holders[:3])
             most = f"{named} {'hold' if len(holders) > 1 else 'holds'} it"
@@ -279,17 +271,16 @@ def full(facts: Facts) -> Iterator[Finding]:
             f"NVML: {format_size(card.free)} free of {format_size(card.total)}, {format_size(others)} held by others",
             *(f"process {pid}: {format_size(size)}" for pid, size in holders[:8]),
         ]
-        for name in victims:
-            stage = failure(facts.frameworks[name])
-            evidence.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
-        end = "nvidia-smi on the host says who; "
-        if holders and not facts.system.container:  # in a container these PIDs are the host's, and may be others here
+        evidence += [error_line(facts, name) for name in victims]
+        end = "nvidia-smi on the host shows who; "
+        if holders and not facts.system.container:  # in a container these are PIDs of the host
             end = f"end process {holders[0][0]}, "
         yield Finding(
             "card-filled",
             Severity.ERROR if victims else Severity.WARNING,
-            f"others have filled GPU {card.index} ({card.name}): {format_size(card.free)} of {format_size(card.total)} "
-            f"are free, {most}" + (f", and {listing(victims)} found no room" if victims else ""),
+            f"other processes have filled GPU {card.index} ({card.name}): {format_size(card.free)} of "
+            f"{format_size(card.total)} are free, {most}"
+            + (f", and {listing(victims)} ran out of memory" if victims else ""),
             tuple(evidence),
             f"{end}use another GPU (CUDA_VISIBLE_DEVICES=...), or wait",
             card.uuid,
@@ -297,27 +288,25 @@ def full(facts: Facts) -> Iterator[Finding]:
 
 
 def full_of_itself(facts: Facts) -> Iterator[Finding]:
-    """GPUs of which the process that called the doctor leaves too little for the probes."""
+    """GPUs on which the process that called the doctor leaves too little memory for the probes."""
     if blocked_by(facts) is not None:
         return
     for card in filled_by_itself(facts):
-        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failure(framework))]
+        victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failed_stage(framework))]
         own = held_by_itself(facts, card)
         called = f"GPU {card.index} ({card.name})"
         holds = f"this process holds {format_size(own)} of {called}" if own else f"this process is on {called}"
         lines = [f"NVML: {format_size(card.free)} free of {format_size(card.total)}"]
         lines.append(f"NVML: {format_size(own)} held by this process" if own else "NVML does not say what it holds")
-        for name in victims:
-            stage = failure(facts.frameworks[name])
-            lines.append(f"{name}: {last_line((stage.error if stage else None) or '')}")
+        lines += [error_line(facts, name) for name in victims]
         yield Finding(
             "card-filled",
             Severity.WARNING,
             f"{holds}, {format_size(card.free)} are free, and "
             + (
-                f"{listing(victims)} found no room to be tried"
+                f"{listing(victims)} ran out of memory in the probe"
                 if victims
-                else "several frameworks at once found no room"
+                else "several frameworks at once ran out of memory"
             ),
             tuple(lines),
             _IN_A_SHELL,
@@ -326,10 +315,10 @@ def full_of_itself(facts: Facts) -> Iterator[Finding]:
 
 
 def _asked(facts: Facts, count: int) -> list[int] | None:
-    """NVML's indices as the user named the GPUs; None where he named them by UUID, or nobody can say."""
+    """NVML's indices in the order that the user asked for; None if that is by UUID or unknown."""
     seen = visible(facts)
     if any(card.error is not None for card in facts.driver.nvml.devices):
-        return None  # in a scheduler's job CUDA's indices count those that it was given
+        return None  # in a scheduler's job CUDA numbers only the GPUs of the job
     if facts.environment.get(_ORDER) == "PCI_BUS_ID":
         return None
     if seen is None:

@@ -1,10 +1,11 @@
-"""How findings about the driver say what was read."""
+"""How findings about the driver quote what was read."""
 
 from __future__ import annotations
 
 import re
 
-from memguard._doctor.checks.shared import Version, device_files
+from memguard._doctor.checks.explanations import device_files
+from memguard._doctor.checks.version_numbers import Version
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Severity
 
@@ -12,22 +13,22 @@ PROC = "/proc/driver/nvidia/version"
 START = "docker run --gpus all ..."
 
 
-def state(facts: Facts) -> tuple[str, ...]:
-    """What the driver looks like from its three sides."""
+def driver_state(facts: Facts) -> tuple[str, ...]:
+    """Kernel module, bus, device files, libcuda and NVML, one line of evidence each."""
     driver = facts.driver
     found = device_files(facts)
     if facts.system.wsl:
-        return said(facts)
+        return driver_messages(facts)
     return (
         f"{PROC}: {'not there' if driver.module is None else driver.module or 'without a version'}",
         f"NVIDIA GPUs on the bus: {', '.join(driver.pci) or 'none seen'}",
         f"device files: {', '.join(sorted(found)) or 'none'}",
-        *said(facts),
+        *driver_messages(facts),
     )
 
 
-def said(facts: Facts) -> tuple[str, ...]:
-    """What libcuda and NVML answered."""
+def driver_messages(facts: Facts) -> tuple[str, ...]:
+    """What libcuda and NVML returned."""
     cuda, read = facts.driver.cuda, facts.driver.nvml
     return (
         *([f"libcuda: {cuda.error}"] if cuda.error is not None else []),
@@ -37,7 +38,7 @@ def said(facts: Facts) -> tuple[str, ...]:
 
 
 def broken_off(facts: Facts) -> str | None:
-    """How the process that asks the driver ended before it had its answers; None where it had them."""
+    """How the process that queries the driver ended too early; None if it finished."""
     cuda = facts.driver.cuda
     answer = cuda.init if cuda.init is not None or cuda.path else facts.driver.nvml.error
     found = re.match(r"no answer in \d+ s|ended by \w+|ended with exit code -?\d+", answer or "")
@@ -45,7 +46,7 @@ def broken_off(facts: Facts) -> str | None:
 
 
 def start(kind: str | None) -> str:
-    """How a container of this kind gets GPUs."""
+    """The command that starts a container of this kind with GPUs."""
     return {
         "podman": "podman run --device nvidia.com/gpu=all ...",
         "kubernetes": "resources: {limits: {nvidia.com/gpu: 1}}   in the container's spec",
@@ -55,7 +56,7 @@ def start(kind: str | None) -> str:
 
 
 def with_capabilities(kind: str | None) -> str:
-    """How a container of this kind gets CUDA and NVML of the driver."""
+    """The command that starts a container of this kind with the driver's CUDA and NVML."""
     return {
         "podman": "podman run --device nvidia.com/gpu=all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ...",
         "kubernetes": "env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utility'}]   in the container's spec",
@@ -65,10 +66,10 @@ def with_capabilities(kind: str | None) -> str:
 
 
 def without_init(facts: Facts) -> Severity:
-    """How bad it is that frameworks work and memguard.init fails: what a budget is for does not work then."""
+    """The severity if frameworks work and memguard.init fails: an error if a budget is to be applied."""
     return Severity.ERROR if facts.budget is not None else Severity.WARNING
 
 
 def digits(version: Version) -> str:
-    """With the zeros that drivers' names have: 580.65.06."""
+    """The version with the zeros of driver names: 580.65.06."""
     return ".".join(str(part) if place < 2 else f"{part:02d}" for place, part in enumerate(version))

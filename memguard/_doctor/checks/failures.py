@@ -1,4 +1,4 @@
-"""What went wrong in a probe and nothing else explains."""
+"""Failures in a probe that no other check explains."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from memguard._doctor.checks import import_order
 from memguard._doctor.checks.cpu_only import kept_off, without_cuda
 from memguard._doctor.checks.cudnn import too_old
+from memguard._doctor.checks.explanations import explained
 from memguard._doctor.checks.libraries import without_libraries
 from memguard._doctor.checks.noise import meaning
 from memguard._doctor.checks.numpy import fails_of_numpy
-from memguard._doctor.checks.phrases import ended, full_name, how_it_ended, killed, last_line, listing
-from memguard._doctor.checks.shared import explained, out_of_memory
-from memguard._doctor.collect.missing_libraries import missing
+from memguard._doctor.checks.phrases import full_name, how_it_ended, last_line, listing
+from memguard._doctor.checks.probe_outcomes import died, killed, out_of_memory
+from memguard._doctor.collect.missing_libraries import libraries_not_opened
 from memguard._doctor.facts import Facts, Framework, Probe, Stage
 from memguard._doctor.finding import Finding, Severity
 
@@ -23,19 +24,19 @@ NO_COMPILER = re.compile(
     r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
 )
 
-_APART = "Run them in processes of their own, or try another order of their imports"
-_OUTSIDE = "Mostly for want of host memory: `dmesg | grep -i oom` tells, or the memory limit of the container"
+_APART = "run them in separate processes, or try another order of their imports"
+_OUTSIDE = "usually for lack of host memory: check `dmesg | grep -i oom` and the container's memory limit"
 
 
 def elsewhere(found: Framework) -> bool:
-    """It was imported from outside the folder that its package is installed in."""
+    """Whether it was imported from outside the folder that its package is installed in."""
     if found.path is None or not found.folder:
         return False
     return not found.path.startswith(found.folder.rstrip("/") + "/")
 
 
 def _known(facts: Facts, name: str) -> bool:
-    """Another finding is about why it fails."""
+    """Whether another finding says why it fails."""
     found = facts.frameworks[name]
     return (
         explained(facts, name)
@@ -58,14 +59,14 @@ STEPS = ("import", "devices", "compute")
 
 
 def step(probe: Probe, steps: tuple[str, ...]) -> str:
-    """The step it was in: only those that ended are in the facts."""
+    """The step that it was in: the facts have only finished ones."""
     ended_ones = {stage.name for stage in probe.stages}
     following = next((step for step in steps if step not in ended_ones), None)
     return f"in the step {following}" if following is not None else "at its end"
 
 
-def _said(probe: Probe) -> tuple[str, ...]:
-    """The end of what it said, without what is known to be harmless."""
+def _last_lines(probe: Probe) -> tuple[str, ...]:
+    """Its last lines on stderr, without those known to be harmless."""
     lines = [last_line(text) for text in probe.said if meaning(text) is None]
     return tuple(filter(None, lines[-6:]))
 
@@ -82,29 +83,29 @@ def _in_a_sentence(stage: Stage) -> str:
 def _remedy(name: str, failed: Stage, absent: tuple[str, ...]) -> str:
     if absent:
         return (
-            f"install the package that has {absent[0]} (apt-file search {absent[0]} names Debian's), or put its folder "
-            "into LD_LIBRARY_PATH"
+            f"install the package that has {absent[0]} (on Debian apt-file search {absent[0]} names it), or add its "
+            "folder to LD_LIBRARY_PATH"
         )
     if failed.name == "import":
-        return f"python -c 'import {name}' shows the whole of it"
-    return f"Look for this text in the issues of {name}; a few lines that do the same show the whole error"
+        return f"python -c 'import {name}' shows the whole error"
+    return f"search the issues of {name} for this text; a short script that does the same shows the whole error"
 
 
 def framework_fails(facts: Facts) -> Iterator[Finding]:
-    """An exception in a step, or no GPU where CUDA has one."""
+    """An exception in a step, or a framework that sees no GPU although CUDA shows one."""
     for name, found in facts.frameworks.items():
         probe = found.probe
-        if probe is None or probe.hung or ended(probe) or _known(facts, name):
+        if probe is None or probe.hung or died(probe) or _known(facts, name):
             continue
         failed = probe.failed
         if failed is not None:
-            absent = missing([failed.error or ""])
+            absent = libraries_not_opened([failed.error or ""])
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,
                 f"{full_name(facts, name)} fails in the step {failed.name}: "
                 + (f"{listing(absent)} is missing" if absent else _in_a_sentence(failed)),
-                (f"{name}, {failed.name}: {_error(failed)}", *_said(probe)),
+                (f"{name}, {failed.name}: {_error(failed)}", *_last_lines(probe)),
                 _remedy(name, failed, absent),
                 name,
             )
@@ -112,22 +113,22 @@ def framework_fails(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "framework-fails",
                 Severity.ERROR,
-                f"{full_name(facts, name)} sees no GPU where CUDA sees {len(facts.driver.cuda.devices)}",
-                (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_said(probe)),
-                f"See what {name} says on stderr when it is imported; reinstall it where it says nothing",
+                f"{full_name(facts, name)} sees no GPU, and CUDA shows {len(facts.driver.cuda.devices)}",
+                (f"{name} counts 0 GPUs", f"libcuda counts {len(facts.driver.cuda.devices)}", *_last_lines(probe)),
+                f"read what {name} logs to stderr when it is imported; if nothing, reinstall it",
                 name,
             )
     yield from _together(facts)
 
 
 def _fine(facts: Facts, names: tuple[str, ...]) -> bool:
-    """Each of them is, alone."""
+    """Whether each of them works alone."""
     probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
-    return all(probe is None or not (probe.failed or probe.hung or ended(probe)) for probe in probes)
+    return all(probe is None or not (probe.failed or probe.hung or died(probe)) for probe in probes)
 
 
 def _together(facts: Facts) -> Iterator[Finding]:
-    """An exception in a process of several that none of them raises alone."""
+    """An exception in a process of several frameworks that none of them raises alone."""
     for together in facts.together:
         failed = together.probe.failed
         if failed is None or not _fine(facts, together.order) or import_order.breaks(facts, together):
@@ -138,8 +139,8 @@ def _together(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "framework-fails",
             Severity.ERROR,
-            f"{failed.name} fails in a process with {names}, and not alone: {_in_a_sentence(failed)}",
-            (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_said(together.probe)),
+            f"{failed.name} works alone and fails in a process with {names}: {_in_a_sentence(failed)}",
+            (f"{' then '.join(together.order)}, {failed.name}: {_error(failed)}", *_last_lines(together.probe)),
             _APART,
             ", ".join(together.order),
         )
@@ -147,29 +148,29 @@ def _together(facts: Facts) -> Iterator[Finding]:
 
 def probe_crashed(facts: Facts) -> Iterator[Finding]:
     for name, found in facts.frameworks.items():
-        if found.probe is not None and ended(found.probe) and not _known(facts, name):
+        if found.probe is not None and died(found.probe) and not _known(facts, name):
             what = f"a process that only imports and uses {full_name(facts, name)}"
             where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
-            remedy = f"python -X faulthandler -c 'import {name}' shows where; reinstall {name} with its libraries"
+            remedy = f"python -X faulthandler -c 'import {name}' shows where; then reinstall {name} with its libraries"
             yield _crashed(name, what, step(found.probe, STEPS), where, found.probe, remedy)
     if any(import_order.findings(facts)):
         return
     for together in facts.together:
-        if ended(together.probe) and _fine(facts, together.order):
+        if died(together.probe) and _fine(facts, together.order):
             what = f"a process of {listing(together.order)}"
-            at = f"{step(together.probe, together.order)}, and alone each works"
+            at = f"{step(together.probe, together.order)}, and each works alone"
             where = f"{' then '.join(together.order)}: the process", ""
             yield _crashed(", ".join(together.order), what, at, where, together.probe, _APART)
 
 
 def _crashed(subject: str, what: str, at: str, where: tuple[str, str], probe: Probe, remedy: str) -> Finding:
-    """`where`: what the line of evidence says before and after how it ended."""
+    """`where`: the text before and after how it ended, in the line of evidence."""
     how = how_it_ended(probe)
     return Finding(
         "probe-crashed",
         Severity.ERROR,
         f"{what} {how}, {at}",
-        (f"{where[0]} {how}{where[1]}", *_said(probe)),
+        (f"{where[0]} {how}{where[1]}", *_last_lines(probe)),
         _OUTSIDE if killed(probe) else remedy,
         subject,
     )
@@ -193,8 +194,8 @@ def _hung(subject: str, what: str, probe: Probe, steps: tuple[str, ...]) -> Find
         (
             *(f"{subject}: {stage.name} took {stage.seconds:.1f} s" for stage in probe.stages),
             f"{subject}: stopped after {probe.seconds:.1f} s",
-            *_said(probe),
+            *_last_lines(probe),
         ),
-        "memguard doctor --timeout 300 tells slow from stuck: kernels compiled at a first start can take minutes",
+        "run memguard doctor --timeout 300: compiling kernels at the first start can take minutes",
         subject,
     )

@@ -1,4 +1,4 @@
-"""Commands that install what is missing: by framework, by the CUDA in question, and by what installed it before."""
+"""Commands that install what is missing: by framework, by CUDA, and by what installed it before."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from memguard._doctor.checks import shell
 from memguard._doctor.checks.cuda_libraries import parse
-from memguard._doctor.checks.shared import cuda_of_driver, numbers
+from memguard._doctor.checks.version_numbers import cuda_of_driver, numbers
 from memguard._doctor.facts import Facts, Framework
 
 _PYTORCH = ((13, 0), (12, 8), (12, 6), (11, 8))
-"""CUDAs that download.pytorch.org has builds for, as far as they differ in the drivers that they need."""
+"""CUDA versions that download.pytorch.org has builds for, one for each minimum driver."""
 _CONDA = {
     "torch": "pytorch-gpu",
     "tensorflow": "tensorflow-gpu",
@@ -20,11 +20,11 @@ _CONDA = {
     "pycuda": "pycuda",
     "numba": "numba-cuda",
 }
-"""conda-forge's packages, which bring CUDA's libraries along."""
+"""conda-forge's packages, which depend on CUDA's libraries."""
 
 
 def libraries_for(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str] = ()) -> str:
-    """The command that brings CUDA's libraries for it; `wanted` is the major of the CUDA that it was built for."""
+    """The command that installs CUDA's libraries for it; `wanted`: the major of the CUDA that it was built for."""
     with_pip = _by_pip(facts, framework, wanted, libraries)
     if not maybe_conda(facts, facts.frameworks[framework]):
         return with_pip
@@ -41,7 +41,7 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
     if framework == "cupy" and wanted is not None:
         if finds_packages(found):
             return cupy_wheel(found, wanted, release)
-        toolkit = f"install CUDA's toolkit {wanted} and put its lib64 into LD_LIBRARY_PATH"
+        toolkit = f"install CUDA's toolkit {wanted} and add its lib64 to LD_LIBRARY_PATH"
         if wanted < 12:  # CuPy 14 has no build for it
             return toolkit
         newer = cupy_wheel(found, wanted, ">=14")
@@ -53,13 +53,13 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
 
 
 def finds_packages(cupy: Framework) -> bool:
-    """CuPy 14 and newer open CUDA's libraries in pip's packages, older ones in CUDA's toolkit only."""
+    """Whether this CuPy opens CUDA's libraries in pip's packages, as 14 and newer do; older ones need the toolkit."""
     release = numbers(cupy.version)
     return not release or release >= (14,)
 
 
 def cupy_wheel(found: Framework, cuda: int, release: str = "") -> str:
-    """CuPy with CUDA's libraries. A wheel for another CUDA would stay beside it, in the same folder."""
+    """CuPy with CUDA's libraries. A wheel for another CUDA is uninstalled first, as it uses the same folder."""
     wheel = f"cupy-cuda{cuda}x"
     others = [name for name in found.distributions if re.match(r"cupy(-|$)", name) and name != wheel]
     first = f"pip uninstall -y {' '.join(others)} && " if others else ""
@@ -67,7 +67,7 @@ def cupy_wheel(found: Framework, cuda: int, release: str = "") -> str:
 
 
 def pip_packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
-    """The pip packages of these SONAMEs; a SONAME that says its CUDA by itself is believed."""
+    """The pip packages of these SONAMEs. A SONAME that names its CUDA decides, else `wanted`."""
     packages: dict[str, None] = {}
     for name in libraries:
         found = parse(name)
@@ -84,10 +84,10 @@ def pip_packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
 
 
 def pytorch(cuda: tuple[int, ...]) -> str:
-    """PyTorch for this CUDA. Without uninstalling it first pip leaves the build that is there."""
+    """PyTorch for this CUDA. It is uninstalled first, else pip keeps the installed build."""
     build = _pytorch_build(cuda)
     if build is None and cuda[:1] == (12,):
-        build = (12, 6)  # which every driver for CUDA 12 runs
+        build = (12, 6)  # runs on every driver for CUDA 12
     if build is None:
         return "pip uninstall -y torch, then the command that https://pytorch.org/get-started gives for your driver"
     index = "".join(map(str, build))
@@ -95,13 +95,13 @@ def pytorch(cuda: tuple[int, ...]) -> str:
 
 
 def _pytorch_build(cuda: tuple[int, ...]) -> tuple[int, int] | None:
-    """The newest build that is none for a newer CUDA, nor for an older major."""
+    """The newest build of this CUDA's major that is not for a newer CUDA."""
     major = min(cuda[0], 13) if cuda else 0
     return next((known for known in _PYTORCH if known[0] == major and known <= cuda[:2]), None)
 
 
 def with_cuda(facts: Facts, framework: str) -> str:
-    """The build for CUDA, by the driver's."""
+    """The command that installs the build for the driver's CUDA."""
     driver = cuda_of_driver(facts)
     known = min(driver[0], 13) if driver and driver[0] >= 12 else 12
     command = {
@@ -122,7 +122,7 @@ def _by_conda(framework: str, cuda: int | None) -> str:
 
 
 def maybe_conda(facts: Facts, found: Framework) -> bool:
-    """It lies in the conda environment that is active, and nothing says that pip put it there."""
+    """Whether it is in the active conda environment, with no sign that pip installed it."""
     prefix = facts.environment.get("CONDA_PREFIX", "").rstrip("/")
     if not prefix or not (found.folder or "").startswith(prefix + "/"):
         return False
@@ -132,10 +132,10 @@ def maybe_conda(facts: Facts, found: Framework) -> bool:
 
 
 def built_by_the_driver(facts: Facts, framework: str) -> str | None:
-    """What makes it compile with the driver's CUDA at run time; None where only a newer driver helps.
+    """What makes it compile with the driver's CUDA at run time; None if only a newer driver helps.
 
-    CuPy alone takes the NVRTC that is installed. PyTorch has its own, in each build another. Numba, JAX and Triton
-    take parts of several packages that belong together.
+    Only CuPy uses the NVRTC that is installed. Each build of PyTorch contains its own. Numba, JAX and Triton use parts
+    of several packages that belong together.
     """
     driver = cuda_of_driver(facts)
     found = facts.frameworks[framework]

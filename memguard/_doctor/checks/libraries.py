@@ -1,4 +1,4 @@
-"""CUDA's libraries: what a framework was built for against what its process has mapped."""
+"""CUDA's libraries: what a framework was built for, and what its process has mapped."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from itertools import combinations
 
 from memguard._doctor.checks import cudnn, import_order
 from memguard._doctor.checks.cpu_only import without_cuda
-from memguard._doctor.checks.cuda_libraries import Mapped, by_stem, major, mapped, missing, parse
+from memguard._doctor.checks.cuda_libraries import Mapped, by_stem, cuda_libraries_not_opened, major, mapped, parse
+from memguard._doctor.checks.explanations import no_gpu
 from memguard._doctor.checks.install import libraries_for, pip_packages
-from memguard._doctor.checks.phrases import broken, built_for, few, full_name, listing, texts
-from memguard._doctor.checks.shared import no_gpu
+from memguard._doctor.checks.phrases import built_for, few, full_name, listing
+from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._doctor.facts import Facts, Framework
 from memguard._doctor.finding import Finding, Severity
 
-# NVRTC opens the builtins of its own version by itself: another beside them is never called.
+# NVRTC opens the builtins of its own version, so a second copy is never called.
 _NO_STATE = frozenset({"libnvrtc-builtins"})
-# They compile for whoever asks, with handles of his own: a second one is memory and no more.
+# They compile through handles of the caller: a second copy costs memory and nothing else.
 _COMPILERS = frozenset({"libnvrtc", "libnvJitLink", "libnvvm", "libnvfatbin"})
 _TENSORFLOW_SAYS = "Cannot dlopen some GPU libraries"
 
 
 def _wanted(facts: Facts, framework: str) -> int | None:
-    """The CUDA it was built for: as it says itself, or as its package's name or version does."""
+    """The CUDA major that it was built for, from itself or from its package's name or version."""
     found = facts.frameworks[framework]
     if (built := major(found.cuda)) is not None:
         return built
     dists = (*found.distributions, *(name for name in facts.packages if name.startswith(f"{framework}-cuda")))
-    said = re.search(r"\+cu(\d\d)", found.version or "") or re.search(r"-cuda(\d\d)", " ".join(dists))
-    return int(said.group(1)) if said else None
+    match = re.search(r"\+cu(\d\d)", found.version or "") or re.search(r"-cuda(\d\d)", " ".join(dists))
+    return int(match.group(1)) if match else None
 
 
 def absent(facts: Facts, framework: str) -> tuple[str, ...]:
-    """CUDA's libraries that it could not open."""
+    """The CUDA libraries that it could not open."""
     found = facts.frameworks[framework]
     named = tuple(name for name in found.missing if parse(name) is not None)
-    return named or missing(texts(found.probe))
+    return named or cuda_libraries_not_opened(messages(found.probe))
 
 
 def without_libraries(facts: Facts, framework: str) -> bool:
-    """It lacks libraries of CUDA, by name or by TensorFlow's message that names none."""
-    said = texts(facts.frameworks[framework].probe)
-    return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in said)
+    """Whether it lacks CUDA libraries, by their names or by TensorFlow's message, which has no names."""
+    texts = messages(facts.frameworks[framework].probe)
+    return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in texts)
 
 
 def library_missing(facts: Facts) -> Iterator[Finding]:
@@ -51,16 +52,16 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
             continue
         at_import = any(stage.error is not None and stage.name == "import" for stage in found.probe.stages)
         if no_gpu(facts) and not at_import:
-            continue  # it would find no GPU with them either
+            continue  # with them it would find no GPU either
         if name == "numba" and without_cuda(facts, name):
-            continue  # what brings its libraries is what it lacks
+            continue  # it lacks the package that brings its libraries
         names, wanted = absent(facts, name), _wanted(facts, name)
-        what = listing(names) if names else "libraries of CUDA that it does not name"
+        what = listing(names) if names else "CUDA libraries that its message does not name"
         packages = pip_packages(names, wanted)
-        lines = [line.strip() for text in texts(found.probe) for line in text.splitlines()]
-        evidence = [line for line in lines if missing([line]) or _TENSORFLOW_SAYS in line]
-        fails = broken(found.probe) or found.gpus == 0
-        sees = "" if fails else "; it runs without"
+        lines = [line.strip() for text in messages(found.probe) for line in text.splitlines()]
+        evidence = [line for line in lines if cuda_libraries_not_opened([line]) or _TENSORFLOW_SAYS in line]
+        fails = did_not_finish(found.probe) or found.gpus == 0
+        sees = "" if fails else "; it works without"
         yield Finding(
             "library-missing",
             Severity.ERROR if fails else Severity.INFO,
@@ -74,7 +75,7 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
 
 
 def _wrong(found: Framework) -> tuple[Mapped, ...]:
-    """Files of another CUDA than it was built for, of libraries that it has in no other file."""
+    """Mapped files for another CUDA than it was built for, if no other file of that library fits."""
     built = major(found.cuda)
     if built is None or found.probe is None:
         return ()
@@ -94,7 +95,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
         runs_with = listing(file.library.stem for file in files)
         kinds = listing(sorted({file.of for file in files}))
         also = [
-            f"it has {listing(file.name for file in group)} at once"
+            f"it has loaded {listing(file.name for file in group)}"
             for group in by_stem(mapped(found.probe.libraries)).values()
             if _disjoint(group)
         ]
@@ -102,9 +103,9 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
         folders = _searched(facts, files)
         yield Finding(
             "library-wrong-major",
-            Severity.ERROR if broken(found.probe) else Severity.WARNING,
+            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
             f"{full_name(facts, name)} was built for CUDA {found.cuda} and runs with {runs_with} of {kinds}, "
-            "which need not keep to what it was built against",
+            "whose functions may differ",
             (
                 built_for(facts, name),
                 *few([f"{name} has mapped {file.path} ({file.of})" for file in files]),
@@ -118,7 +119,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
 
 
 def _searched(facts: Facts, files: Iterable[Mapped]) -> list[str]:
-    """Folders of theirs that LD_LIBRARY_PATH names."""
+    """The folders of these files that LD_LIBRARY_PATH names."""
     named = {folder.rstrip("/") for folder in facts.environment.get("LD_LIBRARY_PATH", "").split(":") if folder}
     return sorted({file.folder for file in files} & named)
 
@@ -128,9 +129,9 @@ def _disjoint(files: Iterable[Mapped]) -> bool:
 
 
 def _copies(paths: Iterable[str]) -> list[tuple[Mapped, Mapped]]:
-    """Pairs of files that are one library for one CUDA.
+    """Pairs of files that are the same library for the same CUDA.
 
-    Where two CUDAs are in the process a name that both have (libcusparse.so.12) says nothing.
+    If the process has two CUDAs, a file name that both use (libcusparse.so.12) proves nothing.
     """
     groups = by_stem(mapped(sorted(set(paths))))
     two_cudas = any(map(_disjoint, groups.values()))
@@ -145,7 +146,7 @@ def _copies(paths: Iterable[str]) -> list[tuple[Mapped, Mapped]]:
 
 
 def _processes(facts: Facts) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Whose files are looked at: each framework's alone, then those of several at once, then the caller's."""
+    """Mapped files by process: each framework alone, then several together, then the process that asked."""
     for name, probe in facts.probes():
         yield name, probe.libraries
     if facts.process is not None:
@@ -153,7 +154,7 @@ def _processes(facts: Facts) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _members(facts: Facts, process: str) -> list[str]:
-    """The frameworks in it."""
+    """The frameworks in this process."""
     if process == "this process":
         there = facts.process.modules if facts.process is not None else ()
         return [name for name in facts.frameworks if name in there]
@@ -161,13 +162,13 @@ def _members(facts: Facts, process: str) -> list[str]:
 
 
 def library_twice(facts: Facts) -> Iterator[Finding]:
-    """One finding for two folders, whichever libraries are in both; what a wrong major brings is told with it."""
+    """One finding for each pair of folders. Files that `library_wrong_major` reports are left out."""
     wrong = {name: {file.path for file in _wrong(found)} for name, found in facts.frameworks.items()}
     found_in: dict[tuple[str, str], dict[str, list[tuple[Mapped, Mapped]]]] = {}
     for name, paths in _processes(facts):
-        told = {path for member in _members(facts, name) for path in wrong.get(member, ())}
+        reported = {path for member in _members(facts, name) for path in wrong.get(member, ())}
         for first, second in _copies(paths):
-            if first.path not in told and second.path not in told:
+            if first.path not in reported and second.path not in reported:
                 folders = (min(first.folder, second.folder), max(first.folder, second.folder))
                 found_in.setdefault(folders, {}).setdefault(name, []).append((first, second))
     for folders, where in found_in.items():
@@ -190,13 +191,13 @@ def _twice(
         if not folder.endswith("/nvidia/cu13/lib") and folder in facts.environment.get(name, "")
     ]
     if renamed:
-        why, remedy = "a package brings its own under another name, so that they do not meet", "Nothing to do"
+        why, remedy = "a package has its own copy under another name, so they do not mix", "nothing to do"
     elif compilers:
-        why, remedy = "each is only called by who has loaded it", "Nothing to do"
+        why, remedy = "each is called only by the library that loaded it", "nothing to do"
     else:
-        why = "what one has set up the other does not know"
+        why = "the state of one copy is unknown to the other"
         packages = sorted({name for first, _ in pairs for name in _installed(facts, first)})
-        remedy = f"Take {listing(variables)}" if variables else "Keep one of them: uninstall the other's package"
+        remedy = f"take {listing(variables)}" if variables else "keep one of them: uninstall the other's package"
         remedy += f" (pip show -f {' '.join(packages)} lists its files)" if packages and not variables else ""
     return Finding(
         "library-twice",
@@ -213,14 +214,14 @@ def _twice(
 
 
 def _installed(facts: Facts, file: Mapped) -> Iterator[str]:
-    """Packages that are installed and may have brought it."""
+    """Installed packages that may have installed it."""
     for number in sorted(file.majors):
         if (name := file.library.pip(number)) in facts.packages:
             yield name
 
 
 def cuda_majors_mixed(facts: Facts) -> Iterator[Finding]:
-    """Two CUDAs in a framework's own process; then in one of several, where nothing said before explains it."""
+    """Two CUDAs in a framework's own process, or in one of several if nothing before explains it."""
     explained: set[str] = set()
     alone: dict[tuple[str, ...], list[str]] = {}
     for name, found in facts.frameworks.items():
@@ -267,16 +268,16 @@ def _mixed_alone(facts: Facts, strangers: tuple[str, ...], names: list[str]) -> 
         Severity.ERROR if right and misread else Severity.WARNING,
         f"{stems} ({listing(file.of for file in files)}) is loaded into {listing(names)}, built for CUDA "
         f"{listing(sorted({str(major(facts.frameworks[name].cuda)) for name in names}))}: "
-        "a function may be found in the wrong one",
+        "a call may reach the wrong one",
         (
             *(built_for(facts, name) for name in names),
             *few(lines),
             *(f"{line}, the driver {right[0]}" for line in misread if right),
             *(f"{package} {version} is installed" for package, version in packages.items()),
         ),
-        f"pip uninstall {' '.join(packages)}, where nothing else needs it, or an environment for each"
+        f"pip uninstall {' '.join(packages)} if nothing else needs it, or use an environment for each"
         if packages
-        else f"Keep {listing(file.folder for file in files)} out of the paths of this Python",
+        else f"keep {listing(file.folder for file in files)} out of the paths of this Python",
         ", ".join(names),
     )
 
@@ -293,12 +294,12 @@ def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[i
         "cuda-majors-mixed",
         Severity.WARNING,
         f"{who or name} in one process: libraries of CUDA {listing(map(str, kinds))} are loaded, "
-        "with the memory and the state of two CUDA runtimes",
+        "so there are two CUDA runtimes, each with its memory and state",
         (
             *(built_for(facts, framework) for names in groups.values() for framework in names),
             *few([f"{file.path} ({file.of})" for file in files]),
         ),
-        "Install builds for one CUDA major, or run them in processes of their own",
+        "install builds for one CUDA major, or run them in separate processes",
         ", ".join(fewest) or name,
     )
 

@@ -1,18 +1,20 @@
-"""Memory: settings that void a limit, second contexts, pools that take everything, budgets that do not fit here."""
+"""Memory: settings that disable a limit, second contexts, preallocation, and budgets that do not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from memguard._doctor.checks import shared
 from memguard._doctor.checks.cpu_only import kept_off
+from memguard._doctor.checks.explanations import both_xla_fractions, no_gpu
+from memguard._doctor.checks.gpu_memory import filled_by_others, held_by_itself, same_gpu
 from memguard._doctor.checks.phrases import few, last_line, listing
+from memguard._doctor.checks.probe_outcomes import failed_stage
 from memguard._doctor.facts import BudgetFacts, Facts, NvmlDevice
 from memguard._doctor.finding import Finding, Severity
 from memguard._units import MIB, format_size
 
 _ALLOCATORS = {
-    # framework: how it is called, the variable, the values under which no limit holds
+    # framework: its title, the variable, and the values under which no limit holds
     "tensorflow": ("TensorFlow", "TF_GPU_ALLOCATOR", {"cuda_malloc_async", "cuda_malloc"}),
     "jax": ("JAX", "XLA_PYTHON_CLIENT_ALLOCATOR", {"cuda_async", "platform"}),
 }
@@ -30,41 +32,41 @@ _CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _PRIMARY = ("torch", "tensorflow", "jax", "cupy", "numba")
 """Frameworks that work in the primary context."""
 _CAPPED = ("cudaMallocAsync", "cupy.cuda.memory.MemoryPool")
-"""Allocators besides the usual one that a cap holds on."""
+"""Allocators besides the default one on which a cap holds."""
 
 
 def async_allocator(facts: Facts) -> Iterator[Finding]:
-    """An allocator that knows no limit."""
+    """An allocator without a memory limit."""
     for framework, (name, variable, unlimited) in _ALLOCATORS.items():
         value = facts.environment.get(variable, "").strip()
         if value.lower() not in unlimited or not _has_gpu_build(facts, framework):
             continue
         limits = _limits(facts, framework)
-        cause = f"with {variable}={value} {name} knows no memory limit"
+        cause = f"with {variable}={value} {name} has no memory limit"
         yield Finding(
             "async-allocator",
             Severity.ERROR if limits else Severity.INFO,
             f"{cause}: {limits[0]} does not hold" if limits else cause,
             (f"{variable}={value} (environment)", *limits[1:], _MEASURED[framework]),
-            f"unset {variable}" if limits else f"unset {variable} before {name} is to have a limit",
+            f"unset {variable}" if limits else f"unset {variable} before you limit {name}",
             framework,
         )
 
 
 def async_pool(facts: Facts) -> Iterator[Finding]:
-    """CuPy's, whose limit says when the pool gives memory back, and refuses none."""
+    """CuPy's async pool: its limit only says when memory is given back, and refuses no allocation."""
     limits = _cupy_limits(facts)
     if facts.process is not None and _has_async_pool(facts) and limits:
         yield Finding(
             "async-allocator",
             Severity.ERROR,
-            f"with {_ASYNC_POOL} CuPy knows no memory limit: {limits[0]} does not hold",
+            f"with {_ASYNC_POOL} CuPy has no memory limit: {limits[0]} does not hold",
             (
                 f"cupy allocates from {facts.process.allocators['cupy']} (this process)",
                 *limits[1:],
-                "its limit is the release threshold of a pool that all in the process share",
+                "its limit is the release threshold of a pool that the whole process shares",
             ),
-            "cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc), whose limits hold",
+            "cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc): limits of that pool hold",
             "cupy",
         )
 
@@ -74,18 +76,18 @@ def _has_async_pool(facts: Facts) -> bool:
 
 
 def _cupy_limits(facts: Facts) -> tuple[str, ...]:
-    """As `_limits`. A budget that is active has judged the pool, and said that it only watches it."""
+    """As `_limits`. An active budget has already reported that it only watches this pool."""
     budget, given = facts.budget, facts.environment.get(_CUPY_LIMIT, "").strip()
     active = facts.process is not None and facts.process.budget
     if budget is not None and "cupy" in budget.frameworks and not active:
         return "its cap", f"{budget.source} caps cupy"
-    if not given.rstrip("%").strip("0."):  # not set, or 0, which is none
+    if not given.rstrip("%").strip("0."):  # not set, or 0, which means no limit
         return ()
     return f"{_CUPY_LIMIT}={given}", f"{_CUPY_LIMIT}={given} (environment)"
 
 
 def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
-    """What is meant to limit it, in words, and then where that stands; empty where nothing is."""
+    """What is meant to limit it, then where that is set; empty if nothing limits it."""
     budget = facts.budget
     if budget is not None and framework in budget.frameworks:
         return "its cap", f"{budget.source} caps {framework}"
@@ -94,33 +96,33 @@ def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
 
 
 def xla_fractions(facts: Facts) -> Iterator[Finding]:
-    """Two names for one setting, of which JAX accepts one."""
-    both = shared.xla_fractions(facts)
+    """Both names of one setting, of which JAX accepts only one."""
+    both = both_xla_fractions(facts)
     cards = facts.driver.cuda.devices or facts.driver.nvml.devices
-    if not both or not cards or shared.no_gpu(facts) or kept_off(facts, "jax"):
-        return  # there is no GPU to lose, or JAX is not to have it
-    stage = shared.failure(facts.frameworks["jax"])
-    said = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
+    if not both or not cards or no_gpu(facts) or kept_off(facts, "jax"):
+        return  # there is no GPU, or JAX is kept off it anyway
+    stage = failed_stage(facts.frameworks["jax"])
+    lines = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
-        said.append("jax sees no GPU")
+        lines.append("jax sees no GPU")
     yield Finding(
         "xla-fractions",
         Severity.ERROR,
         "XLA_CLIENT_MEM_FRACTION and the deprecated XLA_PYTHON_CLIENT_MEM_FRACTION are both set, which JAX refuses: "
-        "it loads no GPU backend and goes on with the CPU",
-        (*(f"{setting} (environment)" for setting in both), *said),
+        "it loads no GPU backend and uses the CPU",
+        (*(f"{setting} (environment)" for setting in both), *lines),
         f"unset {_FRACTIONS[1]}",
         "jax",
     )
 
 
 def second_context(facts: Facts) -> Iterator[Finding]:
-    """PyCUDA in a context of its own, beside frameworks that share the primary one."""
+    """PyCUDA in its own context, beside frameworks that share the primary one."""
     process, script = facts.process, facts.script
     evidence: list[str] = []
     if process is not None:
         others = _of(process.modules)
-        # Where nobody could ask: autoinit makes a context of its own, unless a budget hands it the primary one.
+        # If nobody could ask: autoinit makes its own context, unless a budget gives it the primary one.
         autoinit = [name for name in _AUTOINIT if name in process.modules]
         unasked = process.foreign_context is None and autoinit and not process.budget
         if others and (process.foreign_context or unasked):
@@ -133,7 +135,7 @@ def second_context(facts: Facts) -> Iterator[Finding]:
             yield _second_context(others, evidence)
             return
     budget = facts.budget
-    if script is None or (budget is not None and "pycuda" in budget.frameworks):  # it then gets the primary one
+    if script is None or (budget is not None and "pycuda" in budget.frameworks):  # which gives it the primary one
         return
     others = _of(name for name, _ in script.imports)
     if others and any(name in _AUTOINIT for name, _ in script.imports):
@@ -148,7 +150,7 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding
         "second-context",
         Severity.WARNING,
         f"PyCUDA makes a second CUDA context beside that of {listing(others)}: 518 MiB more (measured on an H200), and "
-        "streams and kernels that the other side cannot use",
+        "streams and kernels that the others cannot use",
         tuple(evidence),
         "push `Device(0).retain_primary_context()` instead of importing pycuda.gl.autoinit"
         if any(_AUTOINIT[1] in line for line in evidence)
@@ -159,7 +161,7 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding
 
 
 def preallocation(facts: Facts) -> Iterator[Finding]:
-    """A framework that takes the card at its first operation, in one process with others."""
+    """A framework that takes the GPU at its first operation, in one process with others."""
     if facts.process is not None and facts.process.budget:
         return
     budget = facts.budget.frameworks if facts.budget is not None else ()
@@ -186,7 +188,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
                 "preallocation",
                 Severity.INFO,
                 "JAX takes 75% of each GPU's memory at its first operation, unless the program says otherwise, and "
-                f"{listing(others)} in the same process has to do with the rest",
+                f"{listing(others)} in the same process must do with the rest",
                 (*where, f"neither {_PREALLOCATE} nor {_FRACTIONS[0]} is set", f"JAX's default is 75%{size}"),
                 f"set {_PREALLOCATE}=false, or cap jax in a budget (`memguard run -c budget.yaml`)",
                 name,
@@ -200,7 +202,7 @@ def _jax_preallocates(facts: Facts) -> bool:
 
 
 def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
-    """The frameworks that are known to share a process, each with the line of evidence."""
+    """The frameworks that are known to share a process, each with its line of evidence."""
     found: dict[str, tuple[str, ...]] = {}
     if facts.process is not None:
         found.update({name: (f"this process has imported {name}",) for name in _of(facts.process.modules, "pycuda")})
@@ -212,7 +214,7 @@ def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def allocator_swap(facts: Facts) -> Iterator[Finding]:
-    """Memory that does not come from the allocator that a cap is set on."""
+    """Memory from another allocator than the one that is capped."""
     budget = facts.budget.frameworks if facts.budget is not None else ()
     if _NO_CACHING in facts.environment and _has_gpu_build(facts, "torch"):
         capped = "torch" in budget
@@ -220,21 +222,21 @@ def allocator_swap(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "allocator-swap",
             Severity.WARNING if capped else Severity.INFO,
-            f"{off}, and with it every limit: its cap cannot be set"
+            f"{off} and with it every limit: its cap cannot be set"
             if capped
-            else f"{off}: each tensor is an allocation of the driver's",
+            else f"{off}: each tensor is allocated from the driver",
             (f"{_NO_CACHING}={facts.environment[_NO_CACHING]} (environment)", *_capped_by(facts.budget, "torch")),
             f"unset {_NO_CACHING}" + (", or leave torch out of the budget" if capped else ""),
             "torch",
         )
-    if facts.process is None or facts.process.budget:  # init has judged what it found
+    if facts.process is None or facts.process.budget:  # init has already reported it
         return
     for name, allocator in facts.process.allocators.items():
         if name in budget and allocator not in _CAPPED and not (name == "cupy" and _has_async_pool(facts)):
             yield Finding(
                 "allocator-swap",
                 Severity.WARNING,
-                f"{name}'s memory comes from {allocator} in this process, so its cap may not hold",
+                f"{name} allocates from {allocator} in this process, so its cap may not hold",
                 (f"{name} allocates from {allocator} (this process)", *_capped_by(facts.budget, name)),
                 f"call memguard.init before {name}'s allocator is replaced, or leave {name} out of the budget",
                 name,
@@ -246,27 +248,27 @@ def _capped_by(budget: BudgetFacts | None, name: str) -> tuple[str, ...]:
 
 
 def budget_too_large(facts: Facts) -> Iterator[Finding]:
-    """A budget that these GPUs cannot give, at all or now."""
+    """A budget that does not fit these GPUs, at all or at present."""
     budget = facts.budget
-    if budget is None or shared.no_gpu(facts):
+    if budget is None or no_gpu(facts):
         return
     if budget.errors:
         lines = [line.strip() for error in budget.errors for line in error.splitlines() if line.strip()]
         fixes = [line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")]
-        said = [line for line in lines if not line.startswith("fix:")]
+        errors = [line for line in lines if not line.startswith("fix:")]
         yield Finding(
             "budget-too-large",
             Severity.ERROR,
             "the budget cannot be applied to the GPUs here",
-            few(said),
+            few(errors),
             fixes[0] if fixes else f"memguard plan {budget.source}",
             budget.source,
         )
-    taken = shared.filled(facts)  # that finding says who holds it
+    taken = filled_by_others(facts)  # another finding says who holds it
     for device in facts.driver.nvml.devices:
-        limit = next((size for uuid, size in budget.limits.items() if shared.same(uuid, device.uuid)), None)
+        limit = next((size for uuid, size in budget.limits.items() if same_gpu(uuid, device.uuid)), None)
         if limit is not None and device.free is not None and not device.mig and device not in taken:
-            own = shared.held_by_itself(facts, device)
+            own = held_by_itself(facts, device)
             available = None if own is None else device.free + own
             if available is not None and limit > available:
                 yield _not_now(budget, device, limit, available)
@@ -278,10 +280,10 @@ def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int
     return Finding(
         "budget-too-large",
         Severity.WARNING,
-        f"the limit of {format_size(limit)} on {device.name or device.uuid} cannot be had now: "
+        f"the limit of {format_size(limit)} on {device.name or device.uuid} does not fit at present: "
         f"{format_size(available)} is left",
         (f"{budget.source}: {format_size(limit)}", f"NVML: {format_size(device.free)} free{total}", *few(held)),
-        f"stop what holds it, or lower device.limit to {available // MIB}MiB",
+        f"stop what holds the memory, or lower device.limit to {available // MIB}MiB",
         device.uuid,
     )
 
@@ -297,7 +299,7 @@ def _unlimited(facts: Facts, framework: str) -> bool:
 
 
 def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
-    """The frameworks that these modules are of. Numba without its CUDA part is a compiler for the CPU."""
+    """The frameworks of these modules. Numba without its CUDA part is a compiler for the CPU."""
     names = (module.partition(".")[0] for module in modules if module != "numba")
     return tuple(name for name in dict.fromkeys(names) if name in _PRIMARY or name in more)
 

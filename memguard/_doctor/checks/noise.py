@@ -1,4 +1,4 @@
-"""Messages that read like errors and are none. Sources: docs/doctor/harmless-message.md."""
+"""Messages that look like errors and are harmless. Sources: docs/doctor/harmless-message.md."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memguard._doctor.finding import Finding, Severity
 HARMLESS: tuple[tuple[str, str], ...] = (
     (
         r"Unable to register cu(DNN|FFT|BLAS) factory",
-        "a second copy of XLA in this process keeps the first's libraries",
+        "a second copy of XLA in this process uses the libraries of the first",
     ),
-    (r"computation.placer already registered", "the same, for XLA's placement of programs"),
-    (r"NUMA node read from SysFS had negative value", "the machine names no NUMA node for the GPU, zero is taken"),
-    (r"could not open file to read NUMA node", "the kernel tells no NUMA node for the GPU, zero is taken"),
+    (r"computation.placer already registered", "the same, for where XLA places programs"),
+    (r"NUMA node read from SysFS had negative value", "the machine reports no NUMA node for the GPU, so 0 is used"),
+    (r"could not open file to read NUMA node", "the kernel reports no NUMA node for the GPU, so 0 is used"),
     (r"TF-TRT Warning: (Could not find TensorRT|Cannot dlopen some TensorRT libraries)", "TensorRT is optional"),
     (r"(?:TensorFlow|This TensorFlow) binary is optimized", "a note on the CPU instructions that TensorFlow uses"),
     (r"oneDNN custom operations are on", "a note on rounding on the CPU"),
@@ -37,34 +37,34 @@ _RULES = tuple((re.compile(pattern), meaning) for pattern, meaning in HARMLESS)
 
 
 def meaning(line: str) -> str | None:
-    """What a harmless line means; None where it is not known to be harmless."""
-    return next((said for pattern, said in _RULES if pattern.search(line)), None)
+    """What a harmless line means; None if it is not known to be harmless."""
+    return next((explanation for pattern, explanation in _RULES if pattern.search(line)), None)
 
 
 def _short(line: str) -> str:
-    """Without time, process and place."""
+    """The line without time, process and file."""
     message = re.sub(r"^.*?\.(?:cc|py):\d+[\]:] *", "", line.strip())
     return message if len(message) <= 100 else message[:100].rpartition(" ")[0] + " …"
 
 
 def harmless_message(facts: Facts) -> Iterator[Finding]:
-    """One finding for all that were seen."""
+    """One finding for all harmless messages."""
     seen: dict[str, tuple[str, str]] = {}
     who: dict[str, None] = {}
     for name, probe in facts.probes():
         for line in probe.said:
-            said = meaning(line)
-            if said is not None:
-                seen.setdefault(said, (name, line))
+            explanation = meaning(line)
+            if explanation is not None:
+                seen.setdefault(explanation, (name, line))
                 who.update(dict.fromkeys(name.split(" then ")) if name not in facts.frameworks else {name: None})
     if seen:
         what = f"{len(seen)} kinds of message look like errors" if len(seen) > 1 else "a message looks like an error"
         yield Finding(
             "harmless-message",
             Severity.INFO,
-            f"{what} and {'mean' if len(seen) > 1 else 'means'} no harm, from {listing(who)}",
-            tuple(f"{name}: {_short(line)} ({said})" for said, (name, line) in seen.items()),
-            "Nothing to do",
+            f"{what} and {'are' if len(seen) > 1 else 'is'} harmless, from {listing(who)}",
+            tuple(f"{name}: {_short(line)} ({explanation})" for explanation, (name, line) in seen.items()),
+            "nothing to do",
         )
 
 

@@ -1,4 +1,4 @@
-"""What facts may put into a command that is copied into a shell. Names are bounded by `facts.Name`."""
+"""What of the facts may get into a command that users copy into a shell. Names are checked by `facts.Name`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _UUID = re.compile(r"(GPU|MIG)-[\w-]+", re.ASCII)
 
 
 def release(version: str | None) -> str:
-    """`==2.11.0`; empty where there is no version, or it is none."""
+    """`==2.11.0`; empty if there is no version, or an invalid one."""
     return f"=={version}" if version and _VERSION.fullmatch(version) else ""
 
 
 def requirement(text: str) -> str:
-    """As one argument of pip."""
+    """One argument of pip, quoted."""
     return shlex.quote(text)
 
 
 def uuids(values: Iterable[str]) -> str:
-    """For CUDA_VISIBLE_DEVICES, those that are UUIDs of GPUs or of parts of one."""
+    """The valid UUIDs of GPUs and MIG instances, for CUDA_VISIBLE_DEVICES."""
     return ",".join(value for value in values if _UUID.fullmatch(value))

@@ -1,4 +1,4 @@
-"""What the processes reported, as facts. Pure: nothing that they may have said, and no end of theirs, raises here."""
+"""Turns what the processes reported into facts. Pure. No output and no end of a process makes it raise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memguard._doctor.collect import broken_python
-from memguard._doctor.collect.missing_libraries import missing, shown
-from memguard._doctor.facts import NAME, Driver, Framework, Probe, Stage, Together
+from memguard._doctor.collect.missing_libraries import libraries_not_opened, shown
+from memguard._doctor.facts import NAME, Driver, Framework, Namesakes, Probe, Stage, Together
 from memguard._types import Device
 from memguard.errors import FactsError
 
@@ -24,29 +24,30 @@ F = TypeVar("F", bound=BaseModel)
 
 @dataclass
 class Installed:
-    """What the inventory found: facts of each framework, as it reported them."""
+    """What the inventory found. `frameworks`: facts by framework, as reported."""
 
     python: str = ""
     executable: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     frameworks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    namesakes: Namesakes | None = None
 
     def path(self, name: str) -> str | None:
-        """Where `import` would find the framework."""
+        """The file that `import` would find."""
         found = self.frameworks.get(name, {}).get("path")
         return found if isinstance(found, str) else None
 
 
 def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
-    """Raises FactsError where the interpreter, which `python` starts, gave no inventory."""
+    """Raises FactsError if the interpreter, which `python` starts, gave no inventory."""
     own = _facts(ended, "")
     if not isinstance(own.get("packages"), dict):
         how = "did not answer" if ended.hung else f"ended with {ended.signal or ended.exit}"
         errors = [str(stage["error"]) for stage in ended.reported if stage.get("error")]
-        said = errors[-1] if errors else broken_python.quoted(ended.said)
+        error = errors[-1] if errors else broken_python.quoted(ended.said)
         raise FactsError(
-            f"the Python in question, {shlex.join(python)}, {how} after {ended.seconds:.1f} s"
-            f"{': ' + said if said else ''}\n"
+            f"the Python to examine, {shlex.join(python)}, {how} after {ended.seconds:.1f} s"
+            f"{': ' + error if error else ''}\n"
             f"    fix: {broken_python.remedy(python, ended.said)}"
         )
     names = [str(line["of"]) for line in ended.reported if line.get("of")]
@@ -55,20 +56,21 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
         str(own.get("executable", "")),
         {str(name): str(version) for name, version in own["packages"].items() if re.fullmatch(NAME, str(name))},
         {name: _facts(ended, name) for name in dict.fromkeys(names)},
+        _checked(Namesakes, own["namesakes"]) if isinstance(own.get("namesakes"), dict) else None,
     )
 
 
 def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> Framework:
-    """A framework from the inventory's facts and its probe. `level`: what TF_CPP_MIN_LOG_LEVEL is in earnest."""
+    """A framework from the inventory's facts and its probe. `level`: the user's own TF_CPP_MIN_LOG_LEVEL."""
     if ended is None:
         return _checked(Framework, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
-    return _checked(Framework, {**facts, "missing": missing(texts), "probe": probe(ended, level)})
+    return _checked(Framework, {**facts, "missing": libraries_not_opened(texts), "probe": probe(ended, level)})
 
 
 def together(order: tuple[str, ...], ended: Ended, level: int = 0) -> Together:
-    """Frameworks in one process: a step for each that was done with all of its own."""
+    """Frameworks in one process, with one step for each framework that finished its own steps."""
     counts = {}
     for name in order:
         each = _facts(ended, name).get("multiprocessors")
@@ -87,7 +89,7 @@ def together(order: tuple[str, ...], ended: Ended, level: int = 0) -> Together:
 
 
 def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None, order: Sequence[str] = ()) -> Probe:
-    """How a process went, of the frameworks in `order` where it is one of several."""
+    """How a process went. `order`: its frameworks, if they are several."""
     mapped = [line["libraries"] for line in ended.reported if isinstance(line.get("libraries"), list)]
     libraries = {path for paths in (*mapped, ended.libraries) for path in paths if isinstance(path, str)}
     return Probe(
@@ -103,7 +105,7 @@ def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None, o
 
 
 def _stages(ended: Ended) -> Iterator[tuple[str, Stage]]:
-    """The steps that ended, with whose they are."""
+    """The finished steps, each with its framework's name."""
     for line in ended.reported:
         name, seconds = line.get("stage"), line.get("seconds")
         if isinstance(name, str) and isinstance(seconds, (int, float)):
@@ -111,8 +113,8 @@ def _stages(ended: Ended) -> Iterator[tuple[str, Stage]]:
 
 
 def driver(ended: Ended) -> Driver:
-    """The driver. A survey that hung, crashed or failed has told of everything before; how it ended stands for the
-    part that was next: NVML's error, or CUDA's `init`.
+    """The driver. If the survey hung, crashed or failed, what it had reported counts, and how it ended becomes the
+    answer of the part that was next: NVML's error, or CUDA's `init`.
     """
     found: dict[str, Any] = {}
     for line in ended.reported:
@@ -128,7 +130,7 @@ def driver(ended: Ended) -> Driver:
 
 
 def _broken_off(ended: Ended) -> str | None:
-    """Why a process did not come to its end."""
+    """Why a process did not finish; None if it did."""
     if ended.hung:
         return f"no answer in {ended.seconds:.0f} s"
     if ended.signal:
@@ -144,7 +146,7 @@ _ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "bl
 
 
 def devices(driver: Driver) -> tuple[Device, ...]:
-    """The GPUs that CUDA shows, as plans take them; NVML's where CUDA was not asked."""
+    """The GPUs that CUDA shows, for `_policy.plan`; NVML's if CUDA was not asked."""
     by_uuid = {gpu.uuid: gpu for gpu in driver.nvml.devices if gpu.uuid and gpu.total is not None}
     ordinals = {gpu.uuid: gpu.ordinal for gpu in driver.cuda.devices}
     found = []
@@ -160,13 +162,13 @@ def devices(driver: Driver) -> tuple[Device, ...]:
 
 
 def _done(ended: Ended, names: Sequence[str] = ()) -> bool:
-    """Whether it said that it came to its end, with each of `names`: an exit code of 0 may be a library's."""
+    """Whether it reported that it finished, each of `names` too. Exit code 0 is no proof: a library may call exit."""
     done = {str(line["done"]) for line in ended.reported if line.get("done")}
     return bool(done) and done.issuperset(names)
 
 
 def _facts(ended: Ended, of: str) -> dict[str, Any]:
-    """Everything that was reported of one framework; "" is the process's own."""
+    """Everything that was reported about one framework; "" is the process itself."""
     found: dict[str, Any] = {}
     for line in ended.reported:
         if line.get("of", "") == of and isinstance(line.get("facts"), dict):
@@ -175,7 +177,7 @@ def _facts(ended: Ended, of: str) -> dict[str, Any]:
 
 
 def _checked(model: type[F], found: Mapping[str, Any]) -> F:
-    """The model from what fits it: what has another name or type was written by somebody else."""
+    """The model from the values that fit it. Values of another name or type were not written by a probe."""
     known = {name: value for name, value in found.items() if name in model.model_fields}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Why a Python does not get as far as a probe: from what it says on stderr. Pure."""
+"""Why an interpreter does not even start a probe, from its stderr. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _FRAME = re.compile(r'File "([^"]*)", line \d+')
 _STANDARD = re.compile(r"/(python3[^/]*|pypy3[^/]*)(/|$)")
 
 
-def quoted(said: Sequence[str]) -> str:
-    """The line to quote: the error of the traceback where there is one."""
-    return next((line.strip() for line in reversed(said) if _ERROR.match(line)), said[-1].strip() if said else "")
+def quoted(stderr: Sequence[str]) -> str:
+    """The line to quote: the traceback's error, if there is one, else the last line."""
+    return next((line.strip() for line in reversed(stderr) if _ERROR.match(line)), stderr[-1].strip() if stderr else "")
 
 
-def remedy(python: Sequence[str], said: Sequence[str]) -> str:
-    """What to do where an interpreter does not run a line."""
-    for path in (match[1] for line in said for match in _FRAME.finditer(line)):
+def remedy(python: Sequence[str], stderr: Sequence[str]) -> str:
+    """What to do about an interpreter that runs nothing."""
+    for path in (match[1] for line in stderr for match in _FRAME.finditer(line)):
         folder, name = os.path.split(path)
         if name.removesuffix(".py") in sys.stdlib_module_names and folder and not _STANDARD.search(folder):
-            return f"rename {name} in {folder}: it stands in for Python's own module of that name"
+            return f"rename {name} in {folder}: it hides Python's own module of that name"
     command = shlex.join((*python, "-c", "pass"))
-    return f"`{command}` has to work, with Python 3.8 or newer: look at its sitecustomize and at PYTHONPATH"
+    return f"`{command}` must work, with Python 3.8 or newer: check its sitecustomize and PYTHONPATH"

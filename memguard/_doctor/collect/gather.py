@@ -1,4 +1,4 @@
-"""Reads the facts: the driver, what is installed, and each framework at work, all in processes of their own."""
+"""Starts the processes that read the driver, what is installed, and each framework at work, and collects the facts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from memguard._doctor.collect.processes import Ended
 
 ORDER = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
-"""In which they get on with each other in one process: PyTorch before TensorFlow."""
+"""The order in which they work in one process: PyTorch before TensorFlow."""
 _LONGEST = ("tensorflow", "jax", "torch", "numba", "cupy", "pycuda")
 _TENSORFLOW_FIRST = ("tensorflow", "torch")
 _EACH = 1536 << 20
-"""Bytes of a GPU that a probe may take: context, modules and libraries of all six at once."""
+"""Bytes of a GPU that a probe may take: context, modules and libraries of all frameworks at once."""
 
 
 def facts(
@@ -36,22 +36,22 @@ def facts(
     *,
     frameworks: Sequence[str] | None,
     timeout: float,
-    here: bool,
+    this_process: bool = False,
     python: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     script: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Facts:
-    """What there is to know. Each process is stopped after `timeout` seconds; `say` gets a line as each one ends.
+    """The facts. Each process is stopped after `timeout` seconds; `say` gets a line when one ends.
 
-    `frameworks`: only those; else those that the budget names; else all that are installed. `here`: this process too.
-    `python` and `environ` are those of the program in question, where they are not this process's. `script` is its
-    file, which is read. Raises FactsError where that Python cannot be started, and for a name that no framework
-    has.
+    `frameworks` limits the probes to some; without it the budget's are probed, and without a budget all that are
+    installed. `this_process` adds facts about this one. `python` and `environ` are the interpreter and environment to
+    examine, by default this process's. `script` is a program's file, which is parsed. Raises FactsError if that
+    interpreter cannot be started, and for an unknown framework.
     """
     if not sys.executable:
         raise FactsError(
-            "this Python runs inside of another program and has no executable that a process could be started with\n"
+            "this Python is embedded in another program and has no executable that could start processes\n"
             "    fix: run `memguard doctor` in a shell, with the environment of that program"
         )
     machine.require_linux()
@@ -61,20 +61,20 @@ def facts(
     started = time.monotonic()
     environ = dict(os.environ if environ is None else environ)
     stop = threading.Event()
-    asked = _Asked(
+    runner = _Runner(
         tuple(python or (sys.executable,)),
         machine.clean(environ),
         timeout,
         stop,
-        tuple(entry for entry in sys.path if isinstance(entry, str)) if here and python is None else (),
+        tuple(entry for entry in sys.path if isinstance(entry, str)) if this_process and python is None else (),
         _folder(script) if script is not None else None,
         say or (lambda line: None),
     )
     try:
-        driver, installed = _first(asked)
+        driver, installed = _first(runner)
         wanted = tuple(frameworks) if frameworks is not None else _named(budget)
         names = [name for name in ORDER if (name in wanted if wanted is not None else installed.path(name))]
-        ended = _probe(asked, driver, [name for name in names if installed.path(name)])
+        ended = _probe(runner, driver, [name for name in names if installed.path(name)])
     finally:
         stop.set()
     level = machine.level(environ)
@@ -88,11 +88,12 @@ def facts(
         driver=driver,
         frameworks={name: answers.framework(installed.frameworks.get(name, {}), ended.get((name,))) for name in names},
         together=tuple(answers.together(order, how, level) for order, how in ended.items() if len(order) > 1),
-        process=_here(driver) if here else None,
+        namesakes=installed.namesakes,
+        process=_this_process(driver) if this_process else None,
         script=_script(script),
         budget=_budget(budget, driver),
         seconds={
-            **asked.seconds,
+            **runner.seconds,
             "total": round(time.monotonic() - started, 3),
         },
     )
@@ -101,8 +102,8 @@ def facts(
 
 
 @dataclass
-class _Asked:
-    """What all processes have in common."""
+class _Runner:
+    """Starts the processes, with what they have in common. `first`: the first entry of `sys.path`."""
 
     python: tuple[str, ...]
     environ: Mapping[str, str]
@@ -116,15 +117,15 @@ class _Asked:
         self.seconds: dict[str, float] = {}
 
     def run(self, probes: Sequence[str], *, name: str, timeout: float | None = None) -> Ended:
-        """Probes in one process of the interpreter in question."""
-        # As many programs begin; TensorFlow's import alone brings its CUDA runtime.
+        """Run probes in one process of the interpreter to examine."""
+        # As in many programs: importing TensorFlow is enough to load its CUDA runtime.
         until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
         spec = {"probes": list(probes), "until": until, "path": list(self.path), "first": self.first}
         command = (*self.python, "-c", main.BOOT, main.__file__)
         return self._watched(name, command, spec, timeout or self.timeout)
 
     def survey(self) -> Ended:
-        """The driver's own, which needs memguard and so this interpreter."""
+        """Ask the driver. It needs memguard, and so this interpreter."""
         code = (
             f"{main.ALARM}import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
             "from memguard._devices import survey; fd = os.dup(spec['fd']); survey.main(spec['fd'], spec['without']); "
@@ -136,7 +137,7 @@ class _Asked:
 
     def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:
         from memguard._doctor.collect.processes import (
-            watch,  # of Linux only: elsewhere its import would hide the reason
+            watch,  # Linux only: elsewhere importing it would fail before `require_linux` says why
         )
 
         try:
@@ -144,7 +145,7 @@ class _Asked:
         except OSError as error:
             raise FactsError(
                 f"{command[0]} cannot be started: {error.strerror or error}\n"
-                f"    fix: name a Python that there is: `{shlex.quote(command[0])} -c pass` has to work"
+                f"    fix: name an existing Python: `{shlex.quote(command[0])} -c pass` must work"
             ) from None
         self.seconds[name] = ended.seconds
         how = f"stopped after {ended.seconds:.0f} s" if ended.hung else ended.signal or f"{ended.seconds:.1f} s"
@@ -152,20 +153,20 @@ class _Asked:
         return ended
 
 
-def _first(asked: _Asked) -> tuple[Driver, answers.Installed]:
-    """Driver and inventory: what the rest depends on."""
+def _first(runner: _Runner) -> tuple[Driver, answers.Installed]:
+    """Driver and inventory, which decide what to probe."""
     with ThreadPoolExecutor(2) as pool:
         try:
-            survey = pool.submit(asked.survey)
-            inventory = pool.submit(asked.run, ["inventory"], name="inventory")
-            return answers.driver(survey.result()), answers.installed(inventory.result(), asked.python)
-        except BaseException:  # Ctrl-C: leaving the pool waits for what runs in it
-            asked.stop.set()
+            survey = pool.submit(runner.survey)
+            inventory = pool.submit(runner.run, ["inventory"], name="inventory")
+            return answers.driver(survey.result()), answers.installed(inventory.result(), runner.python)
+        except BaseException:  # Ctrl-C: leaving the pool waits for its threads
+            runner.stop.set()
             raise
 
 
 def _folder(script: str) -> str | None:
-    """Where a program lies; None in a current folder that was deleted."""
+    """The folder of a program; None if the current folder was deleted."""
     try:
         return os.path.dirname(os.path.abspath(script))
     except OSError:
@@ -176,8 +177,8 @@ def _named(budget: Budget | None) -> tuple[str, ...] | None:
     return tuple(budget.frameworks) if budget is not None else None
 
 
-def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
-    """Each framework alone; where there is a GPU also all of them at once, and PyTorch after TensorFlow."""
+def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
+    """Each framework alone; with a GPU also all of them in one process, and PyTorch after TensorFlow."""
     several: list[tuple[str, ...]] = []
     if driver.cuda.devices and len(names) > 1:
         several.append(tuple(names))
@@ -188,24 +189,24 @@ def _probe(asked: _Asked, driver: Driver, names: Sequence[str]) -> dict[tuple[st
         try:
             waiting: dict[tuple[str, ...], Future[Ended]] = {
                 order: pool.submit(
-                    asked.run,
+                    runner.run,
                     order,
                     name=" then ".join(order),
-                    timeout=asked.timeout * (2 if len(order) > 1 else 1),
+                    timeout=runner.timeout * (2 if len(order) > 1 else 1),
                 )
                 for order in orders
             }
             return {order: future.result() for order, future in waiting.items()}
         except BaseException:
-            asked.stop.set()
+            runner.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def at_once(driver: Driver, probes: int, cpus: int) -> int:
-    """How many probes may run at a time: one each for a CPU and for the memory it may need on the fullest GPU.
+    """How many probes may run at a time: as many as there are CPUs, and as fit into the fullest GPU.
 
-    Only one where a GPU lets one process in at a time.
+    Only one if a GPU allows one process at a time.
     """
     visible = {device.uuid for device in driver.cuda.devices}
     gpus = [device for device in driver.nvml.devices if device.uuid in visible]
@@ -219,7 +220,7 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _here(driver: Driver) -> Any:
+def _this_process(driver: Driver) -> Any:
     from memguard._doctor.collect import this_process
 
     return this_process.process(device.uuid for device in driver.nvml.devices if device.uuid)

@@ -1,4 +1,4 @@
-"""The machine, its environment and its tools. Reads files, and runs nothing."""
+"""The machine, its environment and its tools. Reads files and runs nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PREFIXES = (
     "CUBLAS_", "PYCUDA_", "KERAS_", "MEMGUARD_",
 )  # fmt: skip
 _NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX", "CONDA_PREFIX"}
-_LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a page of versions, which the container's start has checked
+_LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a long list of versions that the container runtime has checked
 _SECRET = re.compile(
     r"TOKEN|KEY|SECRET|PASS|PWD|PW(?![A-Z])|LOGIN|PIN(?![A-Z])|CRED|API(?!S)|AUTH|^TF_(VAR|CLI|TOKEN|WORKSPACE)",
     re.IGNORECASE,
 )
-"""What may be one; and Terraform's, which share a prefix with TensorFlow's."""
+"""Names of variables that may hold a secret, and Terraform's, which share a prefix with TensorFlow's."""
 _USER = re.compile(r"//[^\s/]+@")
 """User and password in a URL."""
 _TOOLS = ("nvcc", "gcc", "g++", "cc")
@@ -32,20 +32,20 @@ _ACTIVATE = re.compile(r"(^|/)memguard/_activation/?$")
 
 
 def require_linux() -> None:
-    """Raises FactsError elsewhere."""
+    """Raises FactsError on any other system."""
     if not sys.platform.startswith("linux"):
         here = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
-        fix = "run it in WSL 2, which is Linux to memguard" if sys.platform == "win32" else "run it on Linux"
+        fix = "run it in WSL 2, which counts as Linux" if sys.platform == "win32" else "run it on Linux"
         raise FactsError(
-            f"memguard doctor reads Linux's facts of NVIDIA GPUs, and this is {here}\n"
-            f"    fix: {fix}; or look at another machine's: memguard doctor --facts FILE"
+            f"memguard doctor runs on Linux with NVIDIA GPUs, and this is {here}\n"
+            f"    fix: {fix}; or examine the facts of another machine: memguard doctor --facts FILE"
         )
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for probes: no budget of memguard's applies in them."""
+    """The environment for probes, in which no budget is applied."""
     kept = {name: value for name, value in environ.items() if name not in ("MEMGUARD_RUN", "MEMGUARD_CONFIG")}
-    if "PYTHONPATH" in kept:  # `memguard run` puts a folder in front of it
+    if "PYTHONPATH" in kept:  # `memguard run` prepends a folder
         folders = [folder for folder in kept["PYTHONPATH"].split(os.pathsep) if not _ACTIVATE.search(folder)]
         kept["PYTHONPATH"] = os.pathsep.join(folders)
         if not folders:
@@ -55,7 +55,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that CUDA, the loader, a framework or memguard reads; none that may be a secret."""
+    """The variables that CUDA, the loader, a framework or memguard reads, without those that may be secret."""
     return {
         printable(name): _value(name, printable(value))[:2000]
         for name, value in sorted(environ.items())
@@ -64,18 +64,18 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(name: str, value: str) -> str:
-    """Of a compiler the program alone: its options may define anything."""
+    """The value; of a compiler only the program, as its options may hold anything."""
     return next(iter(value.split()), "") if name in ("CC", "CXX") else value
 
 
 def level(environ: Mapping[str, str]) -> int:
-    """TF_CPP_MIN_LOG_LEVEL: the least that the user sees of TensorFlow's messages, 0 for all."""
+    """TF_CPP_MIN_LOG_LEVEL: the lowest severity of TensorFlow's messages that the user sees, 0 for all."""
     given = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     return min(int(given), 3) if given.isdecimal() and len(given) < 100 else 0
 
 
 def tools(environ: Mapping[str, str], root: str = "/") -> dict[str, str | None]:
-    """Where the programs are that frameworks start. `nvcc off the PATH` is one that lies where CUDA's toolkit is."""
+    """Paths of the programs that frameworks start. `nvcc off the PATH` is one in the folder of CUDA's toolkit."""
     paths = {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
     found = {name: printable(path) if path is not None else None for name, path in paths.items()}
     if found["nvcc"] is None:
@@ -87,7 +87,7 @@ def tools(environ: Mapping[str, str], root: str = "/") -> dict[str, str | None]:
 
 
 def system(environ: Mapping[str, str], python: str, executable: str, root: str = "/") -> System:
-    """The machine; `python` and `executable` are the interpreter's in question."""
+    """The machine; `python` and `executable` are those of the interpreter to examine."""
     kernel = platform.release()
     return System(
         platform=sys.platform,
@@ -102,17 +102,17 @@ def system(environ: Mapping[str, str], python: str, executable: str, root: str =
 
 
 def container(environ: Mapping[str, str], root: str = "/") -> str | None:
-    """The kind of container this is in, by the files that each puts there."""
-    said = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
+    """The kind of container that this runs in, by the files and variables that each kind sets."""
+    kind = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _is(root, ".singularity.d"):
         return "apptainer"
-    if _is(root, "run/.containerenv") or said == "podman":
+    if _is(root, "run/.containerenv") or kind == "podman":
         return "podman"
-    if _is(root, ".dockerenv") or said == "docker":
+    if _is(root, ".dockerenv") or kind == "docker":
         return "docker"
-    return "lxc" if said.startswith("lxc") else None
+    return "lxc" if kind.startswith("lxc") else None
 
 
 def _is(root: str, path: str) -> bool:
@@ -128,7 +128,7 @@ def _first(path: str) -> str:
 
 
 def without_home(value: Any, homes: tuple[str, ...]) -> Any:
-    """The same plain data with `~` for the home folder, and no user of a URL: facts are made to be shown to others."""
+    """The same plain data with `~` for the home folder and no users in URLs: facts are made to be shown to others."""
     if isinstance(value, str):
         value = _USER.sub("//***@", printable(value))
         for home in homes:
@@ -142,7 +142,7 @@ def without_home(value: Any, homes: tuple[str, ...]) -> Any:
 
 
 def homes(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The home folder as it may be written, the longest first; none where that is no folder of one's own."""
+    """The home folder in each spelling, the longest first; empty if it is no folder of a user."""
     named = [environ.get("HOME", ""), os.path.expanduser("~")]
     found = {path.rstrip("/") for name in named if name for path in (name, os.path.realpath(name))}
     return tuple(

@@ -1,4 +1,4 @@
-"""Which libraries a framework could not open, from what it says, and which of that its user sees. Pure."""
+"""Which libraries a framework could not open, from its messages, and which of these the user sees too. Pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 _NAME = r"lib[\w.+-]{1,100}?\.so(?:\.\d+)*"
 _MISSING = (
-    re.compile(rf"({_NAME}): cannot open shared object file"),  # the loader itself, in everybody's ImportError
+    re.compile(rf"({_NAME}): cannot open shared object file"),  # the loader, in an ImportError
     re.compile(rf"Could not load dynamic library '({_NAME})'"),  # TensorFlow
     re.compile(rf"Could not load library ({_NAME})"),  # cuDNN 8
     re.compile(rf"failed to open ({_NAME})"),  # NVRTC, of its builtins
     re.compile(rf'Failure finding "({_NAME})["\s]'),  # cuda-pathfinder, which Numba and cuda-bindings ask
     re.compile(rf"CuPy failed to load ({_NAME})"),
 )
-_ANY = re.compile(r"Unable to load any of \{([^}]*)\}")  # cuDNN 9: the same library by several names
-_SPOKEN = re.compile(r"Unable to load (cu\w+)\. Is it installed\?", re.IGNORECASE)  # JAX, of no version
+_ANY = re.compile(r"Unable to load any of \{([^}]*)\}")  # cuDNN 9: one library by several names
+_SPOKEN = re.compile(r"Unable to load (cu\w+)\. Is it installed\?", re.IGNORECASE)  # JAX, without a version
 _OPENED = re.compile(rf"Successfully opened dynamic library ({_NAME})")
 
 
-def missing(texts: Iterable[str]) -> tuple[str, ...]:
-    """Names of libraries that these texts say could not be opened, in their order: `libcudart.so.12`."""
+def libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
+    """Names of the libraries that these texts report as not opened, in order: `libcudart.so.12`."""
     found: dict[str, None] = {}
     for text in texts:
         at = [(match.start(1), match[1]) for pattern in _MISSING for match in pattern.finditer(text)]
@@ -34,18 +34,18 @@ def missing(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _stem(spoken: str) -> str:
-    """`cuDNN`, as a library's name begins."""
+    """The beginning of a library's name, from JAX's `cuDNN`."""
     return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"
 
 
-def shown(said: Iterable[str], level: int) -> tuple[str, ...]:
-    """The lines that the user sees too: the probe asks TensorFlow for more than its TF_CPP_MIN_LOG_LEVEL, `level`."""
-    return tuple(line for line in said if not _OPENED.search(line) and _severity(line) >= level)
+def shown(lines: Iterable[str], level: int) -> tuple[str, ...]:
+    """The lines that the user sees too: the probe makes TensorFlow log more than the user's TF_CPP_MIN_LOG_LEVEL."""
+    return tuple(line for line in lines if not _OPENED.search(line) and _severity(line) >= level)
 
 
 def _severity(line: str) -> int:
-    """0 for information, 1 for a warning, 2 for an error of TensorFlow's logger; what is not of it is always shown."""
-    if line.startswith("To enable the following instructions"):  # the second half of a line of information
+    """TensorFlow's severity: 0 info, 1 warning, 2 error, 3 fatal. Lines of other loggers are 3: always shown."""
+    if line.startswith("To enable the following instructions"):  # the second half of an info message
         return 0
     found = re.match(r"([IWEF])\d{4} |[\d: .-]+([IWEF]) \w+/", line)
     return "IWEF".index(found[1] or found[2]) if found else 3

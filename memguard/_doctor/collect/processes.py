@@ -1,8 +1,8 @@
-"""A process that is watched: what it reports, what it says, how it ends. It ends, whatever it does.
+"""Runs a process, keeps what it reports and prints, and makes sure that it ends.
 
-It has a session of its own, and is killed with everything it started: at its time-out, and what outlives it too. What
-has left its session and its parents, as a daemon does, is found by a variable in its environment; only what was
-started with another environment, or belongs to another user, is not.
+It gets a session of its own and is killed with everything that it started, at its time-out or when it ends. Daemons
+that left the session are found by a variable in their environment. Only processes with another environment or user
+escape.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from memguard._doctor.bounds import clip
 from memguard._doctor.probes.main import libraries
 
 _SAID, _REPORTED = 1 << 18, 1 << 22
-"""Bytes of stderr and of the report that are kept; the rest is read and dropped, or the process would wait."""
+"""Bytes of stderr and of the report that are kept. The rest is read and dropped, else the process would block."""
 _LINES, _LONG = 200, 400
 _LINGER = 0.3
-"""Seconds in which pipes may still be read: a child of the ended one holds them open, or one says where it hangs."""
+"""Seconds of reading after the end: a child may hold the pipes open, or a hung probe prints where it is."""
 _MARK = "MEMGUARD_PROBE"
 _STUCK = 3.0
-"""Seconds for what takes none: a process that waits in a broken driver cannot be killed, and is left behind."""
+"""Seconds to wait for a kill. A process that waits in a broken driver cannot be killed and is left behind."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass
 class Ended:
-    """How a process ended, and what it had said until then.
+    """How a process ended, and what it had reported and printed until then.
 
-    reported   the objects of its JSON lines, those that are none left out
+    reported   the objects of its JSON lines; other lines are left out
     said       its lines on stderr, each once, the first and the last hundred
-    libraries  what it had mapped when it was stopped for its time-out
+    libraries  what it had mapped when it was stopped at its time-out
     """
 
     seconds: float
@@ -57,12 +57,12 @@ class Ended:
 def watch(
     command: Sequence[str], spec: Mapping[str, Any], environ: Mapping[str, str], timeout: float, stop: threading.Event
 ) -> Ended:
-    """Run `command`, to which `spec` is the last argument, as JSON, with the number of the pipe to report on in it.
+    """Run `command` with `spec` as its last argument, in JSON, which also says the file descriptor to report on.
 
-    Ends it after `timeout` seconds, or when `stop` is set. Raises OSError where it cannot be started.
+    Ends it after `timeout` seconds, or when `stop` is set. Raises OSError if it cannot be started.
     """
     inside, outside = _pipe()
-    mark = f"{secrets.token_hex(16)}.{int(timeout) + 10}"  # with the seconds after which it is to end by itself
+    mark = f"{secrets.token_hex(16)}.{int(timeout) + 10}"  # and the seconds after which it ends itself
     started = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -81,15 +81,15 @@ def watch(
         os.close(outside)
     assert process.stderr is not None
     ended, code = Ended(0.0), None
-    with os.fdopen(inside, "rb", 0) as reported, process.stderr as said:
-        kept = {reported: _Kept(_REPORTED), said: _Kept(_SAID)}
+    with os.fdopen(inside, "rb", 0) as reported, process.stderr as stderr:
+        kept = {reported: _Kept(_REPORTED), stderr: _Kept(_SAID)}
         try:
             ended.hung = _read(process, kept, started + timeout, stop)
             if ended.hung:
                 ended.libraries = _mapped(process.pid)
                 if not stop.is_set():
                     with contextlib.suppress(OSError):
-                        os.kill(process.pid, signal.SIGUSR1)  # a probe says where it is; any other ends
+                        os.kill(process.pid, signal.SIGUSR1)  # a probe prints where it is; any other process ends
                     _read(process, kept, time.monotonic() + _LINGER, stop)
         finally:
             code = _kill(process, mark)
@@ -97,12 +97,12 @@ def watch(
     if code is not None:
         ended.exit, ended.signal = (code, None) if code >= 0 else (None, _signal(-code))
     ended.reported = list(_objects(kept[reported].data))
-    ended.said = lines(kept[said].data)
+    ended.said = lines(kept[stderr].data)
     return ended
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose numbers are none of the first three: where one of those is closed here, the process gets its own."""
+    """A pipe with descriptors above 2: if one of the first three is closed here, the child gets its own there."""
     ends = os.pipe()
     try:
         inside = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3)
@@ -117,7 +117,7 @@ def _pipe() -> tuple[int, int]:
 
 
 class _Kept:
-    """The beginning and the end of what was said: a crash is told at the end."""
+    """The beginning and the end of a stream: a crash is reported at the end."""
 
     def __init__(self, most: int) -> None:
         self._head, self._tail, self._half = b"", b"", most // 2
@@ -135,7 +135,7 @@ class _Kept:
 def _read(
     process: subprocess.Popen[bytes], kept: Mapping[IO[bytes], _Kept], deadline: float, stop: threading.Event
 ) -> bool:
-    """Until the process has ended, and a moment longer for its pipes. True where it did not in time."""
+    """Read until the process has ended, and a moment longer. True if it did not end in time."""
     with selectors.DefaultSelector() as selector:
         for stream in kept:
             os.set_blocking(stream.fileno(), False)
@@ -149,28 +149,28 @@ def _read(
                 else:
                     selector.unregister(stream)
             now = time.monotonic()
-            if _over(process):
+            if _has_ended(process):
                 deadline = min(deadline, now + _LINGER)
                 if now >= deadline:
                     return False
             elif now >= deadline or stop.is_set():
                 return True
-        while not _over(process):  # it closed both, and goes on
+        while not _has_ended(process):  # it closed both pipes and still runs
             if time.monotonic() >= deadline or stop.wait(0.02):
                 return True
     return False
 
 
-def _over(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended, without taking its number from it: its group is still to be killed by that."""
-    return _taken(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended. Does not reap it: its PID is needed to kill its group."""
+    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
 
 
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
-def _taken(process: subprocess.Popen[bytes]) -> bool:
-    """It has ended and somebody else took its exit code: the kernel where SIGCHLD is ignored, or a handler of it."""
+def _was_reaped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended and was reaped by others: the kernel, if SIGCHLD is ignored, or a handler of SIGCHLD."""
     try:
         os.waitid(os.P_PID, process.pid, _LOOK)
         return False
@@ -179,26 +179,26 @@ def _taken(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
-    """It and all that it started. Its exit code; None where the driver does not let go of it, or nobody knows."""
-    taken = _taken(process)
-    if not taken:  # else its number may be another's by now
-        for pid in descendants(process.pid):  # before their parent: they become init's then
+    """Kill it and all that it started. Its exit code; None if it is stuck in the driver, or others reaped it."""
+    reaped = _was_reaped(process)
+    if not reaped:  # else its PID may belong to another process by now
+        for pid in descendants(process.pid):  # before their parent, after whose end they are init's
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + _STUCK
-        while not _over(process) and time.monotonic() < deadline:
+        while not _has_ended(process) and time.monotonic() < deadline:
             time.sleep(0.005)
-        taken = _taken(process)
+        reaped = _was_reaped(process)
     _kill_marked(mark)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0)
-    return None if taken else process.returncode
+    return None if reaped else process.returncode
 
 
 def _kill_marked(mark: str) -> None:
-    """What has left the session and its parents. More than once: it may have been starting another."""
+    """Kill what has left the session. In rounds: a process may have been starting another."""
     for _ in range(5):
         found = list(_marked(f"{_MARK}={mark}".encode()))
         for pid in found:
@@ -210,7 +210,7 @@ def _kill_marked(mark: str) -> None:
 
 
 def _marked(entry: bytes) -> Iterator[int]:
-    """The processes of this user that were started with it in their environment."""
+    """The processes of this user with `entry` in their environment."""
     deadline = time.monotonic() + _STARTING
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
@@ -224,11 +224,11 @@ def _marked(entry: bytes) -> Iterator[int]:
 
 
 _STARTING = 0.5
-"""Seconds for processes that are being started; 20 ms were measured with two of them to each core."""
+"""Seconds to wait for processes that are just starting; 20 ms were measured with two of them on each core."""
 
 
 def _environment(pid: int | str, deadline: float) -> bytes:
-    """What the process was started with, as the kernel has it: nothing at first, while it still loads the program."""
+    """The environment that the kernel shows, which is empty while the process still loads its program."""
     while True:
         with open(f"/proc/{pid}/environ", "rb") as file:
             found = file.read()
@@ -241,11 +241,11 @@ def _environment(pid: int | str, deadline: float) -> bytes:
 
 
 def _may_have_one(stat: bytes) -> bool:
-    """Whether a process whose environment was read as empty may have one: it was laid out since, or is to be yet.
+    """Whether a process whose environment was read as empty may have one by now, or soon.
 
-    By the fields of proc_pid_stat(5), with their numbers there; not so where a kernel says less than Linux's.
+    By the fields of proc_pid_stat(5), with their numbers there; False if a kernel gives fewer fields than Linux.
     """
-    fields = stat.rpartition(b")")[2].split()  # the name before it may have anything in it
+    fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
     try:
         state, flags, start, end = (fields[number - 3] for number in (3, 9, 50, 51))
         return state not in b"ZX" and not int(flags) & (_EXITING | _KTHREAD) and not 0 < int(end) == int(start)
@@ -254,11 +254,11 @@ def _may_have_one(stat: bytes) -> bool:
 
 
 _EXITING, _KTHREAD = 0x00000004, 0x00200000
-"""PF_EXITING and PF_KTHREAD of the kernel's sched.h, in the field `flags`: one has none any more, the other never."""
+"""PF_EXITING and PF_KTHREAD of the kernel's sched.h, in the field `flags`: neither has an environment."""
 
 
 def _mapped(pid: int) -> tuple[str, ...]:
-    """What the process has mapped; nothing where the kernel does not say, as of one that is stuck in a driver."""
+    """What the process has mapped; empty if the kernel does not answer, as for one that is stuck in a driver."""
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(libraries(pid)), daemon=True)
     reader.start()
@@ -267,7 +267,7 @@ def _mapped(pid: int) -> tuple[str, ...]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that it started, and those that they did, as far as they still are its own."""
+    """The processes that it started, and those that they started, as far as they are still its own."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -289,7 +289,7 @@ def _children(pid: int) -> list[int]:
 def _objects(data: bytes) -> list[dict[str, Any]]:
     found = []
     for line in data.splitlines():
-        # Cut short by a crash, or written by somebody else.
+        # A line may be cut short by a crash, or come from elsewhere.
         with contextlib.suppress(ValueError, RecursionError):
             value = clip(json.loads(line))
             if isinstance(value, dict):
@@ -298,14 +298,14 @@ def _objects(data: bytes) -> list[dict[str, Any]]:
 
 
 def lines(data: bytes) -> tuple[str, ...]:
-    """What was said, as lines: each once however its numbers change, without colours, of bounded length and count."""
+    """The lines, without colours and of bounded length and number. Lines that differ only in digits count as one."""
     found: dict[str, str] = {}
     for line in _ANSI.sub("", data.decode(errors="replace")).splitlines():
         plain = "".join(char for char in line.rstrip()[:_LONG] if char.isprintable() or char == "\t")
         if plain.strip():
             found.setdefault(re.sub(r"\d+", "0", plain), plain)
-    said = tuple(found.values())
-    return said if len(said) <= _LINES else (*said[: _LINES // 2], *said[-_LINES // 2 :])
+    kept = tuple(found.values())
+    return kept if len(kept) <= _LINES else (*kept[: _LINES // 2], *kept[-_LINES // 2 :])
 
 
 def _signal(number: int) -> str:

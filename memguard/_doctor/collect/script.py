@@ -1,4 +1,4 @@
-"""Which modules a program imports, and in which order: read, never run."""
+"""Which modules a program imports and in which order. The program is parsed, never run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _IMPORTS = 4096
 
 
 def read(path: str) -> Script:
-    """The imports of a Python file: those of its top level in their order, then those inside of functions."""
+    """The imports of a Python file: those at top level in order, then those inside functions."""
     try:
         found = _first(_both(ast.parse(_text(path), path)))
-    except (Exception, RecursionError, MemoryError) as error:  # it is anybody's file
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return Script(path=printable(path), error=printable(f"{type(error).__name__}: {said}"))
+    except (Exception, RecursionError, MemoryError) as error:  # the file may hold anything
+        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return Script(path=printable(path), error=printable(f"{type(error).__name__}: {message}"))
     return Script(path=printable(path), imports=tuple((printable(name), line) for name, line in found))
 
 
 def _text(path: str) -> bytes:
-    # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+    # O_NONBLOCK: opening a FIFO without a writer must not wait for ever.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with os.fdopen(handle, "rb") as file:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
-            raise OSError("it is no file")
+            raise OSError("it is not a regular file")
         text = file.read(_MOST + 1)
     if len(text) > _MOST:
         raise ValueError(f"larger than {_MOST >> 20} MiB: not read")
@@ -38,7 +38,7 @@ def _text(path: str) -> bytes:
 
 
 def _first(found: Iterator[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Each once, with the line of its first."""
+    """Each module once, with the line of its first import."""
     first: dict[str, int] = {}
     for name, line in found:
         first.setdefault(name, line)
@@ -48,15 +48,15 @@ def _first(found: Iterator[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _both(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """What is imported when it starts, then what functions import: no order can be known, so that of the text."""
+    """Imports at start, then those in functions. When functions run is unknown, so theirs follow the text."""
     later: list[ast.stmt] = []
     yield from _imports(tree.body, later)
-    for function in later:  # which grows meanwhile
+    for function in later:  # grows while it is read
         yield from _imports(function.body, later)  # type: ignore[attr-defined]
 
 
 def _imports(body: list[ast.stmt], later: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    waiting: list[ast.AST] = [*reversed(body)]  # a stack: each `elif` is inside of the one before
+    waiting: list[ast.AST] = [*reversed(body)]  # a stack, not recursion: each `elif` is nested in the one before
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The process that called `memguard.doctor()`: what it has loaded, holds and has swapped. Looks, and starts nothing."""
+"""The process that called `memguard.doctor()`: modules, contexts, allocators. Initialises nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODULES = {
 
 
 def process(uuids: Iterable[str]) -> Process:
-    """This process; `uuids` are the GPUs' that NVML knows."""
+    """This process. `uuids`: the GPUs that NVML lists."""
     from memguard import _api
 
     guard = _api._active
@@ -36,9 +36,9 @@ def process(uuids: Iterable[str]) -> Process:
 
 
 def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
-    """By the UUID of each GPU that this process has a context on; None where NVML does not list it, or gives no bytes.
+    """Bytes by the UUID of each GPU on which this process has a context; None if NVML does not say how many.
 
-    NVML lists the PIDs of the host, among which a process in a container does not find its own.
+    NVML lists the host's PIDs, so a process in a container does not find its own.
     """
     found: dict[str, int | None] = {}
     nvml = Nvml()
@@ -58,9 +58,9 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
 
 
 def _foreign() -> bool | None:
-    """Whether this thread's context, or the one that `pycuda.autoinit` made, is no GPU's primary one; None if unknown.
+    """Whether this thread's context, or the one that `pycuda.autoinit` made, is not a primary one; None if unknown.
 
-    The current one alone would not do: a first call of the runtime, as torch's, puts the primary one in its place.
+    The current context is not enough: the first call of the CUDA runtime, as PyTorch's, makes the primary one current.
     """
     if "pycuda.driver" not in sys.modules or not contexts.initialised():
         return None
@@ -73,12 +73,12 @@ def _foreign() -> bool | None:
 
 
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
-    """What stands in for a framework's own allocator, by framework. Asks none that is not imported."""
+    """What replaces a framework's own allocator, by framework. Asks only frameworks that are imported."""
     found: dict[str, str | None] = {}
     for name, ask in (("torch", _torch), ("cupy", _cupy), ("numba", _numba)):
         try:
             found[name] = ask(modules)
-        except Exception:  # of a version that has it elsewhere: unknown
+        except Exception:  # another version has it elsewhere: unknown
             found[name] = None
     return {name: swapped for name, swapped in found.items() if swapped is not None}
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: Report) -> None:
-    """Compiles a small kernel too (NVRTC), and leaves nothing in the user's cache."""
+    """Also compiles a small kernel (NVRTC), without writing to the user's cache."""
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     with report.stage("import"):
         import cupy

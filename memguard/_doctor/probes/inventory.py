@@ -1,4 +1,4 @@
-"""What is installed in the interpreter in question, and where `import` would find it. Imports no framework."""
+"""What is installed in the interpreter to examine, and where `import` would find it. Imports no framework."""
 
 from __future__ import annotations
 
@@ -33,15 +33,36 @@ _MODULES = {
 def probe(report: Report) -> None:
     with report.stage("inventory"):
         report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
-        distributions = list(_distributions())  # in the order of the path, where the first of a name is imported
+        distributions = list(_distributions())  # in the order of sys.path: of one name the first is imported
         report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
         for module, pattern in _MODULES.items():
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
-            # Those further down the path are not what `import` finds.
+            # `import` does not find those further down the path.
             ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
             report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
+        _namesakes(report, distributions)
+
+
+def _namesakes(report: Report, distributions: Any) -> None:
+    """Other distributions that install a package memguard, as PyPI's `memguard` does, which is another project."""
+    ours = "memguard-gpu"
+    found = {n: d for n, d in reversed(distributions) if n == ours or ("memguard" in n and _installs(d, "memguard", n))}
+    if not set(found) - {ours}:
+        return
+    path = _found("memguard")
+    own = path is not None and os.path.exists(os.path.join(os.path.dirname(path), "_activation", "sitecustomize.py"))
+    versions = {name: distribution.version for name, distribution in sorted(found.items())}
+    report.put(namesakes={"distributions": versions, "path": path, "own": own, "origin": _url(found.get(ours))})
+
+
+def _url(distribution: Any) -> Any:
+    """Where a distribution was installed from, if that was no index (PEP 610): a URL, or the path of a `file:` URL."""
+    with contextlib.suppress(ValueError, AttributeError):
+        url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url")
+        return re.sub("^file://", "", url)
+    return None
 
 
 def _distributions() -> Any:
@@ -49,7 +70,7 @@ def _distributions() -> Any:
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         place = (name, _place(distribution))
-        # The same folder may be on the path twice; and a name that is none was written by nobody's packager.
+        # The same folder may be on the path twice. An invalid name comes from damaged metadata.
         if re.fullmatch(r"[a-z0-9_][a-z0-9_.+-]{0,199}", name) and place not in seen:
             seen.add(place)
             yield name, distribution
@@ -68,12 +89,12 @@ def _installs(distribution: Any, module: str, name: str) -> bool:
 
 
 def _folder(distribution: Any, module: str, path: str | None) -> str | None:
-    """Where the distribution puts modules, as `path` writes it; None for an editable one, whose are elsewhere."""
+    """Where the distribution installs modules, spelled as in `path`; None for an editable one, whose are elsewhere."""
     with contextlib.suppress(ValueError, AttributeError):
         if json.loads(distribution.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"):
             return None
     folder = os.path.normpath(str(distribution.locate_file("")))
-    with contextlib.suppress(OSError):  # the same by another name: lib64 for lib, links of uv's
+    with contextlib.suppress(OSError):  # the same folder by another name: lib64 for lib, links that uv makes
         if path is not None and os.path.samefile(os.path.join(folder, module), os.path.dirname(path)):
             return os.path.dirname(os.path.dirname(path))
     return folder

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: Report) -> None:
-    """What it says to the environment's own settings, both fractions at once for example, is an error of `devices`."""
+    """An error about the environment's settings, for example both memory fractions, is one of the step `devices`."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with report.stage("import"):
         import jax
@@ -23,7 +23,7 @@ def probe(report: Report) -> None:
         found = [device for device in jax.devices() if device.platform in ("gpu", "cuda")]
         asked = os.environ.get("JAX_PLATFORMS", "")
         if not found and _plugin() and (not asked or "cuda" in asked or "gpu" in asked):
-            found = jax.devices("cuda")  # raises, and says why there is none
+            found = jax.devices("cuda")  # raises and says why there is no GPU
         report.put(gpus=len(found), multiprocessors=[d.core_count for d in found if hasattr(d, "core_count")])
     if not found:
         return
@@ -35,7 +35,7 @@ def probe(report: Report) -> None:
 
 
 def _plugin() -> bool:
-    """Whether a plugin for CUDA is installed: found without loading it."""
+    """Whether a plugin for CUDA is installed. Does not load it."""
     import importlib.metadata
     import importlib.util
 
@@ -50,7 +50,7 @@ def _plugin() -> bool:
 
 
 def _versions(report: Report) -> dict[str, str]:
-    """What JAX itself compares when its plugin starts; a private module, so whatever is missing stays unknown."""
+    """The versions that JAX compares when its plugin starts. The module is private: what it lacks stays unknown."""
     try:
         from jax._src.lib import cuda_versions
     except ImportError:

@@ -1,8 +1,8 @@
-"""Runs probes in a process of their own, and tells the parent what they find: JSON lines on a pipe, one at a time.
+"""Runs probes in a process of their own and reports to the parent: JSON lines on a pipe, one at a time.
 
-So what was read before a crash is known. stderr is the framework's, and the parent keeps it. Started as
-`python -c BOOT FILE SPEC`, with `sys.path[0]` the current folder: this file is no module there, and the probes are
-loaded by their location, so that nothing here named torch.py is found in place of a framework.
+So what was read before a crash is known. stderr is left to the framework, and the parent keeps it. Started as
+`python -c BOOT FILE SPEC`, with the current folder as `sys.path[0]`. This file is not imported, and probes are loaded
+by their path, so that no file beside it, such as torch.py, is found in place of a framework.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # as `typing` has it, of which nothing is wanted at run time
+TYPE_CHECKING = False  # as in `typing`, which is not needed at run time
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
 ALARM = "import _signal, os; _signal.alarm(int(os.environ.get('MEMGUARD_PROBE', '').rpartition('.')[2] or 0)); "
-"""Ends a process whose parent was killed. By a module that nothing shadows, and before anything that may hang."""
+"""Ends a process whose parent was killed. By a built-in module, which no file can shadow, before anything can hang."""
 
 BOOT = (
     f"{ALARM}import sys; n = sys.argv[1]; f = open(n, encoding='utf-8'); c = compile(f.read(), n, 'exec'); f.close(); "
@@ -36,17 +36,17 @@ LIBRARY = re.compile(
     r"|nvToolsExt|nvtx|nvidia-|c10|torch|tensorflow|rmm)|xla_cuda_plugin|cuda_plugin_extension|_pywrap_tensorflow_internal"
     r"|pycuda/_driver\.|jaxlib/_xla|cupy_backends/cuda/api/runtime\.)[^/]*$"
 )
-"""Files of CUDA and the frameworks' own cores, among everything that a process has mapped."""
+"""Files of CUDA and the frameworks' own libraries, among everything that a process has mapped."""
 _MOST = 3000
-"""Characters of an error's text: some quote whole tracebacks."""
+"""Characters kept of an error's text: some quote whole tracebacks."""
 
 
 class Stopped(Exception):
-    """A step failed, which the parent knows already, or was the last that was asked for."""
+    """A step failed, which is reported already, or was the last one wanted."""
 
 
 class Report:
-    """What one probe says. `of` is the framework where several share a process; `until` the step it ends with."""
+    """Sends what one probe finds. `of`: the framework, if several share a process; `until`: the last step to run."""
 
     def __init__(self, fd: int, of: str = "", until: str | None = None) -> None:
         self._fd, self._of, self._until = fd, of, until
@@ -65,16 +65,16 @@ class Report:
         return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
 
     def put(self, **facts: Any) -> None:
-        """Facts of the framework, by their names in `checkup.facts.Framework`."""
+        """Facts of the framework, by their names in `_doctor.facts.Framework`."""
         self._send(facts=facts)
 
     def framework(self, name: str, **facts: Any) -> None:
-        """Facts of another one than the probe is of."""
+        """Facts of another framework than the probe's."""
         self._send(facts=facts, of=name)
 
     @contextlib.contextmanager
     def stage(self, name: str, quiet: bool = False) -> Iterator[None]:
-        """A step of the probe. What it raises is told, and ends the probe. `quiet`: only that is told of it."""
+        """A step of the probe. An error is reported and ends the probe. `quiet`: report nothing but an error."""
         started = time.monotonic()
         error: BaseException | None = None
         try:
@@ -83,21 +83,21 @@ class Report:
             raise
         except BaseException as raised:  # some call sys.exit on import
             error = raised
-        said = {} if error is None else {"error": text(error), "kind": kind(error)}
+        failure = {} if error is None else {"error": text(error), "kind": kind(error)}
         if error is not None or not quiet:
-            self._send(stage=name, seconds=round(time.monotonic() - started, 3), **said)
+            self._send(stage=name, seconds=round(time.monotonic() - started, 3), **failure)
         self.mapped()
         if error is not None or name == self._until:
             raise Stopped
 
     def loaded(self) -> None:
-        """The cuDNN that it runs with."""
+        """Report the cuDNN that is loaded."""
         found = cudnn()
         if found is not None:
             self.put(cudnn_loaded=found)
 
     def done(self, name: str) -> None:
-        """The probe of that name has come to its end, an error of its framework's included."""
+        """The probe has finished, also if its framework raised."""
         self._send(done=name)
 
     def mapped(self) -> None:
@@ -113,7 +113,7 @@ class Report:
 
 
 def libraries(pid: int | str = "self") -> list[str]:
-    """The files of `LIBRARY` that a process has mapped, links resolved; empty where they cannot be read."""
+    """The files matching `LIBRARY` that a process has mapped, links resolved; empty if they cannot be read."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             fields = [line.rstrip("\n").split(None, 5) for line in maps]
@@ -124,12 +124,12 @@ def libraries(pid: int | str = "self") -> list[str]:
 
 
 def text(error: BaseException) -> str:
-    """What an error says, and what it arose from; the middle of a long one is left out."""
-    said = str(error)
+    """The text of an error and of its cause; the middle of a long one is left out."""
+    message = str(error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None and str(cause) not in said:
-        said += f" (from {type(cause).__name__}: {cause})"
-    return said if len(said) <= _MOST else f"{said[: _MOST // 2]} … {said[-_MOST // 2 :]}"
+    if cause is not None and str(cause) not in message:
+        message += f" (from {type(cause).__name__}: {cause})"
+    return message if len(message) <= _MOST else f"{message[: _MOST // 2]} … {message[-_MOST // 2 :]}"
 
 
 def kind(error: BaseException) -> str:
@@ -137,7 +137,7 @@ def kind(error: BaseException) -> str:
 
 
 def cudnn() -> str | None:
-    """The version of the cuDNN that this process has mapped, in its own words."""
+    """The version of the cuDNN that this process has mapped, from the library itself."""
     for path in libraries():
         if re.search(r"/libcudnn\.so", path):
             with contextlib.suppress(OSError, AttributeError):
@@ -148,7 +148,7 @@ def cudnn() -> str | None:
 
 
 def load(name: str) -> Any:
-    """The probe of that name beside this file, under a name that no framework has."""
+    """The probe of that name beside this file, loaded under a name that no framework has."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_memguard_probe_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -158,22 +158,22 @@ def load(name: str) -> Any:
 
 
 def main(spec: Mapping[str, Any]) -> None:
-    """`spec`: the pipe's number `fd`, `probes` by name, `timeout`, and where they are wanted `until`, the step that a
-    probe ends with, and `path` for `sys.path`, or `first` for the first of it."""
+    """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `until`, the last step of
+    each probe, and `path`, the whole `sys.path`, or `first`, its first entry."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    # Where it hangs, asked by the parent. Not faulthandler's own timer: that reads frames while they run, and crashes.
+    # The parent asks where it hangs. Not by faulthandler's timer, which reads running frames and crashes.
     faulthandler.register(signal.SIGUSR1, all_threads=False, chain=False)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(int(spec["timeout"]) + 10)  # should the parent be killed
+    signal.alarm(int(spec["timeout"]) + 10)  # in case the parent was killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGALRM})
     sys.argv = ["-c"]
     if spec.get("path"):
         sys.path[:] = spec["path"]
-    elif spec.get("first") and sys.path[:1] == [""]:  # the folder of the program, as Python has it for one
+    elif spec.get("first") and sys.path[:1] == [""]:  # the program's folder, as when Python runs it
         sys.path[0] = spec["first"]
     probes = spec["probes"]
     for name in probes:

@@ -1,4 +1,4 @@
-"""Numba (numba-cuda, or the CUDA part that Numba had itself)."""
+"""Numba: numba-cuda, or the CUDA part that older releases of Numba contain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def probe(report: Report) -> None:
     except Exception:
         if hasattr(np, "row_stack"):
             raise
-        # NumPy 2.5 took it away, and numba-cuda 0.30 compiles with it. That is told, and whether it helps.
+        # NumPy 2.5 removed it and numba-cuda 0.30 needs it. Report the error, and whether putting it back helps.
         np.row_stack = np.vstack
         with report.stage("compute with numpy.row_stack"):
             _compute(cuda, np)
@@ -40,7 +40,7 @@ def _compute(cuda: Any, np: Any) -> None:
     array = cuda.to_device(np.zeros(64, dtype=np.float32))
     _kernel(cuda)[2, 32](array)
     if array.copy_to_host().sum() != 64:
-        raise RuntimeError("what the kernel wrote came back changed")
+        raise RuntimeError("the kernel's result is wrong")
 
 
 def _kernel(cuda: Any) -> Any:

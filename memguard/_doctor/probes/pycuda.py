@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: Report) -> None:
-    """In the primary context, which is popped again: one that is left aborts the process at its end."""
+    """Works in the primary context and pops it: a context that is left current aborts the process at exit."""
     with report.stage("import"):
         import pycuda
 
@@ -33,7 +33,7 @@ def probe(report: Report) -> None:
 
             array = gpuarray.to_gpu(numpy.ones(64, dtype=numpy.float32))
             if array.get().sum() != 64:
-                raise RuntimeError("what was copied to the GPU came back changed")
+                raise RuntimeError("data copied to the GPU and back has changed")
             del array
         finally:
             context.pop()

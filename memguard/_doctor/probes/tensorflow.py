@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def probe(report: Report) -> None:
-    """Where it finds no GPU it says so on stderr and raises nothing: the probe ends there."""
-    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # or it takes the card
+    """If TensorFlow finds no GPU it logs why and raises nothing, so the probe ends there."""
+    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # else it takes the whole GPU
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    os.environ.setdefault("TF_CPP_VMODULE", "dso_loader=1")  # names each library that it opens, or cannot
+    os.environ.setdefault("TF_CPP_VMODULE", "dso_loader=1")  # logs each library that it opens or cannot open
     with report.stage("import"):
         import tensorflow as tf
 

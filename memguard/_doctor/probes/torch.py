@@ -20,7 +20,7 @@ def probe(report: Report) -> None:
         return
     with report.stage("devices"):
         report.put(gpus=torch.cuda.device_count(), architectures=torch.cuda.get_arch_list(), **_cudnn(torch))
-        torch.cuda.init()  # says why there is no GPU, where there is none
+        torch.cuda.init()  # raises if there is no GPU, and says why
         count = torch.cuda.device_count()
         each = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         report.put(gpus=count, multiprocessors=each)
@@ -32,7 +32,7 @@ def probe(report: Report) -> None:
 
 
 def _cudnn(torch: object) -> dict[str, str]:
-    """What it was built for and what it found, asked below `torch.backends.cudnn.version()`, which raises."""
+    """The cuDNN it was built for and the one it found, asked below `torch.backends.cudnn.version()`, which raises."""
     found = {}
     module = getattr(getattr(torch, "_C", None), "_cudnn", None)
     for name, call in (("cudnn", "getCompileVersion"), ("cudnn_loaded", "getRuntimeVersion")):

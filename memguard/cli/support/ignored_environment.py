@@ -1,4 +1,4 @@
-"""Commands whose Python would not see the budget. `memguard run` refuses them rather than run without a cap."""
+"""Commands whose Python would not see the budget. `memguard run` refuses these instead of running without a cap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?")
 _OURS = {"PYTHONPATH", "MEMGUARD_RUN", "MEMGUARD_SIMULATE"}
 _FLAGS = {
     "I": "isolated: it ignores PYTHONPATH",
-    "E": "without its environment variables, PYTHONPATH among them",
+    "E": "without environment variables such as PYTHONPATH",
     "S": "without `site`",
 }
 _IN_CODE = "call memguard.init('budget.yaml') in the program and start it without memguard run"
@@ -22,7 +22,7 @@ Refusal = tuple[str, str]  # why, and what to do
 
 
 def check(command: Sequence[str]) -> None:
-    """Raise MemguardError where the command would start a Python that cannot activate the budget."""
+    """Raise MemguardError if the command would start a Python that cannot activate the budget."""
     refusal = _refusal(command) or _refusal(shebang(command[0]))
     if refusal is not None:
         why, fix = refusal
@@ -32,7 +32,7 @@ def check(command: Sequence[str]) -> None:
 def _refusal(command: Sequence[str]) -> Refusal | None:
     if command and os.path.basename(command[0]) in {"sudo", "doas"}:
         name = os.path.basename(command[0])
-        return f"{name} starts its command with an environment of its own", f"put {name} first: {name} memguard run ..."
+        return f"{name} gives its command another environment", f"put {name} first: {name} memguard run ..."
     for position, word in enumerate(command):
         name = os.path.basename(word)
         if PYTHON.fullmatch(name):
@@ -43,7 +43,7 @@ def _refusal(command: Sequence[str]) -> Refusal | None:
 
 
 def _flags(python: str, arguments: Sequence[str]) -> Refusal | None:
-    """Python's own options, alone or together as in -IB, up to the program."""
+    """Checks Python's options, single or combined as in -IB, up to the program."""
     words = iter(arguments)
     for word in words:
         if word == "--check-hash-based-pycs":
@@ -65,7 +65,7 @@ def _flags(python: str, arguments: Sequence[str]) -> Refusal | None:
 
 
 def _env(arguments: Sequence[str]) -> Refusal | None:
-    """What `env` takes away or replaces before it starts its command."""
+    """Checks what `env` removes or replaces before it starts its command."""
     words = _split(arguments)
     for word in words:
         if word in {"-", "--ignore-environment"} or re.fullmatch(r"-[0v]*i.*", word):
@@ -86,7 +86,7 @@ def _env(arguments: Sequence[str]) -> Refusal | None:
 
 
 def _split(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments of `env`, those that -S has it take apart taken apart."""
+    """The arguments of `env`, with those of -S split into words."""
     for word in arguments:
         yield from word.removeprefix("-S").split() if "-S" in arguments or word.startswith("-S") else [word]
 

@@ -1,4 +1,4 @@
-"""What a command will run: which Python, which script, under which environment. Looks at names and first lines only."""
+"""What a command will run: which Python, script and environment. Reads only names and first lines of files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from memguard.cli.support.ignored_environment import PYTHON, shebang
 
 _LAUNCHERS = {"torchrun": (), "accelerate": ("launch",)}
-"""Programs that start a script in the same Python, with the words that come first."""
+"""Programs that start a script in the same Python, with the words before their options."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 
 
 @dataclass(frozen=True)
 class Program:
-    """`python` is None where the command is not known to be a Python; `script` where it runs no file of Python."""
+    """`python` is None if the command is not known to be Python, `script` if it runs no Python file."""
 
     python: str | None
     script: str | None
@@ -45,7 +45,7 @@ def of(command: Sequence[str], environ: Mapping[str, str]) -> Program:
 
 
 def _launched(words: Sequence[str]) -> str | None:
-    """The script that a launcher starts."""
+    """The script that a launcher starts; None if there is none."""
     name, *rest = words
     first = _LAUNCHERS.get(os.path.basename(name))
     if first is None or tuple(rest[: len(first)]) != first:
@@ -54,7 +54,7 @@ def _launched(words: Sequence[str]) -> str | None:
 
 
 def _after(arguments: Sequence[str]) -> str | None:
-    """The script behind a launcher's own options: which of them take a value is not known, but its name is."""
+    """The script after a launcher's options. Which options take a value is unknown, so it is found by its suffix."""
     for word in arguments:
         if word in ("-m", "--module", "--no-python", "--no_python"):
             return None

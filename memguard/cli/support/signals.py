@@ -1,4 +1,4 @@
-"""What ends a command that has started processes: they end with it, whoever asks."""
+"""Signals that end a command which has started processes: the processes end with it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave by an exception, as Ctrl-C does, so that what was started is ended on the way out.
+    """Make SIGTERM and SIGHUP raise, as Ctrl-C does, so that started processes are ended on the way out.
 
-    The first of them makes the rest ignored: a second Ctrl-C would break off just that. SIGINT and SIGHUP stay ignored
-    where they are, as under nohup.
+    After the first signal the others are ignored: a second Ctrl-C would interrupt the clean-up. Signals that were
+    ignored before stay so, as SIGHUP under nohup.
     """
     before: dict[int, signal.Handlers | object] = {}
 
@@ -30,11 +30,11 @@ def unwinding() -> Iterator[None]:
     try:
         for name in _NAMES:
             number = getattr(signal, name, None)
-            # None: set by no Python, which could not set it again.
+            # None: not set by Python, which could not restore it.
             if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.getsignal(number)
                 signal.signal(number, leave)
-    except ValueError:  # not the main thread: there is nothing to handle here
+    except ValueError:  # only the main thread can set handlers
         before.clear()
     try:
         yield
