@@ -67,7 +67,7 @@ def test_capped_under_the_hook_and_given_back(alone: Run) -> None:
         """
     )
     assert found == {
-        "ours": "memguard._frameworks.cupy.adapter", "applied": [["enforced", None, {}, []]], "loader": True,
+        "ours": "memguard._frameworks.cupy.adapter", "applied": [["enforced", None, []]], "loader": True,
         "gone": True,
         "pool": True,
     }  # fmt: skip

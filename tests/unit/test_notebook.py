@@ -443,8 +443,8 @@ def test_let_go_leaves_what_still_runs_and_the_names_of_a_module_alone() -> None
 def test_the_summary(before: int | None, after: int | None, peak: int | None, says: str) -> None:
     assert notebook._summary(WorkloadReport("x", "torch", before, after, peak)) == says
     if before is not None:
-        told = notebook._summary(WorkloadReport("x", "torch", before, after, peak), failed=True)
-        assert told == f"{says}, with what the traceback holds"
+        failed = notebook._summary(WorkloadReport("x", "torch", before, after, peak), failed=True)
+        assert failed == f"{says}, with what the traceback holds"
 
 
 def test_a_report_of_another_thread_is_shown_when_it_comes(capsys: pytest.CaptureFixture[str]) -> None:

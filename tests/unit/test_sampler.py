@@ -1,4 +1,4 @@
-"""The monitor's thread, most of it without a thread: a clock that is told how long everything takes."""
+"""The monitor's thread, most of it without a thread: a clock to which each step adds its time."""
 
 from __future__ import annotations
 
