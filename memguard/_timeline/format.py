@@ -18,6 +18,8 @@ MAX_LINE = 1 << 20
 """Bytes; a longer line is not one of ours, and is not read into memory."""
 MAX_SECONDS = 1e10
 """Of a time: three centuries."""
+MAX_PART = 10**9 - 1
+"""A part's number has at most nine digits in its file's name."""
 _TEXT = 500
 """Characters of an event's text."""
 _DEPTH = 12

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from memguard._timeline.format import MAGIC, MAX_LINE, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
+from memguard._timeline.format import MAGIC, MAX_LINE, MAX_PART, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
 from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
 from memguard._units import MAX_SIZE, short
 from memguard.errors import TimelineError
@@ -46,18 +47,20 @@ class Parser:
             self.fail(f"timeline version {short(version)}; this memguard reads {VERSION}", _UPGRADE)
         try:
             datetime.fromisoformat(record["recorded"])
+            every = self._seconds(record, "every") if "every" in record else None
+            thinned = every is not None  # only the file of thinned parts has it: part 0
             header = Header(
                 record["recorded"],
                 self._typed(record, "run", str),
-                self._typed(record, "pid", int),
-                self._typed(record, "rank", int, type(None)),
+                self._between(record, "pid", 0, MAX_SIZE),
+                None if record["rank"] is None else self._between(record, "rank", 0, MAX_SIZE),
                 self._typed(record, "simulated", bool),
-                self._typed(record, "part", int),
+                self._between(record, "part", *((0, 0) if thinned else (1, MAX_PART))),
                 self._plan(record["plan"]),
                 {name: dict(about) for name, about in record["frameworks"].items()},
                 Dropped(**{key: self._size(value) for key, value in record["dropped"].items()}),
-                None if "every" not in record else float(self._typed(record, "every", int, float)),
-                self._typed({"through": 0, **record}, "through", int),
+                every,
+                self._between({"through": 0, **record}, "through", *((1, MAX_PART) if thinned else (0, 0))),
             )
             self._columns = self.columns(record["columns"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -164,6 +167,20 @@ class Parser:
         value = record[key]
         if type(value) not in types:
             raise ValueError(f"{key} is {short(value)}")
+        return value
+
+    def _between(self, record: Mapping[str, Any], key: str, least: int, most: int) -> int:
+        value: int = self._typed(record, key, int)
+        if not least <= value <= most:
+            raise ValueError(
+                f"{key} is {short(value)}, and {least if least == most else f'{least} to {most}'} is valid"
+            )
+        return value
+
+    def _seconds(self, record: Mapping[str, Any], key: str) -> float:
+        value = float(self._typed(record, key, int, float))
+        if not 0 < value < math.inf:
+            raise ValueError(f"{key} is {short(value)}, which is no length of time")
         return value
 
     def _size(self, value: Any) -> int:

@@ -146,10 +146,27 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     other = [part.path for part in older if part.header.run != run]
     if other:
         notes.append(f"of an earlier run, and left out: {', '.join(other)}; each can be read alone")
-    mine = [part for part in older if part.header.run == run] + newest
-    through = max(part.header.through for part in mine)
-    # A process killed while it thinned out leaves the part that it was about to remove.
-    return Timeline([part for part in mine if part.header.every is not None or part.header.part > through], notes)
+    return Timeline(_in_order([part for part in older if part.header.run == run], newest, notes), notes)
+
+
+def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list[_Part]:
+    """The parts of one run by number, each once, without those that the thinned part replaces."""
+    parts: dict[int, _Part] = {}
+    for part in newest + older:
+        first = parts.setdefault(part.header.part, part)
+        if first is not part:
+            notes.append(f"left out: {part.path}: it is part {part.header.part}, as {first.path} is")
+    thinned = parts.get(0)
+    through = thinned.header.through if thinned else 0
+    for part in newest:
+        if thinned is not None and 0 < part.header.part <= through:
+            raise TimelineError(
+                f"{part.path}:1: the header is damaged, or that of {thinned.path}: this is part {part.header.part} "
+                f"of the run, and {thinned.path} replaces the parts up to {through}\n"
+                "    fix: move one of the two files to another folder"
+            )
+    # A process killed while it thinned leaves the part that it was about to remove.
+    return [part for number, part in sorted(parts.items()) if number == 0 or number > through]
 
 
 def _part(path: str, notes: list[str]) -> _Part | None:

@@ -284,10 +284,17 @@ class Writer:
 
     def _set_aside(self, size: int) -> None:
         """The file is full: it becomes a part."""
-        about, there = os.fstat(self._require()), os.lstat(self.path)
+        mine = os.fstat(self._require())
+        try:
+            there = os.lstat(self.path)
+        except FileNotFoundError:
+            os.stat(os.path.dirname(self.path))  # raises if the folder is gone: it may come back, and the file with it
+            there = None
         self._shut()
-        if (about.st_dev, about.st_ino) == (there.st_dev, there.st_ino):  # else somebody moved it away
+        if there is not None and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
             self._rename(size, mine=True)
+        else:  # somebody moved the file away: it keeps its number
+            self._number += 1
 
     def _rename(self, size: int, mine: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):

@@ -7,8 +7,10 @@ import itertools
 import json
 import os
 import random
+import shutil
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -553,6 +555,20 @@ def written(tmp_path: Path) -> Path:
     return Path(out.path)
 
 
+def in_parts(tmp_path: Path, samples: int = 300) -> Path:
+    """A timeline of several files; one of 3,000 samples is thinned too."""
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        fill(out, samples)
+    return Path(out.path)
+
+
+def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    first, _, rest = path.read_text().partition("\n")
+    header = json.loads(first)
+    change(header)
+    path.write_text(json.dumps(header, separators=(",", ":")) + "\n" + rest)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -617,15 +633,88 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
         ({"frameworks": []}, "the header is damaged"),
         ({"columns": []}, "the header is damaged"),
         ({"every": "often"}, "every is 'often'"),
+        ({"part": 0}, "part is 0"),
+        ({"part": -1}, "part is -1"),
+        ({"part": 10**9}, "part is 1000000000"),
+        ({"part": 10**40}, "part is 1"),
+        ({"part": True}, "part is True"),
+        ({"part": 1.0}, "part is 1.0"),
+        ({"part": "1"}, "part is '1'"),
+        ({"part": None}, "part is None"),
+        ({"part": 1, "through": 5}, "through is 5"),
+        ({"part": 1, "every": 2.0, "through": 5}, "part is 1"),
+        ({"part": 0, "every": 2.0}, "through is 0"),
+        ({"part": 0, "every": 2.0, "through": 0}, "through is 0"),
+        ({"part": 0, "every": 2.0, "through": True}, "through is True"),
+        ({"part": 0, "every": 0, "through": 1}, "every is 0"),
+        ({"part": 0, "every": -1.0, "through": 1}, "every is -1.0"),
+        ({"part": 0, "every": False, "through": 1}, "every is False"),
+        ({"pid": -1}, "pid is -1"),
+        ({"rank": -1}, "rank is -1"),
     ],
 )  # fmt: skip
 def test_wrong_headers_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = written(tmp_path)
-    first, _, rest = path.read_text().partition("\n")
-    path.write_text(json.dumps(json.loads(first) | change) + "\n" + rest)
+    change_header(path, lambda header: header.update(change))
     with pytest.raises(TimelineError, match=message) as caught:
         load_timeline(path)
     assert str(caught.value).startswith(f"{path}:1: ") and "\n    fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["recorded", "run", "pid", "rank", "simulated", "part", "plan", "frameworks", "dropped"]
+)
+def test_a_header_without_one_of_its_keys_is_refused(tmp_path: Path, key: str) -> None:
+    path = written(tmp_path)
+    change_header(path, lambda header: header.pop(key))
+    with pytest.raises(TimelineError, match=rf":1: the header is damaged: .*{key}.*\n    fix: "):
+        load_timeline(path)
+
+
+def test_an_older_part_with_a_damaged_number_is_left_out(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    first = len(list(load_timeline(tmp_path / "0.1.jsonl").samples()))
+    change_header(tmp_path / "0.1.jsonl", lambda header: header.update(part=0))
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole[first:]
+    assert [note for note in timeline.notes if "0.1.jsonl:1: the header is damaged: " in note and "part is 0" in note]
+
+
+def test_a_part_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    shutil.copy(tmp_path / "0.1.jsonl", tmp_path / "0.77.jsonl")
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole
+    assert timeline.notes == (f"left out: {tmp_path}/0.77.jsonl: it is part 1, as {tmp_path}/0.1.jsonl is",)
+
+
+def test_parts_are_read_by_their_numbers_and_not_by_their_names(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    os.rename(tmp_path / "0.1.jsonl", tmp_path / "0.77.jsonl")
+    assert list(load_timeline(path).samples()) == whole
+
+
+def test_a_thinned_part_that_replaces_the_newest_is_refused(tmp_path: Path) -> None:
+    """One of the two headers is damaged, and no one can say which."""
+    path = in_parts(tmp_path, 3000)
+    thinned = tmp_path / "0.0.jsonl"
+    number = load_timeline(path).header.part
+    change_header(thinned, lambda header: header.update(through=number))
+    with pytest.raises(TimelineError, match=rf"part {number} .*0\.0\.jsonl.*\n    fix: "):
+        load_timeline(path)
+    os.unlink(thinned)
+    assert list(load_timeline(path).samples())
+
+
+def test_a_file_that_was_moved_away_leaves_its_number_to_no_other(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        samples = fill(out, 5)
+        os.rename(out.path, tmp_path / "0.9.jsonl")
+        samples += fill(out, 60, START + 100)
+    assert list(load_timeline(out.path).samples()) == samples
 
 
 @given(st.data())
