@@ -6,6 +6,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -45,10 +46,15 @@ def source_hash(whole: bool = False) -> str:
     figure of it. tests/unit/test_measured_source.py holds that.
     """
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "memguard").rglob("*.py")):
-        if not whole and path.relative_to(ROOT / "memguard").parts[0] in APART:
+    package = ROOT / "memguard"
+    if not package.is_dir():  # a tree that is tested against an installed wheel
+        spec = importlib.util.find_spec("memguard")
+        assert spec is not None and spec.origin is not None
+        package = Path(spec.origin).parent
+    for path in sorted(package.rglob("*.py")):
+        if not whole and path.relative_to(package).parts[0] in APART:
             continue
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""What every test directory shares: hypothesis without a clock, and `--no-skips`."""
+"""What every test directory shares: Hypothesis without deadlines, its three profiles, and `--no-skips`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, settings
 
 GPU = Path(__file__).parent / "gpu"
 
-# A busy machine must not fail a property that holds.
+# No deadline: a busy machine must not fail a property that holds. `scripts/test` picks "ci" and "fuzz".
 settings.register_profile("memguard", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+memguard = settings.get_profile("memguard")
+settings.register_profile("ci", memguard, derandomize=True, max_examples=60)
+settings.register_profile("fuzz", memguard, max_examples=500)
 settings.load_profile("memguard")
 
 

@@ -161,7 +161,7 @@ def test_pressure_is_said_to_callbacks_and_in_the_log(caplog: pytest.LogCaptureF
         first = until(lambda: [e for e in seen if e.kind == "pressure" and e.framework == "torch"])[0]
     assert first.level is Pressure.CRITICAL
     assert [r for r in caplog.records if r.levelno == logging.WARNING and "torch" in r.getMessage()]
-    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "test_watching.py:" in caplog.text
+    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "test_monitor_session.py:" in caplog.text
     assert first.level == "critical", "it can be compared with text"
     for undo in (broken, forget, forget):
         undo()

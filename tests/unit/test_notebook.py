@@ -50,7 +50,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 def nb(shared: Notebook) -> Notebook:
     """With the extension and the budget, and with nothing allocated."""
     shared.run("%reset -f")  # the user's names, and what was shown
-    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "active.trim();")
+    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "_api.trim();")
     return shared
 
 
@@ -207,7 +207,7 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
     nb.run("%unload_ext memguard")
     shown = nb.text(
         "print('memguard' in ip.magics_manager.magics['line'], 'memguard' in ip.magics_manager.magics['cell'])\n"
-        "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], incidents.shows)\n"
+        "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], hooks.shows)\n"
         "print(_api.current().active)"
     )
     assert shown == "False False\nTrue True [] None\nTrue\n"
