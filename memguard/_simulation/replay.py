@@ -41,7 +41,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class FrameworkOutcome:
+class SimulationFramework:
     """One framework on one device. `refusals` are the first ones, `refused` counts all.
 
     Deviations compare with the trace's `mark` events before the first refusal: the largest difference relative to
@@ -61,7 +61,7 @@ class FrameworkOutcome:
 
 
 @dataclass(frozen=True)
-class DeviceOutcome:
+class SimulationDevice:
     """One GPU: the most that the process held there, its context included, and how often the card was full."""
 
     device: int
@@ -72,13 +72,13 @@ class DeviceOutcome:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """What came of a replay."""
 
     events: int
     budget: bool
-    devices: tuple[DeviceOutcome, ...]
-    frameworks: tuple[FrameworkOutcome, ...]
+    devices: tuple[SimulationDevice, ...]
+    frameworks: tuple[SimulationFramework, ...]
     notes: tuple[str, ...] = ()
     ledger: Ledger | None = None
     """Who holds what after the last event, by the same accounts as of real GPUs."""
@@ -124,13 +124,13 @@ def host_of(header: TraceHeader) -> SimulatedHost:
     return SimulatedHost([Model(d.name, d.architecture, d.total, d.reserved or 0) for d in header.devices])
 
 
-def replay(
+def simulate(
     trace: Trace,
     host: SimulatedHost | None = None,
     caps: Caps | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     keep: int = 5,
-) -> Outcome:
+) -> SimulationOutcome:
     """Replay the events in order. Raises TraceError where the host or the simulation cannot take the trace.
 
     `caps` None means without a budget; a framework that is not in `caps` has no cap. `options` is by framework as in
@@ -193,12 +193,12 @@ class _Run:
             cell.held_deviation = _worse(cell.held_deviation, stats.held, event.held)
             cell.in_use_deviation = _worse(cell.in_use_deviation, stats.in_use, event.in_use)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationOutcome:
         rows = []
         for (name, index), cell in sorted(self.cells.items()):
             stats = cell.framework.stats(cell.device)
             rows.append(
-                FrameworkOutcome(
+                SimulationFramework(
                     name,
                     index,
                     cell.cap,
@@ -212,11 +212,13 @@ class _Run:
                 )
             )
         devices = tuple(
-            DeviceOutcome(index, gpu.name, gpu.usable, self.host.peak(gpu), self.full[index])
+            SimulationDevice(index, gpu.name, gpu.usable, self.host.peak(gpu), self.full[index])
             for index, gpu in enumerate(self.gpus)
         )
         notes = tuple(self.notes)
-        return Outcome(len(self.trace.events), self.caps is not None, devices, tuple(rows), notes, self.ledger())
+        return SimulationOutcome(
+            len(self.trace.events), self.caps is not None, devices, tuple(rows), notes, self.ledger()
+        )
 
     def ledger(self) -> Ledger:
         parts = []
@@ -313,7 +315,7 @@ def _worse(so_far: float | None, simulated: int, recorded: int | None) -> float 
     return max(so_far or 0.0, abs(simulated - recorded) / max(recorded, GRANULE))
 
 
-def _deviation(row: FrameworkOutcome) -> str:
+def _deviation(row: SimulationFramework) -> str:
     parts = [
         f"{word} {value:.1%}"
         for word, value in (("held", row.held_deviation), ("in use", row.in_use_deviation))

@@ -42,7 +42,7 @@ class Above:
 
 
 @dataclass(frozen=True)
-class FrameworkOutcome:
+class TimelineFramework:
     """One framework on one GPU. `cap` is None where the budget does not name it; `needs` what it must have had."""
 
     framework: str
@@ -58,7 +58,7 @@ class FrameworkOutcome:
 
 
 @dataclass(frozen=True)
-class DeviceOutcome:
+class TimelineDevice:
     """One GPU. `overhead` is against the budget's reserve; `outside` the most outside every framework, in bytes."""
 
     device: int
@@ -94,7 +94,7 @@ class Smallest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TimelineOutcome:
     """What came of a replay. `recorded` is True where the caps are those that the timeline was recorded with."""
 
     samples: int
@@ -102,8 +102,8 @@ class Outcome:
     end: float
     simulated: bool
     recorded: bool
-    devices: tuple[DeviceOutcome, ...]
-    frameworks: tuple[FrameworkOutcome, ...]
+    devices: tuple[TimelineDevice, ...]
+    frameworks: tuple[TimelineFramework, ...]
     smallest: Smallest | None
     notes: tuple[str, ...]
 
@@ -166,7 +166,9 @@ _SAID = {
 }
 
 
-def replay(records: Iterable[object], plan: Plan, *, recorded: bool = False, simulated: bool = False) -> Outcome:
+def replay_timeline(
+    records: Iterable[object], plan: Plan, *, recorded: bool = False, simulated: bool = False
+) -> TimelineOutcome:
     """Judge each sample by the caps of `plan`, in memory that does not depend on how many there are.
 
     `records` are a timeline's; `recorded` says that the plan is its own.
@@ -300,10 +302,10 @@ class _Run:
             else:
                 self.others.add(device.uuid)
 
-    def outcome(self, simulated: bool, recorded: bool) -> Outcome:
+    def outcome(self, simulated: bool, recorded: bool) -> TimelineOutcome:
         rows = [self._row(gpu, name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         devices = [
-            DeviceOutcome(
+            TimelineDevice(
                 gpu.index,
                 uuid,
                 gpu.part.device.name,
@@ -318,15 +320,15 @@ class _Run:
         notes = tuple(self._notes(rows))
         smallest = _smallest(rows, [gpu for gpu in self.gpus.values() if gpu.cells])
         span = (self.samples, self.begin, self.end)
-        return Outcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
+        return TimelineOutcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
 
     @staticmethod
-    def _row(gpu: _Gpu, name: str, cell: _Cell) -> FrameworkOutcome:
+    def _row(gpu: _Gpu, name: str, cell: _Cell) -> TimelineFramework:
         above = (cell.refused.done(), cell.fragments.done(), cell.cache.done())
         uuid = gpu.part.device.uuid
-        return FrameworkOutcome(name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above)
+        return TimelineFramework(name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above)
 
-    def _notes(self, rows: Sequence[FrameworkOutcome]) -> Iterable[str]:
+    def _notes(self, rows: Sequence[TimelineFramework]) -> Iterable[str]:
         if any(row.refused.times or row.fragments.times for row in rows):
             yield "after its first refusal the program would have gone another way; this is what was recorded"
         if self.ooms:
@@ -341,7 +343,7 @@ class _Run:
             yield f"GPUs that the budget's plan does not have are left out: {', '.join(sorted(self.others))}"
 
 
-def _smallest(rows: Sequence[FrameworkOutcome], gpus: Sequence[_Gpu]) -> Smallest | None:
+def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smallest | None:
     from memguard._config import FRAMEWORKS
 
     needs: dict[str, int] = {}

@@ -44,10 +44,10 @@ def simulate(
         plan = _policy.plan(declared, host.devices())
     if plan is not None:
         names = {name for part in plan.devices for name in part.caps}
-        outcome = simulation.replay(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
+        outcome = simulation.simulate(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
     else:
         # Growth was the budget's doing, where there was one: by itself TensorFlow takes the card at once.
         growth = {"tensorflow": {"growth": False}} if "caps" in recorded.header.extra else None
-        outcome = simulation.replay(recorded, host, None, growth)
+        outcome = simulation.simulate(recorded, host, None, growth)
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
     context.exit(1 if outcome.refused else 0)
