@@ -1,4 +1,4 @@
-"""The lines of a timeline, version 1: text to records, strictly. Every TimelineError names file, line and fix."""
+"""Strict parser for the lines of a timeline, version 1. Every TimelineError names the file, the line and a fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memguard._units import MAX_SIZE, short
 from memguard.errors import TimelineError
 
 Record = Sample | Event | Oom
-_NO_TIMELINE = "this is no timeline: name a file that memguard's monitor wrote"
+_NO_TIMELINE = "this is not a timeline: name a file that memguard's monitor wrote"
 _OTHERS = "read the other parts of the timeline"
 _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
@@ -30,7 +30,7 @@ _PART: Mapping[str, tuple[type, ...]] = {"limit": (int,), "reserve": (int,), "un
 
 
 class Parser:
-    """Lines of one file in order. `line` is the number of the last one, from 1."""
+    """Parses the lines of one file, in order. `line` is the number of the last one, from 1."""
 
     def __init__(self, name: str) -> None:
         self.name, self.line = name, 0
@@ -68,7 +68,7 @@ class Parser:
         return header
 
     def record(self, raw: bytes) -> Record | None:
-        """What the line holds; None for new columns."""
+        """The record in the line. None if the line defines new columns."""
         record = self.object(raw)
         time: Any = record.get("t")
         if type(time) not in (int, float) or not 0 <= time < MAX_SECONDS:
@@ -85,7 +85,7 @@ class Parser:
             if kind == "oom":
                 return Oom(float(time), {**content})
             if kind != "columns":
-                self.fail(f"{short(kind)} is no record of version {VERSION}", _UPGRADE)
+                self.fail(f"{short(kind)} is not a record of version {VERSION}", _UPGRADE)
             self._columns = self.columns(content)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             self.fail(f"the {kind} is damaged: {short(str(error))}", "remove the line")
@@ -94,14 +94,14 @@ class Parser:
     def object(self, raw: bytes) -> dict[str, Any]:
         self.line += 1
         if len(raw) > MAX_LINE:
-            self.fail(f"longer than {MAX_LINE} bytes", "remove the line: memguard writes none so long")
+            self.fail(f"longer than {MAX_LINE} bytes", "remove the line: memguard writes no line as long as this")
         header = _OTHERS if raw.startswith(MAGIC) else _NO_TIMELINE
         remove = "remove the line" if self.line > 1 else header
         try:
             record = _DECODER.decode(raw.decode())
         except RecursionError:
             self.fail("malformed JSON: nested too deeply", remove)
-        except ValueError as error:  # not UTF-8 as well
+        except ValueError as error:  # also when it is not UTF-8
             self.fail(f"malformed JSON: {short(str(error))}", remove)
         if not isinstance(record, dict):
             self.fail("not a JSON object", remove)
@@ -149,7 +149,7 @@ class Parser:
         for caps in columns.caps:
             _whole_or_none(*caps)
         if [len(caps) for caps in columns.caps] != [len(columns.frameworks)] * len(columns.devices):
-            raise ValueError("caps do not belong to its devices and frameworks")
+            raise ValueError("caps do not match its devices and frameworks")
         return columns
 
     def _plan(self, content: dict[str, Any]) -> Plan:
@@ -180,7 +180,7 @@ class Parser:
     def _seconds(self, record: Mapping[str, Any], key: str) -> float:
         value = float(self._typed(record, key, int, float))
         if not 0 < value < math.inf:
-            raise ValueError(f"{key} is {short(value)}, which is no length of time")
+            raise ValueError(f"{key} is {short(value)}, which is not a length of time")
         return value
 
     def _size(self, value: Any) -> int:

@@ -193,10 +193,10 @@ def test_what_is_in_the_way_is_refused_and_left_as_it_is(tmp_path: Path, monkeyp
     refused("is not a regular file")
     path.unlink()
     os.link(victim, path)
-    refused("is there already, and is no timeline")
+    refused("exists already and is not a timeline")
     path.unlink()
     path.write_text('{"memguard_trace": 1}\n')
-    refused("is there already, and is no timeline")
+    refused("exists already and is not a timeline")
     path.unlink()
     Writer(tmp_path / "{rank}.jsonl", PLAN).close()
     with monkeypatch.context() as patch:
@@ -211,7 +211,7 @@ def test_where_it_cannot_be_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TimelineError, match=r"No such file or directory\n    fix: make the folder"):
         Writer(tmp_path / "no" / "run.jsonl", PLAN)
     for name in ("", "\0", "folder/"):
-        with pytest.raises(TimelineError, match=r"names no file\n    fix: "):
+        with pytest.raises(TimelineError, match=r"does not name a file\n    fix: "):
             Writer(name, PLAN)
     with pytest.raises(TimelineError, match=r"511\.0 KiB are not enough .*\n    fix: .*512\.0 KiB"):
         Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=511 * KIB)
@@ -281,7 +281,7 @@ def test_a_day_stays_within_its_bound(tmp_path: Path) -> None:
     gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(read)]
     assert max(gaps) < 130, "no hole in the overview"
     (note,) = timeline.notes
-    assert note.startswith("not in the files any more, or never written: 1") and note.endswith("is left, and the peaks")
+    assert note.startswith("no longer in the files, or never written: 1") and note.endswith(" s, and the peaks")
     newest = [s for s in read if s.time >= START + 21 * 3600]
     assert len(newest) == 3 * 7200, "the last hours are whole"
 
@@ -327,12 +327,12 @@ def test_an_earlier_run_of_the_same_name_is_set_aside(tmp_path: Path) -> None:
     timeline = load_timeline(out.path)
     assert list(timeline.samples()) == second and not list(timeline.ooms())
     old = tmp_path / "0.1.jsonl"
-    assert timeline.notes == (f"of an earlier run, and left out: {old}; each can be read alone",)
+    assert timeline.notes == (f"left out, as they belong to an earlier run: {old}; each can be read alone",)
     assert list(load_timeline(old).samples()) == first
     with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
         fill(out, 3000)
         assert total(tmp_path) <= SMALL
-    assert load_timeline(out.path).notes[0].startswith("not in the files"), "earlier runs go first"
+    assert load_timeline(out.path).notes[0].startswith("no longer in the files"), "earlier runs go first"
     assert not any("earlier run" in note for note in load_timeline(out.path).notes)
 
 
@@ -403,7 +403,7 @@ def test_a_full_disk_is_said_once_and_again_when_it_is_over(tmp_path: Path, monk
     assert attempts < 15, "it is not tried at every sample"
     out.event(Event(clock.now, "note", "lost"))
     full = False
-    assert len(said) == 1 and "cannot be written: No space left on device; it goes on" in said[0]
+    assert len(said) == 1 and "cannot be written: No space left on device" in said[0]
     clock.now += 60
     out.sample(sample_of(PLAN, clock.now, torch=usage))
     assert len(said) == 2 and "is written again; left out: 1 event, 100 samples" in said[1]
@@ -545,7 +545,7 @@ def test_a_disk_that_hangs_does_not_hang_the_program(tmp_path: Path, monkeypatch
     with out._lock:
         out.event(Event(START, "note", "lost"))
     fill(out, 1)
-    assert out._unsaid == Dropped(events=1)
+    assert out._unreported == Dropped(events=1)
     out.close()
 
 
@@ -584,7 +584,7 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
         ('{"t":1e99,"sample":[]}', "is not a time"),
         ('{"t":1}', "not a time and one record"),
         ('{"t":1,"sample":[],"event":{}}', "not a time and one record"),
-        ('{"t":1,"new":[]}', "'new' is no record of version 1"),
+        ('{"t":1,"new":[]}', "'new' is not a record of version 1"),
         ('{"t":1,"sample":5}', "the sample is damaged"),
         ('{"t":1,"sample":[[0]]}', "the sample is damaged"),
         ('{"t":1,"sample":[[9,1,1,1,1,1]]}', "more columns than were named"),
@@ -602,7 +602,7 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
         ('{"t":1,"event":{"kind":"note","text":"","level":"high"}}', "the event is damaged: .*high"),
         ('{"t":1,"oom":[]}', "the oom is damaged"),
         ('{"t":1,"columns":{}}', "the columns is damaged"),
-        ('{"t":1,"columns":{"devices":[["a",1,null]],"frameworks":["x"],"caps":[[]]}}', "caps do not belong"),
+        ('{"t":1,"columns":{"devices":[["a",1,null]],"frameworks":["x"],"caps":[[]]}}', "caps do not match"),
     ],
 )  # fmt: skip
 def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -764,7 +764,7 @@ def test_a_process_that_was_killed_while_it_began_a_file(tmp_path: Path) -> None
     os.rename(path, tmp_path / "aside")
     before = list(load_timeline(path).samples())
     assert samples[: len(before)] == before and 0 < len(before) < rest
-    assert load_timeline(path).notes == (f"{path} is not there: only its older parts are",)
+    assert load_timeline(path).notes == (f"{path} does not exist: only its older parts do",)
     path.write_bytes(b'{"memguard_time')
     assert list(load_timeline(path).samples()) == before
     assert "the header was cut short" in load_timeline(path).notes[0]
@@ -795,7 +795,7 @@ def test_what_is_no_timeline_cannot_be_loaded(tmp_path: Path) -> None:
     for text in ("version: 1\nframeworks: {}\n", "{version: 1}", "# a budget\n", "[]\n"):
         (tmp_path / "budget.yaml").write_text(text)
         with pytest.raises(
-            TimelineError, match=r":1: .*\n    fix: this is no timeline: name a file that memguard's mon"
+            TimelineError, match=r":1: .*\n    fix: this is not a timeline: name a file that memguard's mon"
         ):
             load_timeline(tmp_path / "budget.yaml")
     (tmp_path / "damaged.jsonl").write_text('{"memguard_timeline":1,x}\n')
@@ -818,4 +818,6 @@ def test_a_timeline_that_is_read_while_it_is_written(tmp_path: Path) -> None:
         read = [next(reading) for _ in range(5)]
         fill(out, 3000, START + 2000)  # and here its files go
         read += reading
-        assert read[:30] == before[:30] and any("went while the timeline was read" in note for note in timeline.notes)
+        assert read[:30] == before[:30] and any(
+            "was removed while the timeline was read" in note for note in timeline.notes
+        )
