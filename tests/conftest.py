@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 GPU = Path(__file__).parent / "gpu"
 
@@ -15,10 +16,21 @@ memguard = settings.get_profile("memguard")
 settings.register_profile("ci", memguard, derandomize=True, max_examples=60)
 settings.register_profile("fuzz", memguard, max_examples=500)
 settings.load_profile("memguard")
+EXAMPLES: dict[str, Callable[[int], int]] = {"ci": lambda own: min(own, 60), "fuzz": lambda own: own * 5}
+"""What a profile makes of the number of examples that a test asks for itself, which would else hide the profile's."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test outside tests/gpu fails the run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    change = EXAMPLES.get(config.getoption("--hypothesis-profile", default=None) or "")
+    tests = {id(test): test for item in items if is_hypothesis_test(test := getattr(item, "function", None))}
+    for test in tests.values() if change else ():
+        own = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples != settings().max_examples:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=change(own.max_examples))
 
 
 @pytest.hookimpl(wrapper=True)
