@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -32,6 +33,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = getattr(test, "_hypothesis_internal_use_settings", None)
         if own is not None and own.max_examples != settings().max_examples:
             test._hypothesis_internal_use_settings = settings(own, max_examples=change(own.max_examples))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each test goes to the process that is free; a file of tests/native goes to one, which imports its framework once.
+
+    Not by `xdist_group`: pytest-xdist 3.8 loses the marks under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFramework(LoadScopeScheduling):
+        def _split_scope(self, nodeid: Any) -> str:
+            return str(nodeid).partition("::")[0] if str(nodeid).startswith("tests/native/") else str(nodeid)
+
+    return ByFramework(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import HERE, Run, environment, serve
+from served import Run, environment, serve
 
 
 def _beside(module: str) -> Any:
@@ -47,11 +47,3 @@ def alone() -> Run:
         return found
 
     return run
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each file's tests stay in one process of pytest-xdist: else each process would import every framework."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(f"native-{item.path.stem}"))
