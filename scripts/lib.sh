@@ -2,6 +2,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV="$ROOT/.venv"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -51,7 +52,7 @@ have_packages() {
     shift
     if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
         say "installing into $VENV: $*"
-        "$VENV/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$@" >&2 || return
+        "$VENV/bin/python" -m pip install --quiet --no-compile "$@" >&2 || return
         fingerprint >"$stamp"
     fi
 }
