@@ -2,6 +2,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV="$ROOT/.venv"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -33,19 +34,30 @@ print(hashlib.sha256(open(sys.argv[1], "rb").read() + sys.version.encode()).hexd
 PY
 }
 
-# make_venv NAME ARGUMENT...: have the virtual environment, and in it what `pip install ARGUMENT...` installs, once per NAME.
-# (Also called in conditions, where `set -e` counts for nothing: hence the returns.)
-make_venv() {
-    local stamp="$VENV/.memguard-$1" python
-    shift
+# Have the virtual environment $VENV.
+# (This and the next two are also called in conditions, where `set -e` does not apply: hence the returns.)
+have_python() {
+    local python
     if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
-        python=$(find_python) || return 1
+        python=$(find_python) || return
         say "making a virtual environment in $VENV"
-        "$python" -m venv --clear "$VENV" || return 1
+        "$python" -m venv --clear "$VENV" || return
     fi
+}
+
+# have_packages NAME ARGUMENT...: have in $VENV what `pip install ARGUMENT...` installs; done once per NAME.
+# Modules are compiled when they are imported first: of the frameworks' few are.
+have_packages() {
+    local stamp="$VENV/.memguard-$1"
+    shift
     if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
         say "installing into $VENV: $*"
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2 || return 1
+        "$VENV/bin/python" -m pip install --quiet --no-compile "$@" >&2 || return
         fingerprint >"$stamp"
     fi
+}
+
+# make_venv NAME ARGUMENT...: both.
+make_venv() {
+    have_python && have_packages "$@"
 }

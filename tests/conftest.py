@@ -1,21 +1,59 @@
-"""What every test directory shares: hypothesis without a clock, and `--no-skips`."""
+"""What every test directory shares: Hypothesis without deadlines, its three profiles, and `--no-skips`."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 GPU = Path(__file__).parent / "gpu"
 
-# A busy machine must not fail a property that holds.
+# No deadline: a busy machine must not fail a property that holds. `scripts/test` picks "ci" and "fuzz".
 settings.register_profile("memguard", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+memguard = settings.get_profile("memguard")
+settings.register_profile("ci", memguard, derandomize=True, max_examples=60)
+settings.register_profile("fuzz", memguard, max_examples=500)
 settings.load_profile("memguard")
+EXAMPLES: dict[str, Callable[[int], int]] = {"ci": lambda own: min(own, 60), "fuzz": lambda own: own * 5}
+"""What a profile makes of the number of examples that a test asks for itself, which would else hide the profile's."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test outside tests/gpu fails the run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    change = EXAMPLES.get(config.getoption("--hypothesis-profile", default=None) or "")
+    tests = {id(test): test for item in items if is_hypothesis_test(test := getattr(item, "function", None))}
+    for test in tests.values() if change else ():
+        own = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples != settings().max_examples:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=change(own.max_examples))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each test goes to the process that is free; a file of tests/native goes to one, which imports its framework once.
+
+    Not by `xdist_group`: pytest-xdist 3.8 loses the marks under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFramework(LoadScopeScheduling):
+        def _split_scope(self, nodeid: Any) -> str:
+            return str(nodeid).partition("::")[0] if str(nodeid).startswith("tests/native/") else str(nodeid)
+
+    return ByFramework(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what the collection made: else each `gc.collect()` in a test walks through all 7,000 tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

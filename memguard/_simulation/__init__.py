@@ -1,0 +1,1 @@
+"""Allocation traces: recorded under a real budget, replayed on simulated GPUs."""

@@ -1,7 +1,7 @@
-"""Write down what the frameworks allocate, as a trace that `memguard simulate` replays on any machine.
+"""Record what the frameworks allocate, as a trace that `memguard simulate` replays on any machine.
 
-PyTorch (native allocator) and PyCUDA report every allocation; the others are sampled: their level of bytes in
-use, by a daemon thread that lives as long as the block.
+PyTorch (native allocator) and PyCUDA report every allocation. Of the others a daemon thread samples the bytes in use
+until the block ends.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from memguard.errors import TraceError
 _log = logging.getLogger("memguard")
 
 _recording: int | None = None
-"""The process that is recording: PyTorch keeps one history, so there is one trace at a time."""
+"""PID of the process that is recording. PyTorch keeps one history, so only one trace at a time is possible."""
 INTERVAL = 0.002
-"""Seconds between samples of a framework that reports no single allocations; one sample of TensorFlow is 2.3 µs."""
+"""Seconds between samples of a framework that does not report allocations; one sample of TensorFlow takes 2.3 µs."""
 
 
 @contextmanager
 def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) -> Iterator[None]:
     """Record the block's allocations into a new file at `path` (JSONL, `docs/trace.md`).
 
-    Needs an active budget. A framework that goes live inside the block is sampled from then on; to have
-    PyTorch's single allocations, call `torch.cuda.init()` before the block. The header says the most that each
-    framework held and had in use. Raises NotActive, TraceError.
+    Needs an active budget. A framework that goes live inside the block is sampled from then on; to record each of
+    PyTorch's allocations, call `torch.cuda.init()` before the block. The header has the peaks of each framework's
+    held and in use. Raises NotActive, TraceError.
     """
     global _recording
     target = os.path.abspath(path)  # the block may change the working directory
@@ -60,7 +60,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     sampler.start()
 
     def finish() -> None:
-        if os.getpid() != _recording:  # a forked child leaves the block too
+        if os.getpid() != _recording:  # a forked child also leaves the block, and must write nothing
             return
         events = sampler.stop()
         for stop in stops.values():
@@ -78,7 +78,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
         except BaseException:
             try:
                 finish()
-            except Exception as error:  # the block's own error goes first
+            except Exception as error:  # the block's own error is raised, not this one
                 _log.warning("%s", str(error))
             raise
         finish()
@@ -87,7 +87,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
 
 
 def _usage(framework: Framework, device: Device) -> Usage | None:
-    """What the framework says; None too where the reading fails, which must not break the block."""
+    """The framework's usage. None also if the reading raises, which must not break the block."""
     try:
         return framework.usage(device)
     except Exception as error:
@@ -167,10 +167,10 @@ def _header(
 
 
 def _version(module: str) -> str | None:
-    """As the module says it: CuPy's distributions have other names."""
-    said = getattr(sys.modules.get(module), "__version__", None)
-    if said is not None:
-        return str(said)
+    """The module's `__version__` first: CuPy's distributions have other names than its module."""
+    version = getattr(sys.modules.get(module), "__version__", None)
+    if version is not None:
+        return str(version)
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

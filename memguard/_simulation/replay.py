@@ -1,6 +1,6 @@
 """Replay an allocation trace on simulated GPUs, with or without a budget's caps. Its limits: docs/simulation.md.
 
-Nothing here is real, and every text and table that comes out of it says so.
+Nothing here is real, and every text and table printed from it says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Refusal:
-    """One allocation that failed. `full` where the card had no more, not the cap. Sizes are bytes."""
+    """One allocation that failed. `full`: the GPU was full, not the cap. Sizes are bytes."""
 
     time: float
     framework: str
@@ -41,11 +41,11 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class FrameworkOutcome:
-    """One framework on one device. `refusals` are the first ones, `refused` counts all.
+class SimulationFramework:
+    """One framework on one device. `refusals` holds the first ones, `refused` counts all.
 
-    Deviations compare with the trace's `mark` events before the first refusal: the largest difference relative to
-    what was recorded (at least 2 MiB, so that a few bytes at the start weigh nothing). None without such marks.
+    A deviation is the largest difference from a `mark` event before the first refusal, relative to the recorded figure
+    (at least 2 MiB, so that a few bytes at the start do not count). None without such marks.
     """
 
     framework: str
@@ -61,8 +61,8 @@ class FrameworkOutcome:
 
 
 @dataclass(frozen=True)
-class DeviceOutcome:
-    """One GPU: the most that the process held there, its context included, and how often the card was full."""
+class SimulationDevice:
+    """One GPU: the most that the process held on it, with its context, and how often the GPU was full."""
 
     device: int
     name: str
@@ -72,16 +72,16 @@ class DeviceOutcome:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a replay."""
+class SimulationOutcome:
+    """The result of a replay."""
 
     events: int
     budget: bool
-    devices: tuple[DeviceOutcome, ...]
-    frameworks: tuple[FrameworkOutcome, ...]
+    devices: tuple[SimulationDevice, ...]
+    frameworks: tuple[SimulationFramework, ...]
     notes: tuple[str, ...] = ()
     ledger: Ledger | None = None
-    """Who holds what after the last event, by the same accounts as of real GPUs."""
+    """Who holds what after the last event, computed as for real GPUs."""
 
     @property
     def refused(self) -> int:
@@ -120,21 +120,21 @@ class Outcome:
 
 
 def host_of(header: TraceHeader) -> SimulatedHost:
-    """Simulated GPUs like those the trace was recorded on."""
+    """Simulated GPUs of the models that the trace was recorded on."""
     return SimulatedHost([Model(d.name, d.architecture, d.total, d.reserved or 0) for d in header.devices])
 
 
-def replay(
+def simulate(
     trace: Trace,
     host: SimulatedHost | None = None,
     caps: Caps | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     keep: int = 5,
-) -> Outcome:
-    """Replay the events in order. Raises TraceError where the host or the simulation cannot take the trace.
+) -> SimulationOutcome:
+    """Replay the events in order. Raises TraceError if the trace has more GPUs than `host` or an unknown framework.
 
-    `caps` None means without a budget; a framework that is not in `caps` has no cap. `options` is by framework as in
-    a Plan. `host` is by default like the header's GPUs, and is used up. `keep` refusals are kept of each framework.
+    `caps` None means without a budget; a framework that is not in `caps` has no cap. `options` is by framework, as in
+    a Plan. `host` is by default made from the header, and cannot be used again. `keep` bounds the kept refusals.
     """
     run = _Run(trace, host or host_of(trace.header), caps, options or {}, keep)
     for event in trace.events:
@@ -155,7 +155,7 @@ class _Cell:
     held_deviation: float | None = None
     in_use_deviation: float | None = None
     level: int = 0
-    stack: list[tuple[int | None, int]] = field(default_factory=list)  # arrays that make up the level, last in last
+    stack: list[tuple[int | None, int]] = field(default_factory=list)  # arrays that make up the level, newest last
 
 
 class _Run:
@@ -187,18 +187,18 @@ class _Run:
             self._level(cell, event, event.in_use)
         elif event.op == "trim":
             cell.framework.trim(cell.device)
-        elif event.op == "mark" and not cell.refused:  # after a refusal the program would have gone another way
+        elif event.op == "mark" and not cell.refused:  # after a refusal a real run would differ
             stats = cell.framework.stats(cell.device)
             cell.marks += 1
             cell.held_deviation = _worse(cell.held_deviation, stats.held, event.held)
             cell.in_use_deviation = _worse(cell.in_use_deviation, stats.in_use, event.in_use)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationOutcome:
         rows = []
         for (name, index), cell in sorted(self.cells.items()):
             stats = cell.framework.stats(cell.device)
             rows.append(
-                FrameworkOutcome(
+                SimulationFramework(
                     name,
                     index,
                     cell.cap,
@@ -212,11 +212,13 @@ class _Run:
                 )
             )
         devices = tuple(
-            DeviceOutcome(index, gpu.name, gpu.usable, self.host.peak(gpu), self.full[index])
+            SimulationDevice(index, gpu.name, gpu.usable, self.host.peak(gpu), self.full[index])
             for index, gpu in enumerate(self.gpus)
         )
         notes = tuple(self.notes)
-        return Outcome(len(self.trace.events), self.caps is not None, devices, tuple(rows), notes, self.ledger())
+        return SimulationOutcome(
+            len(self.trace.events), self.caps is not None, devices, tuple(rows), notes, self.ledger()
+        )
 
     def ledger(self) -> Ledger:
         parts = []
@@ -244,7 +246,7 @@ class _Run:
         if self.caps is not None and name in self.caps:
             framework.apply(self.caps[name], chosen)
         else:
-            # What a trace under a budget says of growth was the budget's doing: without one it is TensorFlow's default.
+            # If the trace was recorded under a budget, the budget chose `growth`: without one use TensorFlow's default.
             recorded_growth = False if "caps" in self.trace.header.extra else about.get("growth", False)
             framework.apply({}, {"growth": chosen.get("growth", recorded_growth)})
         recorded, simulated = about.get("allocator"), SPECS[name].simulates
@@ -284,7 +286,7 @@ class _Run:
             return None
 
     def _level(self, cell: _Cell, event: TraceEvent, level: int) -> None:
-        """Bring the blocks to a level: one more for a rise, the last ones gone for a fall (one cut in two)."""
+        """Bring the bytes in use to `level`: allocate a block for a rise, free the newest (split one) for a fall."""
         if level > cell.level:
             rise = level - cell.level
             cell.stack.append((self._allocate(cell, event, rise, exact=True), rise))
@@ -295,7 +297,7 @@ class _Run:
                 cell.framework.free(array)
             if size > excess:
                 rest = size - excess
-                # What was refused stays refused: it is only bookkeeping of the level.
+                # A refused block stays refused: the rest of it only counts towards the level.
                 cell.stack.append((self._allocate(cell, event, rest, exact=True) if array is not None else None, rest))
             excess -= min(size, excess)
         cell.level = level
@@ -313,7 +315,7 @@ def _worse(so_far: float | None, simulated: int, recorded: int | None) -> float 
     return max(so_far or 0.0, abs(simulated - recorded) / max(recorded, GRANULE))
 
 
-def _deviation(row: FrameworkOutcome) -> str:
+def _deviation(row: SimulationFramework) -> str:
     parts = [
         f"{word} {value:.1%}"
         for word, value in (("held", row.held_deviation), ("in use", row.in_use_deviation))

@@ -1,4 +1,4 @@
-"""Allocation traces: JSON lines, one header and then one event a line. The format is in `docs/trace.md`."""
+"""Reads and writes allocation traces: JSON lines, a header and then one event a line. Format: `docs/trace.md`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from memguard.errors import TraceError
 
 VERSION = 1
 MAX_LINE = 1 << 16
-"""Bytes; a longer line is not one of ours, and is not read into memory."""
+"""Bytes. No longer line is written, and none is read into memory."""
 
 MAX_SECONDS = 1e10
-"""Three centuries."""
+"""Upper bound of a time: three centuries."""
 _NEEDS = {"alloc": ("id", "bytes"), "free": ("id",), "in_use": ("in_use",), "trim": (), "mark": ()}
 _MAY = {"mark": ("held", "in_use")}
 _RANGE = {"id": (-(1 << 63), 1 << 63), "bytes": (1, MAX_SIZE)}
@@ -43,7 +43,7 @@ class TraceDevice:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The first line. `frameworks` says version, allocator and the like by name; `extra` holds any further keys."""
+    """The first line. `frameworks` has version, allocator and so on by name; `extra` holds any further keys."""
 
     recorded: str
     devices: tuple[TraceDevice, ...]
@@ -72,7 +72,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     """The trace in a file. TraceError names file, line and fix; the file is read line by line."""
     name = os.fspath(path)
     try:
-        # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+        # O_NONBLOCK: opening a FIFO that nobody writes must not wait for ever; the next lines refuse it.
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
@@ -84,10 +84,10 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 def write(path: str | os.PathLike[str], header: TraceHeader, events: Iterable[TraceEvent]) -> None:
-    """Write a trace that `read` accepts, or raise TraceError and leave what was there.
+    """Write a trace that `read` accepts, or raise TraceError and leave the existing file.
 
-    The new file is readable by its owner only and takes the place of the old one at once; where the path is a
-    symbolic link, the link is replaced and what it points to stays as it is.
+    The new file has mode 0600 and replaces the old one atomically. If the path is a symbolic link, the link is
+    replaced and its target stays as it is.
     """
     target = Path(path)
     temporary: str | None = None
@@ -153,7 +153,7 @@ def _parse(name: str, file: BinaryIO) -> Trace:
 
 
 class _Reader:
-    """Checks lines in order, and remembers what is live."""
+    """Checks lines in order and tracks which allocations are live."""
 
     def __init__(self, name: str) -> None:
         self.name, self.line, self.time = name, 0, 0.0
@@ -285,7 +285,7 @@ class _Reader:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key appears twice")
     return record
 
 

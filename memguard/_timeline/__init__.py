@@ -1,7 +1,4 @@
-"""Timelines: what the monitor saw of one process, as JSON lines on disk. The format is in `docs/timeline.md`.
-
-`Writer` writes one, bounded and crash-safe; `load_timeline` reads one in memory that does not depend on its length.
-"""
+"""Timelines: the monitor's samples, events and out-of-memory reports of one process, as JSON lines on disk."""
 
 from __future__ import annotations
 

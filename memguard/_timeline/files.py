@@ -1,4 +1,4 @@
-"""The doors to a timeline's files: opened without following links, and changed only where they are one's own."""
+"""A timeline's files: opened without following links, and changed only if they are this user's timelines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memguard.errors import TimelineError
 
 _CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-"""Opening a FIFO that nobody reads or writes must fail below and not wait for ever."""
+"""With it, opening a FIFO that nobody writes returns at once, and the check below refuses it."""
 
 
 def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
-    """The path with `{pid}` and `{rank}` filled in; where it names neither, both stand before its suffix."""
+    """The absolute path with `{pid}` and `{rank}` filled in. If it names neither, both are put before its suffix."""
     text = os.fspath(pattern)
     folder, name = os.path.split(text)
     if not name or "\0" in text:
-        raise TimelineError(f"{text!r} names no file\n    fix: write for example timeline: memguard.jsonl")
+        raise TimelineError(f"{text!r} does not name a file\n    fix: write for example timeline: memguard.jsonl")
     if "{pid}" not in text and "{rank}" not in text:
         stem, suffix = os.path.splitext(name)
         text = os.path.join(folder, f"{stem}-{{pid}}-{{rank}}{suffix}")
@@ -36,13 +36,13 @@ def rotated(path: str, number: int | str) -> str:
 
 
 def numbered(path: str) -> list[tuple[int, str]]:
-    """The files beside `path` that are named as its parts, by number."""
+    """The files in the same folder that are named like parts of `path`, sorted by number."""
     base, suffix = os.path.splitext(path)
     folder, stem = os.path.split(base)
     pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
     try:
         names = os.listdir(folder or os.curdir)
-    except OSError:  # opening the file itself says what is wrong
+    except OSError:  # opening the file itself will raise with the reason
         return []
     found = ((pattern.fullmatch(name), name) for name in names)
     return sorted((int(match[1]), os.path.join(folder, name)) for match, name in found if match)
@@ -57,7 +57,7 @@ def open_regular(path: str, flags: int = 0) -> BinaryIO:
 
 
 def why_not_ours(path: str) -> str | None:
-    """Why the file is not to be touched; None where it is a timeline of this user's, or empty. Raises OSError."""
+    """Why the file must not be changed. None if it is this user's timeline, or empty. Raises OSError."""
     about = os.lstat(path)
     if stat.S_ISLNK(about.st_mode):
         return "is a symbolic link, which is not followed"
@@ -67,7 +67,7 @@ def why_not_ours(path: str) -> str | None:
         return "belongs to another user"
     with open_regular(path, _NOFOLLOW) as file:
         begin = file.read(len(MAGIC))
-    return None if begin == MAGIC[: len(begin)] else "is there already, and is no timeline"
+    return None if begin == MAGIC[: len(begin)] else "exists already and is not a timeline"
 
 
 def is_ours(path: str) -> bool:
@@ -78,20 +78,20 @@ def is_ours(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove the file, where it is ours."""
+    """Remove the file if it is ours."""
     if is_ours(path):
         os.unlink(path)
 
 
 def create(path: str) -> int:
-    """A new file that nobody else may read, to append to, and marked as being written."""
+    """Create a file with mode 0600, open it for appending and lock it: the lock marks it as being written."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o600)
     _lock(handle)
     return handle
 
 
 def in_use(path: str) -> bool:
-    """Whether a process that lives writes the file."""
+    """Whether a live process is writing the file."""
     handle = os.open(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW | _CLOEXEC)
     try:
         return not _lock(handle)
@@ -100,7 +100,7 @@ def in_use(path: str) -> bool:
 
 
 def _lock(handle: int) -> bool:
-    """Whether the lock could be had, or there is none to be had here: some network file systems have no locks."""
+    """False if another process holds the lock. True also where there are no locks, as on some network file systems."""
     try:
         import fcntl
     except ImportError:  # Windows

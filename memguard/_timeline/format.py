@@ -1,4 +1,4 @@
-"""The lines of a timeline, version 1: records to text. `docs/timeline.md` says what each means."""
+"""The lines of a timeline, version 1: headers and records to text. The format is in `docs/timeline.md`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from memguard._units import short
 
 VERSION = 1
 MAGIC = b'{"memguard_timeline":'
-"""How the first line of every file begins: what does not is no timeline, and is left alone."""
+"""The first bytes of every file. A file without them is not a timeline and is never changed."""
 MAX_LINE = 1 << 20
-"""Bytes; a longer line is not one of ours, and is not read into memory."""
+"""Bytes. The writer writes no longer line, and the reader does not read one into memory."""
 MAX_SECONDS = 1e10
-"""Of a time: three centuries."""
+"""Upper bound of a time: three centuries."""
+MAX_PART = 10**9 - 1
+"""A part's number has at most nine digits in its file's name."""
 _TEXT = 500
-"""Characters of an event's text."""
+"""Characters of an event's text that are kept."""
 _DEPTH = 12
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Oom(NamedTuple):
-    """An out-of-memory report as it was recorded: plain data. `time` is that of `time.time()`."""
+    """An out-of-memory report as recorded: plain data. `time` is in seconds, as of `time.time()`."""
 
     time: float
     report: Mapping[str, Any]
@@ -33,7 +35,7 @@ class Oom(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropped:
-    """How many records the files do not hold any more, or never did because the disk was full."""
+    """How many records are not in the files: thinned, removed, or never written because the disk was full."""
 
     samples: int = 0
     events: int = 0
@@ -59,8 +61,8 @@ class Dropped:
 class Header:
     """The first line of a file. The files of one run share `run`; `part` counts them.
 
-    `frameworks` says version, allocator and the like by name. `every` is set in the file of what is left of the
-    oldest parts: seconds from one sample to the next, beside peaks and events; `through` the last part it replaces.
+    `frameworks` has the version, allocator and so on of each framework, by name. Only part 0, which holds what is left
+    of the oldest parts, has `every`, the seconds between its samples, and `through`, the last part that it replaces.
     """
 
     recorded: str
@@ -77,7 +79,7 @@ class Header:
 
 
 class Columns:
-    """What the numbers of a sample's rows belong to, and what of it hardly ever changes: totals, limits, caps."""
+    """What the numbers in a sample's rows mean, and the figures that rarely change: totals, limits, caps."""
 
     __slots__ = ("caps", "devices", "frameworks", "limits", "totals")
 
@@ -129,7 +131,7 @@ def event_line(event: Event) -> bytes:
 
 
 def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
-    """At most `most` bytes: what takes most of them goes first, and `cut` names it."""
+    """A line of at most `most` bytes. The largest entries are left out first; `cut` names them."""
     record = plain(report)
     cut: list[str] = []
     while len(line := _line({"t": _time(time), "oom": record})) > most and record.keys() - {"cut"}:
@@ -141,7 +143,7 @@ def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
 
 
 def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
-    """The line, and whether the columns had to be changed for it: then they have to be written before it."""
+    """The line, and whether the columns changed for it. If so, write the columns first."""
     changed = False
     rows = []
     names = columns.frameworks
@@ -175,12 +177,12 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
             return sample_line(sample, columns)[0], True
         numbers = f"{at},{device.used},{device.free},{device.process},{device.overhead},{device.unaccounted}"
         rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
-    # Nothing but numbers stands in it, so that None can be no part of a text.
+    # The line holds only numbers, so None cannot be part of a text.
     return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """The value as JSON can hold it: other kinds of object as short texts, numbers that JSON has not as null."""
+    """The value as JSON can hold it: other objects as short texts, numbers that JSON cannot hold as null."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -195,7 +197,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def _time(time: float) -> float:
-    """To the millisecond."""
+    """Rounded to the millisecond; 0 if out of range."""
     return round(time, 3) if 0 <= time < MAX_SECONDS else 0.0
 
 

@@ -1,19 +1,20 @@
-"""The lines of a timeline, version 1: text to records, strictly. Every TimelineError names file, line and fix."""
+"""Strict parser for the lines of a timeline, version 1. Every TimelineError names the file, the line and a fix."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from memguard._timeline.format import MAGIC, MAX_LINE, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
+from memguard._timeline.format import MAGIC, MAX_LINE, MAX_PART, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
 from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
 from memguard._units import MAX_SIZE, short
 from memguard.errors import TimelineError
 
 Record = Sample | Event | Oom
-_NO_TIMELINE = "this is no timeline: name a file that memguard's monitor wrote"
+_NO_TIMELINE = "this is not a timeline: name a file that memguard's monitor wrote"
 _OTHERS = "read the other parts of the timeline"
 _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
@@ -29,7 +30,7 @@ _PART: Mapping[str, tuple[type, ...]] = {"limit": (int,), "reserve": (int,), "un
 
 
 class Parser:
-    """Lines of one file in order. `line` is the number of the last one, from 1."""
+    """Parses the lines of one file, in order. `line` is the number of the last one, from 1."""
 
     def __init__(self, name: str) -> None:
         self.name, self.line = name, 0
@@ -46,18 +47,20 @@ class Parser:
             self.fail(f"timeline version {short(version)}; this memguard reads {VERSION}", _UPGRADE)
         try:
             datetime.fromisoformat(record["recorded"])
+            every = self._seconds(record, "every") if "every" in record else None
+            thinned = every is not None  # only the file of thinned parts has it: part 0
             header = Header(
                 record["recorded"],
                 self._typed(record, "run", str),
-                self._typed(record, "pid", int),
-                self._typed(record, "rank", int, type(None)),
+                self._between(record, "pid", 0, MAX_SIZE),
+                None if record["rank"] is None else self._between(record, "rank", 0, MAX_SIZE),
                 self._typed(record, "simulated", bool),
-                self._typed(record, "part", int),
+                self._between(record, "part", *((0, 0) if thinned else (1, MAX_PART))),
                 self._plan(record["plan"]),
                 {name: dict(about) for name, about in record["frameworks"].items()},
                 Dropped(**{key: self._size(value) for key, value in record["dropped"].items()}),
-                None if "every" not in record else float(self._typed(record, "every", int, float)),
-                self._typed({"through": 0, **record}, "through", int),
+                every,
+                self._between({"through": 0, **record}, "through", *((1, MAX_PART) if thinned else (0, 0))),
             )
             self._columns = self.columns(record["columns"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -65,7 +68,7 @@ class Parser:
         return header
 
     def record(self, raw: bytes) -> Record | None:
-        """What the line holds; None for new columns."""
+        """The record in the line. None if the line defines new columns."""
         record = self.object(raw)
         time: Any = record.get("t")
         if type(time) not in (int, float) or not 0 <= time < MAX_SECONDS:
@@ -82,7 +85,7 @@ class Parser:
             if kind == "oom":
                 return Oom(float(time), {**content})
             if kind != "columns":
-                self.fail(f"{short(kind)} is no record of version {VERSION}", _UPGRADE)
+                self.fail(f"{short(kind)} is not a record of version {VERSION}", _UPGRADE)
             self._columns = self.columns(content)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             self.fail(f"the {kind} is damaged: {short(str(error))}", "remove the line")
@@ -91,14 +94,14 @@ class Parser:
     def object(self, raw: bytes) -> dict[str, Any]:
         self.line += 1
         if len(raw) > MAX_LINE:
-            self.fail(f"longer than {MAX_LINE} bytes", "remove the line: memguard writes none so long")
+            self.fail(f"longer than {MAX_LINE} bytes", "remove the line: memguard writes no line as long as this")
         header = _OTHERS if raw.startswith(MAGIC) else _NO_TIMELINE
         remove = "remove the line" if self.line > 1 else header
         try:
             record = _DECODER.decode(raw.decode())
         except RecursionError:
             self.fail("malformed JSON: nested too deeply", remove)
-        except ValueError as error:  # not UTF-8 as well
+        except ValueError as error:  # also when it is not UTF-8
             self.fail(f"malformed JSON: {short(str(error))}", remove)
         if not isinstance(record, dict):
             self.fail("not a JSON object", remove)
@@ -146,7 +149,7 @@ class Parser:
         for caps in columns.caps:
             _whole_or_none(*caps)
         if [len(caps) for caps in columns.caps] != [len(columns.frameworks)] * len(columns.devices):
-            raise ValueError("caps do not belong to its devices and frameworks")
+            raise ValueError("caps do not match its devices and frameworks")
         return columns
 
     def _plan(self, content: dict[str, Any]) -> Plan:
@@ -164,6 +167,20 @@ class Parser:
         value = record[key]
         if type(value) not in types:
             raise ValueError(f"{key} is {short(value)}")
+        return value
+
+    def _between(self, record: Mapping[str, Any], key: str, least: int, most: int) -> int:
+        value: int = self._typed(record, key, int)
+        if not least <= value <= most:
+            raise ValueError(
+                f"{key} is {short(value)}, and {least if least == most else f'{least} to {most}'} is valid"
+            )
+        return value
+
+    def _seconds(self, record: Mapping[str, Any], key: str) -> float:
+        value = float(self._typed(record, key, int, float))
+        if not 0 < value < math.inf:
+            raise ValueError(f"{key} is {short(value)}, which is not a length of time")
         return value
 
     def _size(self, value: Any) -> int:

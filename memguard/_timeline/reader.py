@@ -1,4 +1,4 @@
-"""Timelines as they are read: lazily, all parts in order, in memory that does not depend on their length."""
+"""Reads a timeline lazily: all parts in order, in memory that does not depend on their length."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Part:
 class Timeline:
     """One run's timeline. Every call of `records`, `samples`, `events` and `ooms` reads the files again.
 
-    `header` is that of the newest file. `notes` says what is not there, and grows while the files are read. Reading
-    raises TimelineError with file, line and fix where a line is damaged; a last line cut short is only noted.
+    `header` is the newest file's. `notes` says what is missing, and grows while the files are read. Reading a damaged
+    line raises TimelineError with file, line and fix; a last line that was cut short is only noted.
     """
 
     def __init__(self, parts: list[_Part], notes: list[str]) -> None:
@@ -38,12 +38,12 @@ class Timeline:
             self.dropped = self.dropped.most(part.header.dropped)
         every = parts[0].header.every
         if self.dropped:
-            left = f"; of the oldest parts one sample in {every:g} s is left, and the peaks" if every else ""
-            self._note(f"not in the files any more, or never written: {self.dropped}{left}")
+            left = f"; the oldest parts keep one sample in {every:g} s, and the peaks" if every else ""
+            self._note(f"no longer in the files, or never written: {self.dropped}{left}")
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run began with."""
+        """The plan at the start of the run."""
         return self.header.plan
 
     @property
@@ -51,7 +51,7 @@ class Timeline:
         return tuple(self._notes)
 
     def records(self) -> Iterator[Record]:
-        """Everything, in the order in which it was written."""
+        """All records, in the order in which they were written."""
         return self._read(b"")
 
     def samples(self) -> Iterator[Sample]:
@@ -64,11 +64,11 @@ class Timeline:
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes) -> Iterator[Record]:
-        """All records, or those whose line names them with `only` right behind its time."""
+        """All records, or only those whose line has `only` right after its time."""
         for part in self._parts:
             file = self._open(part)
             if file is None:
-                self._note(f"{part.path} went while the timeline was read: a process writes it, and keeps it bounded")
+                self._note(f"{part.path} was removed while the timeline was read: its writer keeps the size bounded")
                 continue
             with file:
                 yield from self._lines(part.path, file, only)
@@ -85,7 +85,7 @@ class Timeline:
                 yield record
 
     def _open(self, part: _Part) -> BinaryIO | None:
-        """The part, under its number too: it is moved there when the file is full."""
+        """Open the part, under its own name or its numbered one: the writer renames a file that is full."""
         base, suffix = os.path.splitext(part.path)
         for path in (part.path, f"{base}.{part.header.part}{suffix}"):
             try:
@@ -106,9 +106,9 @@ class Timeline:
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """The timeline in a file, together with the older parts of it beside (`run.1.jsonl` and so on).
+    """Load the timeline in a file, with its older parts in the same folder (`run.1.jsonl` and so on).
 
-    Raises TimelineError, here where a header is wrong and while reading where another line is.
+    Raises TimelineError: here if a header is wrong, and while reading if another line is.
     """
     name = os.fspath(path)
     notes: list[str] = []
@@ -120,16 +120,16 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             if part is not None:
                 newest = [part]
             elif siblings:
-                notes.append(f"{name}: the header was cut short: the process ended when it was to be begun")
+                notes.append(f"{name}: the header was cut short: the process ended while it began this file")
             else:
                 raise TimelineError(f"{name}: no line of it is whole\n    fix: record the timeline again")
         else:
-            notes.append(f"{name} is not there: only its older parts are")
+            notes.append(f"{name} does not exist: only its older parts do")
         for _, sibling in siblings:
             try:
                 part = _part(sibling, notes)
             except FileNotFoundError:
-                continue  # dropped at this moment
+                continue  # the writer removed it just now
             except TimelineError as error:
                 notes.append(f"left out: {str(error).partition(chr(10))[0]}")
                 continue
@@ -145,15 +145,32 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     run = (newest or older)[-1].header.run
     other = [part.path for part in older if part.header.run != run]
     if other:
-        notes.append(f"of an earlier run, and left out: {', '.join(other)}; each can be read alone")
-    mine = [part for part in older if part.header.run == run] + newest
-    through = max(part.header.through for part in mine)
-    # A process killed while it thinned out leaves the part that it was about to remove.
-    return Timeline([part for part in mine if part.header.every is not None or part.header.part > through], notes)
+        notes.append(f"left out, as they belong to an earlier run: {', '.join(other)}; each can be read alone")
+    return Timeline(_in_order([part for part in older if part.header.run == run], newest, notes), notes)
+
+
+def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list[_Part]:
+    """The parts of one run by number, each once, without those that the thinned part replaces."""
+    parts: dict[int, _Part] = {}
+    for part in newest + older:
+        first = parts.setdefault(part.header.part, part)
+        if first is not part:
+            notes.append(f"left out: {part.path}: it is part {part.header.part}, as {first.path} is")
+    thinned = parts.get(0)
+    through = thinned.header.through if thinned else 0
+    for part in newest:
+        if thinned is not None and 0 < part.header.part <= through:
+            raise TimelineError(
+                f"{part.path}:1: the header is damaged, or that of {thinned.path}: this is part {part.header.part} "
+                f"of the run, and {thinned.path} replaces the parts up to {through}\n"
+                "    fix: move one of the two files to another folder"
+            )
+    # A process killed while it thinned leaves the part that it was about to remove.
+    return [part for number, part in sorted(parts.items()) if number == 0 or number > through]
 
 
 def _part(path: str, notes: list[str]) -> _Part | None:
-    """The file as a part; None where it has no whole header."""
+    """The file as a part. None if it has no whole header."""
     with open_regular(path) as file:
         header = _header(path, file)
         if header is None:
@@ -165,7 +182,7 @@ def _part(path: str, notes: list[str]) -> _Part | None:
 
 
 def _header(name: str, file: BinaryIO) -> Header | None:
-    """The header; None where the file is empty or ends within it."""
+    """The header. None if the file is empty or ends within the header."""
     raw = file.readline(MAX_LINE + 1)
     try:
         return Parser(name).header(raw)

@@ -1,13 +1,13 @@
-"""Replay a recorded timeline under another budget: who would have hit a cap, when, and the smallest that fits. Pure.
+"""Replay a recorded timeline under another budget: who would have hit a cap, when, and the smallest budget. Pure.
 
-A sample says what an allocator had taken under the caps of its day. Under a smaller cap it would have given idle
-memory back first, so a framework is judged by what it could not have done without:
+A sample shows what an allocator held under the caps at the time. Under a smaller cap the allocator would first have
+returned idle memory, so a framework is judged by the memory that it could not have returned:
 
-- `refused`: live arrays alone are above the cap.
-- `fragments`: live arrays fit, and the pieces of memory that they lie in do not: refused, unless packed closer.
-- `cache`: more is held than the cap, and what is above it is idle: it would have been given back, nothing refused.
+- `refused`: the live arrays alone are above the cap.
+- `fragments`: the live arrays fit under the cap, but not the blocks that they lie in: refused, unless packed closer.
+- `cache`: more is held than the cap, but the excess is idle: it would have been returned and nothing refused.
 
-Nothing here knows what came and went between two samples, nor what was refused when they were taken.
+Samples do not show what was allocated and freed between two of them, nor what was refused while recording.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Above:
-    """How often something was above its bound: `first` is a time as of `time.time()`, `most` bytes above it.
+    """How often a figure was above its bound. `first` is as of `time.time()`, `most` the largest excess in bytes.
 
-    `times` counts from one rise above the bound to the return below it, `samples` each sample.
+    `times` counts the rises above the bound, `samples` the samples above it.
     """
 
     first: float | None = None
@@ -41,8 +41,8 @@ class Above:
 
 
 @dataclass(frozen=True)
-class FrameworkOutcome:
-    """One framework on one GPU. `cap` is None where the budget does not name it; `needs` what it must have had."""
+class TimelineFramework:
+    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least."""
 
     framework: str
     device: int
@@ -57,8 +57,8 @@ class FrameworkOutcome:
 
 
 @dataclass(frozen=True)
-class DeviceOutcome:
-    """One GPU. `overhead` is against the budget's reserve; `outside` the most outside every framework, in bytes."""
+class TimelineDevice:
+    """One GPU. `overhead` is compared with the reserve; `outside` is the most bytes outside all frameworks."""
 
     device: int
     uuid: str
@@ -72,12 +72,12 @@ class DeviceOutcome:
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest budget that fits: bytes, whole multiples of 2 MiB. `reserve` is None where none was measured."""
+    """The smallest budget that fits, in bytes, multiples of 2 MiB. `reserve` is None if none was measured."""
 
     limits: Mapping[str, int]
     reserve: int | None
     problem: str | None = None
-    """Why no budget can be written: the figures are those of different GPUs, and a budget has one for all."""
+    """Why no budget can be written: the figures come from different GPUs, and a budget has one figure for all."""
 
     def yaml(self) -> str:
         """A budget file that `memguard check` accepts."""
@@ -93,22 +93,22 @@ class Smallest:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a replay. `recorded` is True where the caps are those that the timeline was recorded with."""
+class TimelineOutcome:
+    """The result of a replay. `recorded` is True if the caps are those that the timeline was recorded with."""
 
     samples: int
     begin: float
     end: float
     simulated: bool
     recorded: bool
-    devices: tuple[DeviceOutcome, ...]
-    frameworks: tuple[FrameworkOutcome, ...]
+    devices: tuple[TimelineDevice, ...]
+    frameworks: tuple[TimelineFramework, ...]
     smallest: Smallest | None
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether no framework would have been refused, even where its arrays lie as they lay."""
+        """Whether no framework would have been refused, with its arrays where they were."""
         return not any(row.refused.times or row.fragments.times for row in self.frameworks)
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Outcome:
             if gpu.overhead.times:
                 lines += _wrap(f"GPU {gpu.device}: {self._above('overhead is above the reserve', gpu.overhead)}")
         for row in self.frameworks:
-            for what, above in _SAID.items():
+            for what, above in _REFUSALS.items():
                 if (found := getattr(row, above)).times:
                     lines += _wrap(f"{row.framework} on GPU {row.device} {self._above(what, found)}")
         for note in self.notes:
@@ -158,17 +158,19 @@ class Outcome:
         return f"{what} {times}, first {at}, by {format_size(above.most)} at the most"
 
 
-_SAID = {
+_REFUSALS = {
     "would have been refused": "refused",
     "would have been refused unless its arrays lay closer": "fragments",
     "would have had to give back idle cache": "cache",
 }
 
 
-def replay(records: Iterable[object], plan: Plan, *, recorded: bool = False, simulated: bool = False) -> Outcome:
-    """Judge each sample by the caps of `plan`, in memory that does not depend on how many there are.
+def replay_timeline(
+    records: Iterable[object], plan: Plan, *, recorded: bool = False, simulated: bool = False
+) -> TimelineOutcome:
+    """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
-    `records` are a timeline's; `recorded` says that the plan is its own.
+    `recorded`: the plan is the timeline's own.
     """
     run = _Run(plan)
     for record in records:
@@ -223,7 +225,7 @@ class _Cell:
         if in_use is None:
             if held is None:
                 return
-            live = pinned = held - (reclaimable or 0)  # the best that is known
+            live = pinned = held - (reclaimable or 0)  # the best estimate there is
         else:
             if self.in_use is None or in_use > self.in_use:
                 self.in_use = in_use
@@ -264,7 +266,7 @@ class _Gpu:
         outside = overhead = device.overhead
         known = True
         for name, usage in device.frameworks.items():
-            if name == EXCHANGE:  # no framework's, and under no cap: a reserve has to hold it
+            if name == EXCHANGE:  # belongs to no framework and has no cap: the reserve must hold it
                 outside += usage.held or 0
                 continue
             cell = self.cells.get(name)
@@ -273,7 +275,7 @@ class _Gpu:
             cell.see(time, usage)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
-            outside += device.unaccounted  # else it holds what a framework does not say that it holds
+            outside += device.unaccounted  # else it may contain memory of a framework that does not say what it holds
         self.outside = max(self.outside, outside)
         if overhead > self.part.reserve:
             self.above.see(time, overhead - self.part.reserve)
@@ -300,10 +302,10 @@ class _Run:
             else:
                 self.others.add(device.uuid)
 
-    def outcome(self, simulated: bool, recorded: bool) -> Outcome:
+    def outcome(self, simulated: bool, recorded: bool) -> TimelineOutcome:
         rows = [self._row(gpu, name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         devices = [
-            DeviceOutcome(
+            TimelineDevice(
                 gpu.index,
                 uuid,
                 gpu.part.device.name,
@@ -318,30 +320,30 @@ class _Run:
         notes = tuple(self._notes(rows))
         smallest = _smallest(rows, [gpu for gpu in self.gpus.values() if gpu.cells])
         span = (self.samples, self.begin, self.end)
-        return Outcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
+        return TimelineOutcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
 
     @staticmethod
-    def _row(gpu: _Gpu, name: str, cell: _Cell) -> FrameworkOutcome:
+    def _row(gpu: _Gpu, name: str, cell: _Cell) -> TimelineFramework:
         above = (cell.refused.done(), cell.fragments.done(), cell.cache.done())
         uuid = gpu.part.device.uuid
-        return FrameworkOutcome(name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above)
+        return TimelineFramework(name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above)
 
-    def _notes(self, rows: Sequence[FrameworkOutcome]) -> Iterable[str]:
+    def _notes(self, rows: Sequence[TimelineFramework]) -> Iterable[str]:
         if any(row.refused.times or row.fragments.times for row in rows):
-            yield "after its first refusal the program would have gone another way; this is what was recorded"
+            yield "after the first refusal the program would have behaved differently; the figures are as recorded"
         if self.ooms:
             times = "once" if self.ooms == 1 else f"{self.ooms} times"
-            yield f"memory was refused {times} when this was recorded: what was not had is not in these figures"
+            yield f"memory was refused {times} during the recording: these figures do not include what was refused"
         cells = [(name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         for name in dict.fromkeys(name for name, cell in cells if cell.silent):
             yield f"{name} does not always say what it holds: it is judged by its live arrays"
         for name in dict.fromkeys(row.framework for row in rows if row.cap is None):
-            yield f"the budget does not name {name}: nothing would have stopped it"
+            yield f"the budget does not name {name}, so it would have had no cap"
         if self.others:
-            yield f"GPUs that the budget's plan does not have are left out: {', '.join(sorted(self.others))}"
+            yield f"GPUs that are not in the budget's plan are left out: {', '.join(sorted(self.others))}"
 
 
-def _smallest(rows: Sequence[FrameworkOutcome], gpus: Sequence[_Gpu]) -> Smallest | None:
+def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smallest | None:
     from memguard._config import FRAMEWORKS
 
     needs: dict[str, int] = {}

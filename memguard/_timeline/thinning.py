@@ -1,6 +1,14 @@
-"""What is left of the oldest parts where there is no room for them: reports, events, peaks, a sample now and then.
+"""Thins the oldest parts of a timeline when its files reach their bound. Pure: lines in, lines out.
 
-Pure: lines in, lines out. The peaks are kept so that the smallest budget that fits a run can be told from the whole.
+The oldest part is thinned and not simply removed, so that bounded files still answer what a timeline is read for:
+
+- Why did the run fail? Reports and events are few and say why, so they are kept first, the newest of them.
+- What is the smallest budget that fits? The peaks decide that, and a peak may lie anywhere in the run. So the sample
+  with the highest value of each figure is kept: while these fit, `memguard replay --smallest` answers as before.
+- How did the use change over time? One sample in each interval of `every` seconds is kept. When these no longer fit,
+  the interval is doubled: the same room covers the run from its start, in coarser steps.
+
+Reports and peaks come before spaced samples because nothing else in the files can replace them.
 """
 
 from __future__ import annotations
@@ -15,12 +23,12 @@ from memguard._timeline.format import MAGIC, Dropped
 
 _BEGIN = re.compile(rb'\{"t":([0-9.e+]+),"(sample|event|oom|columns)":')
 _FIRST = 1.0
-"""Seconds from one sample to the next, at the first try."""
+"""Seconds between samples at the first attempt."""
 
 
 @dataclass(frozen=True)
 class Thinned:
-    """The lines, all but the header; `columns` are those that it has to begin with."""
+    """The lines without the header. `columns` are those that the header must have."""
 
     lines: list[bytes]
     columns: dict[str, Any] | None
@@ -36,10 +44,10 @@ class _Line(NamedTuple):
 
 
 def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
-    """At most `room` bytes of the lines, headers among them. `every` is that of lines thinned out before.
+    """Keep at most `room` bytes of the lines, headers among them. `every` is that of the last thinning, or None.
 
-    Reports go before events, events (up to half of what is left) before peaks, peaks before other samples; of
-    reports and events the newest are kept. Raises ValueError, LookupError or TypeError where they are damaged.
+    Reports are kept first, then events (in up to half of the room that is left), then peaks, then other samples. Of
+    reports and events the newest are kept. Raises ValueError, LookupError or TypeError if a line is damaged.
     """
     found, columns = _read(lines)
     ooms, room = _newest([line for line in found if line.kind == "oom"], room)
@@ -49,7 +57,7 @@ def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
     overhead = max((len(_columns_line(entry)) for entry in columns), default=0)
     peaks: list[_Line] = []
     for line in _peaks(samples, columns):
-        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # there, and back again
+        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # to its columns, and back again
         if size <= room:
             peaks.append(line)
             room -= size
@@ -85,7 +93,7 @@ def _read(lines: Iterable[bytes]) -> tuple[list[_Line], list[dict[str, Any]]]:
 
 
 def _newest(lines: list[_Line], room: int) -> tuple[list[_Line], int]:
-    """The newest of them that fit, and the room that is left."""
+    """The newest lines that fit, and the room that is left."""
     kept = []
     for line in reversed(lines):
         if len(line.raw) > room:
@@ -96,7 +104,7 @@ def _newest(lines: list[_Line], room: int) -> tuple[list[_Line], int]:
 
 
 def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
-    """The samples with the most of anything: of each GPU's figures, and of each framework's held, in use and pinned."""
+    """The samples with the highest value of each GPU's figures, and of each framework's held, in use and pinned."""
     most: dict[tuple[object, ...], tuple[int, _Line]] = {}
 
     def see(key: tuple[object, ...], value: int | None, line: _Line) -> None:
@@ -109,7 +117,7 @@ def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
             uuid = names["devices"][at][0]
             for what, value in (("used", used), ("process", process), ("overhead", overhead)):
                 see((uuid, what), value, line)
-            if all(not usage or usage[0] is not None for usage in found):  # else a pool may be in `unaccounted`
+            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` may contain a pool
                 see((uuid, "outside"), overhead + max(unaccounted or 0, 0), line)
             for position, usage in enumerate(found):
                 if usage:
@@ -125,7 +133,7 @@ def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
 def _spaced(
     samples: list[_Line], without: set[int], room: int, every: float, columns: list[dict[str, Any]]
 ) -> tuple[list[_Line], float]:
-    """The first sample of each `every` seconds, which are doubled until they fit."""
+    """The first sample in each interval of `every` seconds; the interval is doubled until the samples fit."""
     sizes = [len(_columns_line(entry)) for entry in columns]
     while True:
         kept, needed, slot, current = [], 0, None, None

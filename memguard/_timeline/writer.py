@@ -1,4 +1,4 @@
-"""Timelines as they are written: whole lines, in files of this process's own that never grow beyond a bound."""
+"""Writes a timeline: whole lines, in this process's own files, whose total size is bounded."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ LIMIT = 64 * MIB
 """Bytes of all files together: more than a day of six frameworks on one GPU, at two samples a second."""
 MIN_LIMIT = 512 * KIB
 _PARTS = 32
-"""A file is begun anew when it has so much of the limit; one part is for what is thinned out, one to do that in."""
+"""A file is full at 1/32 of the limit. One part is kept for the thinned records, one as room to thin in."""
 _PATIENCE = 2.0
-"""Seconds that a thread waits for another one's write: a disk that hangs must not hang the user's program."""
+"""Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
 _RETRY = 5.0
-"""Seconds between two attempts while the disk is full or the folder is gone."""
+"""Seconds between attempts while the disk is full or the folder is gone."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """The rank that torchrun, Slurm or Open MPI gave this process; None where none did."""
+    """The rank that torchrun, Slurm or Open MPI gave this process, or None."""
     for name in _RANKS:
-        if (said := environ.get(name, "").strip()).isdecimal() and len(said) < 10:
-            return int(said)
+        if (value := environ.get(name, "").strip()).isdecimal() and len(value) < 10:
+            return int(value)
     return None
 
 
 @dataclass
 class _Part:
-    """A file of the past. `mine` is False of an earlier run's."""
+    """A file that is full. `mine` is False if an earlier run wrote it."""
 
     number: int
     path: str
@@ -52,11 +52,11 @@ class _Part:
 
 
 class Writer:
-    """Writes one process's timeline; any thread may call it. Raises TimelineError where it cannot be begun.
+    """Writes one process's timeline; any thread may call it. Raises TimelineError if the file cannot be begun.
 
-    With `begin=False` it is begun by `begin`, and `check` says beforehand whether it can be. After that nothing
-    raises: what cannot be written is left out and counted, and `say` gets a sentence once, and again when it works
-    again. In a forked child every method does nothing. `clock` is as `time.time`.
+    With `begin=False`, call `check` to learn whether it can be begun, and `begin` to do so. After that nothing raises:
+    records that cannot be written are dropped and counted. `say` gets one sentence when that starts and one when
+    writing works again. In a forked child every method does nothing. `clock` works like `time.time`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Writer:
             simulated = any(part.device.simulated for part in plan.devices)
         run = os.urandom(4).hex()
         self._head = Header(recorded, run, self._pid, rank, simulated, 0, plan, dict(frameworks or {}))
-        self._dropped, self._unsaid = Dropped(), Dropped()
+        self._dropped, self._unreported = Dropped(), Dropped()
         if limit_bytes < MIN_LIMIT or 4 * len(self._header(1)) > self._most:
             least = format_size(max(MIN_LIMIT, 4 * _PARTS * len(self._header(1))))
             raise TimelineError(
@@ -101,21 +101,21 @@ class Writer:
             self.begin()
 
     def begin(self) -> None:
-        """Make the file. Once."""
+        """Create the file. Call it once."""
         with self._or_refused():
             self._look()
             self._begin()
 
     def check(self, held: str | None = None) -> None:
-        """Raise TimelineError where it could not be begun; `held` is the file of a writer that will be closed before.
+        """Raise TimelineError if the file could not be begun. `held` is the file of a writer that will be closed first.
 
-        Nothing of it stays, and nothing that is there is changed.
+        Leaves nothing behind and changes no existing file.
         """
         with self._or_refused():
             if os.path.lexists(self.path):
                 self._refuse_others(held)
             trial = files.rotated(self.path, "check")
-            files.remove(trial)  # of a process that was killed in here
+            files.remove(trial)  # left by a process that was killed in this function
             handle = files.create(trial)
             try:
                 _write(handle, self._header(1), 0)
@@ -138,22 +138,22 @@ class Writer:
         self._put(Dropped(events=1), event.time, lambda: self._append(records.event_line(event)))
 
     def oom(self, report: Mapping[str, Any]) -> None:
-        """An out-of-memory report as plain data; its `time` is used where it has one."""
-        said = report.get("time")
-        when = float(said) if isinstance(said, (int, float)) and 0 <= said < MAX_SECONDS else self._clock()
+        """Write an out-of-memory report, plain data. Its time is `report["time"]` if there is one, else now."""
+        given = report.get("time")
+        when = float(given) if isinstance(given, (int, float)) and 0 <= given < MAX_SECONDS else self._clock()
         self._put(Dropped(ooms=1), when, lambda: self._append(records.oom_line(when, report, self._longest)))
 
     def close(self) -> None:
-        """No more is written. The files stay."""
+        """Stop writing. The files stay."""
         if os.getpid() == self._pid and self._lock.acquire(timeout=_PATIENCE):
             try:
                 self._shut()
-                self._pid = -1  # no process has it: every call is as in a child now
+                self._pid = -1  # no process has this PID, so every later call does nothing, as in a child
             finally:
                 self._lock.release()
 
     def forked(self) -> None:
-        """In a forked child: the parent's file is let go of. No lock: a thread of the parent may have held it."""
+        """In a forked child: close the parent's file. Without the lock, which a thread of the parent may have held."""
         if os.getpid() != self._pid:
             self._shut()
 
@@ -165,51 +165,51 @@ class Writer:
 
     @property
     def _longest(self) -> int:
-        """Bytes of one line: with a header it must go into one file."""
+        """The most bytes of one line: it must fit in one file together with a header."""
         return min(MAX_LINE, self._most // 2)
 
     def _put(self, one: Dropped, when: float, write: Callable[[], None]) -> None:
-        if os.getpid() != self._pid:  # a forked child shares the file with its parent, and must leave it alone
+        if os.getpid() != self._pid:  # a forked child shares the file with its parent and must not write to it
             return
-        said: str | None = None
+        message: str | None = None
         if not self._lock.acquire(timeout=_PATIENCE):
-            self._unsaid += one
+            self._unreported += one
             return
         try:
             if self._failure is not None and one.samples and 0 <= self._clock() - self._retry < _RETRY:
-                self._unsaid += one
+                self._unreported += one
                 return
             write()
-            said = self._works_again(when)
+            message = self._works_again(when)
         except _TooLong:
-            self._unsaid += one
-        except Exception as error:  # nothing of it may break the user's program
-            self._unsaid += one
-            said = self._failed(error)
+            self._unreported += one
+        except Exception as error:  # no error here may break the user's program
+            self._unreported += one
+            message = self._failed(error)
         finally:
             self._lock.release()
-        if said is not None and self._say is not None:
+        if message is not None and self._say is not None:
             with contextlib.suppress(Exception):
-                self._say(said)
+                self._say(message)
 
     def _failed(self, error: Exception) -> str | None:
         self._retry = self._clock()
         first, self._failure = self._failure is None, _reason(error)
         if not first:
             return None
-        return f"the timeline {self.path} cannot be written: {self._failure}; it goes on when that is over"
+        return f"the timeline {self.path} cannot be written: {self._failure}; records are dropped until it can be"
 
     def _works_again(self, when: float) -> str | None:
         if self._failure is None:
             return None
-        failure, lost = self._failure, self._unsaid
+        failure, lost = self._failure, self._unreported
         text = f"the timeline could not be written ({failure}); left out: {lost}"
         self._append(records.event_line(Event(when, "note", text)))
-        self._failure, self._dropped, self._unsaid = None, self._dropped + lost, Dropped()
+        self._failure, self._dropped, self._unreported = None, self._dropped + lost, Dropped()
         return f"the timeline {self.path} is written again; left out: {lost}"
 
     def _sample(self, sample: Sample) -> None:
-        was, self._dirty = self._dirty, True  # until they are written: numbers would be taken for something else
+        was, self._dirty = self._dirty, True  # until the columns are written, a sample's numbers would be misread
         line, changed = records.sample_line(sample, self._columns)
         if was or changed:
             self._append(records.columns_line(sample.time, self._columns))
@@ -217,17 +217,17 @@ class Writer:
         self._append(line)
 
     def _append(self, line: bytes) -> None:
-        """The line, with one write: killed in the middle of it, this line is lost and nothing else."""
+        """Append the line with one write: if the process is killed meanwhile, only this line is lost."""
         if len(line) > self._longest:
             raise _TooLong
         size = 0
         if self._fd is not None:
             about = os.fstat(self._fd)
             size = about.st_size
-            if about.st_nlink == 0:  # somebody removed it: what would be written now, nobody could read
+            if about.st_nlink == 0:  # somebody removed the file: nobody could read what is written to it
                 self._shut()
             elif size != self._size or size + len(line) > self._most:
-                # Full; or cut by somebody, or half a line is in it that could not be taken back.
+                # It is full, or somebody truncated it, or it ends in half a line that could not be removed.
                 self._set_aside(size)
         if self._fd is None:
             self._begin()
@@ -235,7 +235,7 @@ class Writer:
         self._size += len(line)
 
     def _look(self) -> None:
-        """What is there already under this name and its parts' is an earlier run's, or it is refused."""
+        """Take existing files with this name or its parts' names as an earlier run's, or refuse."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
@@ -250,10 +250,10 @@ class Writer:
             files.remove(self.path)
 
     def _refuse_others(self, held: str | None) -> None:
-        """Raise where the file that is there is not ours to touch, or is being written: unless as `held`."""
+        """Raise if the existing file is not ours to change, or is being written (unless it is `held`)."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
-                f"{self.path}: {why}\n    fix: name another file; memguard writes only timelines of its own"
+                f"{self.path}: {why}\n    fix: name another file; memguard overwrites nothing but its own timelines"
             )
         let_go = held is not None and os.path.exists(held) and os.path.samefile(held, self.path)
         if not let_go and files.in_use(self.path):
@@ -266,7 +266,7 @@ class Writer:
         self._make_room()
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(self.path).st_size == 0 and not files.in_use(self.path):
-                files.remove(self.path)  # begun before, when its header could not be written
+                files.remove(self.path)  # left by an attempt whose header could not be written
         self._fd = files.create(self.path)
         self._head = replace(self._head, part=self._number)
         line, self._size = self._header(self._number), 0
@@ -279,15 +279,22 @@ class Writer:
         self._dirty = False
 
     def _header(self, part: int) -> bytes:
-        head = replace(self._head, part=part, dropped=self._dropped + self._unsaid)
+        head = replace(self._head, part=part, dropped=self._dropped + self._unreported)
         return records.header_line(head, self._columns)
 
     def _set_aside(self, size: int) -> None:
-        """The file is full: it becomes a part."""
-        about, there = os.fstat(self._require()), os.lstat(self.path)
+        """Make the full file a part."""
+        mine = os.fstat(self._require())
+        try:
+            there = os.lstat(self.path)
+        except FileNotFoundError:
+            os.stat(os.path.dirname(self.path))  # raises if the folder is gone: it may come back, and the file with it
+            there = None
         self._shut()
-        if (about.st_dev, about.st_ino) == (there.st_dev, there.st_ino):  # else somebody moved it away
+        if there is not None and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
             self._rename(size, mine=True)
+        else:  # somebody moved the file away: it keeps its number
+            self._number += 1
 
     def _rename(self, size: int, mine: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):
@@ -297,12 +304,12 @@ class Writer:
         self._number += 1
 
     def _make_room(self) -> None:
-        """For a new file, and for thinning out the next time."""
-        os.stat(os.path.dirname(self.path))  # gone: then its parts are not to be forgotten, for it may come back
+        """Make room for a new file and for the next thinning."""
+        os.stat(os.path.dirname(self.path))  # raises if the folder is gone: it may come back, so its parts are kept
         while self._parts and self._held() > self._limit - 2 * self._most:
             oldest = next((part for part in self._parts if not part.mine), self._parts[0])
             if oldest.mine:
-                self._thin_out(oldest)
+                self._thin(oldest)
             else:
                 files.remove(oldest.path)
             self._parts.remove(oldest)
@@ -310,7 +317,7 @@ class Writer:
     def _held(self) -> int:
         return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
 
-    def _thin_out(self, oldest: _Part) -> None:
+    def _thin(self, oldest: _Part) -> None:
         kept = _Part(0, files.rotated(self.path, 0), 0)
         try:
             lines = []
@@ -322,12 +329,12 @@ class Writer:
             thinned = thin(lines, room, self._every)
             head = replace(
                 self._head, part=0, every=thinned.every, through=oldest.number,
-                dropped=self._dropped + self._unsaid + thinned.dropped,
+                dropped=self._dropped + self._unreported + thinned.dropped,
             )  # fmt: skip
             columns = Parser(kept.path).columns(thinned.columns) if thinned.columns else Columns()
             self._replace(kept.path, b"".join([records.header_line(head, columns), *thinned.lines]))
         except (OSError, ValueError, TypeError, LookupError, TimelineError):
-            # No room to write it, or a part that somebody damaged: without it, then.
+            # There is no room to write the result, or somebody damaged a part: drop the oldest one.
             with contextlib.suppress(OSError), files.open_regular(oldest.path) as file:
                 self._dropped += Dropped(samples=sum(b',"sample":' in line[:40] for line in file))
             files.remove(oldest.path)
@@ -365,14 +372,14 @@ class Writer:
 
 
 class _TooLong(Exception):
-    """A line that no file has room for."""
+    """A line that fits in no file."""
 
 
 def _write(handle: int, data: bytes, size: int) -> None:
-    """All of it behind the `size` bytes that are there, or nothing: what a full disk took of it is taken back."""
+    """Append all of the data to a file of `size` bytes, or nothing: what a full disk took of it is removed again."""
     if os.write(handle, data) != len(data):
         os.ftruncate(handle, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # what the next write would have said
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the next write would raise
 
 
 def _reason(error: BaseException) -> str:

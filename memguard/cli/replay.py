@@ -25,14 +25,14 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
 
     from memguard import _config, _policy
     from memguard._timeline import load_timeline
-    from memguard._timeline import replay as replaying
+    from memguard._timeline.replay import replay_timeline
     from memguard.errors import TimelineError
 
     declared = None if budget is None else _config.load(budget)
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]
     plan = recorded.plan if declared is None else _policy.plan(declared, devices)
-    outcome = replaying.replay(
+    outcome = replay_timeline(
         recorded.records(),
         plan,
         recorded=declared is None,

@@ -44,8 +44,8 @@ def simulate(
         plan = _policy.plan(declared, host.devices())
     if plan is not None:
         names = {name for part in plan.devices for name in part.caps}
-        outcome = simulation.replay(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
+        outcome = simulation.simulate(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
     else:
-        outcome = simulation.replay(recorded, host)
+        outcome = simulation.simulate(recorded, host)
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
     context.exit(1 if outcome.refused else 0)

@@ -507,7 +507,7 @@ import torch
 from memguard._guard import Guard
 from memguard._config import from_mapping
 from memguard._frameworks.torch import settings
-_torch_settings.cuda_version = lambda: "13.0"
+settings.cuda_version = lambda: "13.0"
 host = Host()
 found = card(host)
 guard = Guard(from_mapping({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}), host)

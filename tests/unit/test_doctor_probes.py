@@ -475,6 +475,18 @@ def test_one_that_is_only_just_starting_is_found() -> None:
             process.wait()
 
 
+def test_one_whose_environment_is_still_being_measured_is_found() -> None:
+    """The kernel sets both of its ends to its begin, and then walks through it: thousands of variables take long."""
+    environment = {f"A{number}": "x" * 10 for number in range(6000)}
+    for _ in range(30):
+        process = subprocess.Popen(["sleep", "30"], env=environment)
+        try:
+            assert processes._environment(process.pid, time.monotonic() + 10).count(b"\0") == 6000
+        finally:
+            process.kill()
+            process.wait()
+
+
 def test_one_that_is_about_to_start_another_program_is_found() -> None:
     """Asked at any moment of that: while it still has its parent's memory, while the new one is being filled."""
     slow = "import os, sys, time; time.sleep(float(sys.argv[1])); os.execve('/bin/sleep', ['sleep', '30'], {'A': 'b'})"
@@ -491,24 +503,26 @@ def test_one_that_is_about_to_start_another_program_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "flags", "start", "end", "expected"),
+    ("name", "state", "flags", "code", "start", "end", "expected"),
     [
-        ("loading", "R", 0x400000, "0", "0", True),
-        ("laid out since", "S", 0x400000, "140726283145170", "140726283145192", True),
-        ("has none", "S", 0x400000, "140726283145170", "140726283145170", False),
-        ("a) S 1 (b", "R", 0x400000, "0", "0", True),
-        ("ended", "Z", 0x400000, "0", "0", False),
-        ("ending", "R", 0x40040C, "0", "0", False),
-        ("kthreadd", "S", 0x208040, "0", "0", False),
-        ("cut", "R", 0x400000, "0", "", False),
-        ("odd", "R", 0x400000, "?", "?", False),
+        ("loading", "R", 0x400000, 0, "0", "0", True),
+        ("measured", "R", 0x400000, 0, "140726283145170", "140726283145170", True),
+        ("laid out since", "S", 0x400000, 94044, "140726283145170", "140726283145192", True),
+        ("has none", "S", 0x400000, 94044, "140726283145170", "140726283145170", False),
+        ("a) S 1 (b", "R", 0x400000, 0, "0", "0", True),
+        ("ended", "Z", 0x400000, 0, "0", "0", False),
+        ("ending", "R", 0x40040C, 0, "0", "0", False),
+        ("kthreadd", "S", 0x208040, 0, "0", "0", False),
+        ("cut", "R", 0x400000, 0, "0", "", False),
+        ("odd", "R", 0x400000, 0, "?", "?", False),
     ],
 )
 def test_who_may_have_an_environment_that_was_read_as_empty(
-    name: str, state: str, flags: int, start: str, end: str, expected: bool
+    name: str, state: str, flags: int, code: int, start: str, end: str, expected: bool
 ) -> None:
     """What has ended, a thread of the kernel, and a kernel that does not say are not waited for."""
-    stat = f"7 ({name}) {state} 1 7 7 0 -1 {flags}{' 0' * 40} {start} {end}{' 0' if end else ''}\n"
+    between = f"{' 0' * 17} {code}{' 0' * 22}"  # the end of the code is field 27
+    stat = f"7 ({name}) {state} 1 7 7 0 -1 {flags}{between} {start} {end}{' 0' if end else ''}\n"
     assert processes._may_have_one(stat.encode()) is expected
 
 

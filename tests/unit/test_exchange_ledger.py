@@ -23,7 +23,8 @@ from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger, Lent, Row
 from memguard._monitor.pressure import START, Settings, decide
-from memguard._timeline import Writer, load_timeline, replay
+from memguard._timeline import Writer, load_timeline
+from memguard._timeline.replay import replay_timeline
 from memguard._types import Applied, Device, DeviceSample, Plan, Sample, Usage
 from memguard._units import GIB, MIB
 
@@ -258,7 +259,7 @@ def test_pressure_timeline_and_replay_take_such_a_row(loans: Loans, tmp_path: Pa
     writer.close()
     timeline = load_timeline(writer.path)
     assert [sample.devices for sample in timeline.samples()] == [sample.devices for sample in samples]
-    outcome = replay.replay(timeline.records(), setting.plan)
+    outcome = replay_timeline(timeline.records(), setting.plan)
     assert {row.framework for row in outcome.frameworks} == {"torch"}, "it is under no cap"
     assert [gpu.outside for gpu in outcome.devices] == [3 * GIB + 612 * MIB], "a reserve has to hold it"
 

@@ -1,4 +1,4 @@
-"""What results on a GPU are measured of: everything that a program under a budget may load, and only that."""
+"""The hash that dates results measured on a GPU: of every module that a program under a budget may load."""
 
 from __future__ import annotations
 
@@ -108,10 +108,20 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("_doctor/a/b.py", False),
     ],
 )
-def test_results_are_stale_where_what_they_measured_has_changed(
+def test_results_are_stale_if_what_they_measured_has_changed(
     measured: ModuleType, tmp_path: Path, changed: str, stale: bool
 ) -> None:
     before, whole = measured.source_hash(), measured.source_hash(whole=True)
     (tmp_path / "memguard" / changed).write_text("after\n")
     assert (measured.source_hash() != before) is stale
     assert measured.source_hash(whole=True) != whole  # the doctor's own results
+
+
+def test_without_a_checkout_the_hash_is_that_of_the_installed_package(
+    measured: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = measured.source_hash()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "memguard").rename(tmp_path / "site" / "memguard")
+    monkeypatch.setattr(memguard.__spec__, "origin", str(tmp_path / "site" / "memguard" / "__init__.py"))
+    assert measured.source_hash() == before

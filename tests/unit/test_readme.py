@@ -200,7 +200,7 @@ def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() ->
     host = replay.host_of(recorded.header)
     plan = _policy.plan(_config.load(ROOT / "examples/mixed.yaml"), host.devices())
     caps = {name: plan.caps(name) for name in plan.devices[0].caps}
-    outcome = replay.replay(recorded, host, caps, plan.options)
+    outcome = replay.simulate(recorded, host, caps, plan.options)
     most = recorded.header.extra["most"]
     single = {event.framework for event in recorded.events if event.op == "alloc"}
     assert {"torch", "pycuda"} <= single

@@ -53,9 +53,9 @@ def of(guard: Guard, name: str) -> SimulatedFramework:
     return framework
 
 
-def replayed(path: Path, guard: Guard) -> replay.Outcome:
+def replayed(path: Path, guard: Guard) -> replay.SimulationOutcome:
     caps = {name: guard.plan.caps(name) for name in NAMES}
-    return replay.replay(trace.read(path), caps=caps, options=guard.plan.options)
+    return replay.simulate(trace.read(path), caps=caps, options=guard.plan.options)
 
 
 def test_a_recording_replays_to_what_was_recorded(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import memguard
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._simulation.replay import Outcome, host_of, replay
+from memguard._simulation.replay import SimulationOutcome, host_of, simulate
 from memguard._simulation.trace import Trace, TraceDevice, TraceHeader, read, write
 from memguard._specs import SPECS
 from memguard._types import TraceEvent
@@ -52,7 +52,9 @@ def mark(held: int | None, in_use: int | None, framework: str = "torch") -> Trac
 
 
 def test_peaks() -> None:
-    outcome = replay(trace(alloc(1, 5 * MIB), alloc(2, 30 * MIB), free(2), TraceEvent(0, "torch", "trim"), alloc(3, 1)))
+    outcome = simulate(
+        trace(alloc(1, 5 * MIB), alloc(2, 30 * MIB), free(2), TraceEvent(0, "torch", "trim"), alloc(3, 1))
+    )
     (row,), (gpu,) = outcome.frameworks, outcome.devices
     assert (row.framework, row.device, row.cap, row.refused) == ("torch", 0, None, 0)
     assert (row.peak_held, row.peak_in_use) == (50 * MIB, 35 * MIB)
@@ -62,7 +64,7 @@ def test_peaks() -> None:
 
 def test_a_cap_refuses_and_the_later_free_is_skipped() -> None:
     events = [alloc(n, 300 * MIB, time=n) for n in range(5)]
-    outcome = replay(trace(*events, free(4, time=9), free(0, time=9)), caps={"torch": {UUID: GIB}}, keep=1)
+    outcome = simulate(trace(*events, free(4, time=9), free(0, time=9)), caps={"torch": {UUID: GIB}}, keep=1)
     (row,) = outcome.frameworks
     assert (row.cap, row.refused, len(row.refusals), row.peak_held) == (GIB, 2, 1, 900 * MIB)
     refusal = row.refusals[0]
@@ -78,28 +80,28 @@ def test_a_cap_refuses_and_the_later_free_is_skipped() -> None:
 
 def test_a_full_card_names_the_largest_holder() -> None:
     events = (level(MIB), alloc(1, 4 * GIB, time=1))
-    outcome = replay(trace(*events))
+    outcome = simulate(trace(*events))
     rows = {row.framework: row for row in outcome.frameworks}
     assert abs(outcome.devices[0].peak_process - 141_350 * MIB) < 200 * MIB and outcome.devices[0].full == 1
     (refusal,) = rows["torch"].refusals
     assert refusal.full and "the largest holder is tensorflow with 137.5" in refusal.message
-    capped = replay(trace(*events), caps={"tensorflow": {UUID: GIB}, "torch": {UUID: 5 * GIB}})
+    capped = simulate(trace(*events), caps={"tensorflow": {UUID: GIB}, "torch": {UUID: 5 * GIB}})
     assert capped.refused == 0
 
 
 def test_another_process_can_be_the_largest_holder() -> None:
     host = SimulatedHost()
     host.occupy(host.devices()[0], 77, 130 * GIB)
-    outcome = replay(trace(alloc(1, 20 * GIB)), host)
+    outcome = simulate(trace(alloc(1, 20 * GIB)), host)
     assert "the largest holder is process 77 with 130.00 GiB" in outcome.frameworks[0].refusals[0].message
 
 
 def test_tensorflow_growth_comes_from_the_options_or_the_recording() -> None:
     events = (level(256 * MIB),)
-    assert replay(trace(*events)).frameworks[0].peak_held > 100 * GIB
-    assert replay(trace(*events, tensorflow={"growth": True})).frameworks[0].peak_held == 256 * MIB
+    assert simulate(trace(*events)).frameworks[0].peak_held > 100 * GIB
+    assert simulate(trace(*events, tensorflow={"growth": True})).frameworks[0].peak_held == 256 * MIB
     for growth, held in ((True, 256 * MIB), (False, 4 * GIB)):
-        outcome = replay(
+        outcome = simulate(
             trace(*events), caps={"tensorflow": {UUID: 4 * GIB}}, options={"tensorflow": {"growth": growth}}
         )
         assert outcome.frameworks[0].peak_held == held
@@ -110,7 +112,7 @@ def test_tensorflow_growth_comes_from_the_options_or_the_recording() -> None:
 @given(levels=st.lists(st.integers(0, 1_500_000).map(lambda n: n * 512), max_size=40))
 def test_levels_are_met_exactly(name: str, levels: list[int]) -> None:
     events = [step for size in levels for step in (level(size, framework=name), mark(None, size, name))]
-    outcome = replay(trace(*events, **{name: {"growth": True}}), caps={name: {UUID: 100 * GIB}})
+    outcome = simulate(trace(*events, **{name: {"growth": True}}), caps={name: {UUID: 100 * GIB}})
     if levels:
         (row,) = outcome.frameworks
         assert row.in_use_deviation == 0.0 and row.marks == len(levels)
@@ -121,8 +123,8 @@ def test_without_a_budget_jax_takes_three_quarters_of_the_card() -> None:
     """What it does where nobody says otherwise; under a cap it grows."""
     events = (level(256 * MIB, framework="jax"),)
     gpu = SimulatedHost().devices()[0]
-    assert replay(trace(*events)).frameworks[0].peak_held == gpu.usable * 3 // 4
-    assert replay(trace(*events), caps={"jax": {UUID: 4 * GIB}}).frameworks[0].peak_held == 256 * MIB
+    assert simulate(trace(*events)).frameworks[0].peak_held == gpu.usable * 3 // 4
+    assert simulate(trace(*events), caps={"jax": {UUID: 4 * GIB}}).frameworks[0].peak_held == 256 * MIB
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -132,7 +134,7 @@ def test_each_is_refused_at_its_cap(name: str) -> None:
         events = [alloc(n, 100 * MIB, name, time=n) for n in range(20)]
     else:
         events = [level(100 * MIB * n, framework=name, time=n) for n in range(1, 21)]
-    outcome = replay(trace(*events), caps={name: {UUID: GIB}}, options={name: {"growth": True}})
+    outcome = simulate(trace(*events), caps={name: {UUID: GIB}}, options={name: {"growth": True}})
     (row,) = outcome.frameworks
     assert 9 <= 20 - row.refused <= 10 and 900 * MIB <= row.peak_held <= GIB
     assert not row.refusals[0].full and f"simulated {name}: out of memory" in row.refusals[0].message
@@ -146,7 +148,7 @@ def test_each_is_refused_at_its_cap(name: str) -> None:
 def test_levels_after_a_refusal() -> None:
     sizes = [800 * MIB, 1200 * MIB, 1100 * MIB, 700 * MIB, 900 * MIB]
     events = [level(size, time=n) for n, size in enumerate(sizes)]
-    outcome = replay(trace(*events), caps={"tensorflow": {UUID: GIB}}, options={"tensorflow": {"growth": True}})
+    outcome = simulate(trace(*events), caps={"tensorflow": {UUID: GIB}}, options={"tensorflow": {"growth": True}})
     (row,) = outcome.frameworks
     assert [(r.time, r.bytes) for r in row.refusals] == [(1.0, 400 * MIB)]
     assert row.peak_in_use == 900 * MIB
@@ -161,7 +163,7 @@ def test_marks_are_compared_until_the_first_refusal() -> None:
         alloc(2, GIB),
         mark(5, 5),
     )
-    (row,) = replay(trace(*events), caps={"torch": {UUID: GIB}}).frameworks
+    (row,) = simulate(trace(*events), caps={"torch": {UUID: GIB}}).frameworks
     assert row.marks == 3
     assert row.held_deviation == pytest.approx(1 / 101) and row.in_use_deviation == pytest.approx(0.25)
 
@@ -178,7 +180,7 @@ def test_a_recorded_simulation_replays_to_the_byte() -> None:
             framework.free(array)
         framework.allocate(5_000_000)
         real = framework.stats(gpu)
-        (row,) = replay(trace(*stop(), mark(real.held, real.in_use, name))).frameworks
+        (row,) = simulate(trace(*stop(), mark(real.held, real.in_use, name))).frameworks
         assert (row.peak_held, row.peak_in_use) == (real.peak_held, real.peak_in_use)
         assert row.held_deviation == row.in_use_deviation == 0.0
 
@@ -202,7 +204,7 @@ def test_a_sampled_level_replays_under_the_caps_of_its_recording(name: str, tmp_
             framework.free(arrays[3])
         real = framework.stats(guard.plan.devices[0].device)
         recorded = read(path)
-        (row,) = replay(recorded, caps={name: guard.plan.caps(name)}).frameworks
+        (row,) = simulate(recorded, caps={name: guard.plan.caps(name)}).frameworks
     finally:
         memguard.shutdown()
     assert {event.op for event in recorded.events} == {"in_use", "mark"}
@@ -215,32 +217,32 @@ def test_several_devices() -> None:
     events = (alloc(1, GIB, device=1), alloc(2, 2 * GIB, device=0))
     recorded = trace(*events, devices=2)
     uuids = [d.uuid for d in host_of(recorded.header).devices()]
-    outcome = replay(recorded, caps={"torch": {uuids[0]: GIB, uuids[1]: GIB}})
+    outcome = simulate(recorded, caps={"torch": {uuids[0]: GIB, uuids[1]: GIB}})
     assert [(row.device, row.refused, row.peak_held) for row in outcome.frameworks] == [(0, 1, 0), (1, 0, GIB)]
     with pytest.raises(TraceError, match="uses GPU 1, and 1 are simulated"):
-        replay(recorded, SimulatedHost())
+        simulate(recorded, SimulatedHost())
 
 
 def test_what_cannot_be_simulated() -> None:
     with pytest.raises(
         TraceError, match=r"'mxnet' cannot be simulated\n.* torch, tensorflow, cupy, jax, pycuda, numba"
     ):
-        replay(trace(mxnet={}))
+        simulate(trace(mxnet={}))
     for name, other, usual in (
         ("torch", "expandable_segments", "native"),
         ("cupy", "rmm", "MemoryPool"),
         ("jax", "platform", "bfc"),
     ):
-        (note,) = replay(trace(**{name: {"allocator": other}})).notes
+        (note,) = simulate(trace(**{name: {"allocator": other}})).notes
         assert note == f"{name} was recorded with the {other} allocator and is simulated with the {usual} one"
-        assert replay(trace(**{name: {"allocator": usual}})).notes == ()
+        assert simulate(trace(**{name: {"allocator": usual}})).notes == ()
     again = Trace(TraceHeader("2025-01-31", (H200,), {}, simulated=True), ())
-    assert "recorded on simulated" in replay(again).notes[0]
+    assert "recorded on simulated" in simulate(again).notes[0]
 
 
-def crowded() -> Outcome:
+def crowded() -> SimulationOutcome:
     events = [level(MIB), mark(None, MIB, "tensorflow"), *(alloc(n, 4 * GIB, time=n) for n in range(9))]
-    return replay(trace(*events, alloc(1, 5, "pycuda", time=10)))
+    return simulate(trace(*events, alloc(1, 5, "pycuda", time=10)))
 
 
 def test_the_text_fits_and_says_that_it_is_simulated() -> None:
@@ -257,7 +259,7 @@ def test_the_text_fits_and_says_that_it_is_simulated() -> None:
         "full 9 times",
     ):
         assert part in " ".join(text.split()), part
-    assert "simulated" in replay(trace()).render()
+    assert "simulated" in simulate(trace()).render()
 
 
 def test_the_json() -> None:

@@ -7,8 +7,10 @@ import itertools
 import json
 import os
 import random
+import shutil
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +193,10 @@ def test_what_is_in_the_way_is_refused_and_left_as_it_is(tmp_path: Path, monkeyp
     refused("is not a regular file")
     path.unlink()
     os.link(victim, path)
-    refused("is there already, and is no timeline")
+    refused("exists already and is not a timeline")
     path.unlink()
     path.write_text('{"memguard_trace": 1}\n')
-    refused("is there already, and is no timeline")
+    refused("exists already and is not a timeline")
     path.unlink()
     Writer(tmp_path / "{rank}.jsonl", PLAN).close()
     with monkeypatch.context() as patch:
@@ -209,7 +211,7 @@ def test_where_it_cannot_be_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TimelineError, match=r"No such file or directory\n    fix: make the folder"):
         Writer(tmp_path / "no" / "run.jsonl", PLAN)
     for name in ("", "\0", "folder/"):
-        with pytest.raises(TimelineError, match=r"names no file\n    fix: "):
+        with pytest.raises(TimelineError, match=r"does not name a file\n    fix: "):
             Writer(name, PLAN)
     with pytest.raises(TimelineError, match=r"511\.0 KiB are not enough .*\n    fix: .*512\.0 KiB"):
         Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=511 * KIB)
@@ -279,7 +281,7 @@ def test_a_day_stays_within_its_bound(tmp_path: Path) -> None:
     gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(read)]
     assert max(gaps) < 130, "no hole in the overview"
     (note,) = timeline.notes
-    assert note.startswith("not in the files any more, or never written: 1") and note.endswith("is left, and the peaks")
+    assert note.startswith("no longer in the files, or never written: 1") and note.endswith(" s, and the peaks")
     newest = [s for s in read if s.time >= START + 21 * 3600]
     assert len(newest) == 3 * 7200, "the last hours are whole"
 
@@ -325,12 +327,12 @@ def test_an_earlier_run_of_the_same_name_is_set_aside(tmp_path: Path) -> None:
     timeline = load_timeline(out.path)
     assert list(timeline.samples()) == second and not list(timeline.ooms())
     old = tmp_path / "0.1.jsonl"
-    assert timeline.notes == (f"of an earlier run, and left out: {old}; each can be read alone",)
+    assert timeline.notes == (f"left out, as they belong to an earlier run: {old}; each can be read alone",)
     assert list(load_timeline(old).samples()) == first
     with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
         fill(out, 3000)
         assert total(tmp_path) <= SMALL
-    assert load_timeline(out.path).notes[0].startswith("not in the files"), "earlier runs go first"
+    assert load_timeline(out.path).notes[0].startswith("no longer in the files"), "earlier runs go first"
     assert not any("earlier run" in note for note in load_timeline(out.path).notes)
 
 
@@ -401,7 +403,7 @@ def test_a_full_disk_is_said_once_and_again_when_it_is_over(tmp_path: Path, monk
     assert attempts < 15, "it is not tried at every sample"
     out.event(Event(clock.now, "note", "lost"))
     full = False
-    assert len(said) == 1 and "cannot be written: No space left on device; it goes on" in said[0]
+    assert len(said) == 1 and "cannot be written: No space left on device" in said[0]
     clock.now += 60
     out.sample(sample_of(PLAN, clock.now, torch=usage))
     assert len(said) == 2 and "is written again; left out: 1 event, 100 samples" in said[1]
@@ -543,7 +545,7 @@ def test_a_disk_that_hangs_does_not_hang_the_program(tmp_path: Path, monkeypatch
     with out._lock:
         out.event(Event(START, "note", "lost"))
     fill(out, 1)
-    assert out._unsaid == Dropped(events=1)
+    assert out._unreported == Dropped(events=1)
     out.close()
 
 
@@ -551,6 +553,20 @@ def written(tmp_path: Path) -> Path:
     with Writer(tmp_path / "{rank}.jsonl", PLAN, clock=Clock()) as out:
         fill(out, 2)
     return Path(out.path)
+
+
+def in_parts(tmp_path: Path, samples: int = 300) -> Path:
+    """A timeline of several files; one of 3,000 samples is thinned too."""
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        fill(out, samples)
+    return Path(out.path)
+
+
+def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    first, _, rest = path.read_text().partition("\n")
+    header = json.loads(first)
+    change(header)
+    path.write_text(json.dumps(header, separators=(",", ":")) + "\n" + rest)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +584,7 @@ def written(tmp_path: Path) -> Path:
         ('{"t":1e99,"sample":[]}', "is not a time"),
         ('{"t":1}', "not a time and one record"),
         ('{"t":1,"sample":[],"event":{}}', "not a time and one record"),
-        ('{"t":1,"new":[]}', "'new' is no record of version 1"),
+        ('{"t":1,"new":[]}', "'new' is not a record of version 1"),
         ('{"t":1,"sample":5}', "the sample is damaged"),
         ('{"t":1,"sample":[[0]]}', "the sample is damaged"),
         ('{"t":1,"sample":[[9,1,1,1,1,1]]}', "more columns than were named"),
@@ -586,7 +602,7 @@ def written(tmp_path: Path) -> Path:
         ('{"t":1,"event":{"kind":"note","text":"","level":"high"}}', "the event is damaged: .*high"),
         ('{"t":1,"oom":[]}', "the oom is damaged"),
         ('{"t":1,"columns":{}}', "the columns is damaged"),
-        ('{"t":1,"columns":{"devices":[["a",1,null]],"frameworks":["x"],"caps":[[]]}}', "caps do not belong"),
+        ('{"t":1,"columns":{"devices":[["a",1,null]],"frameworks":["x"],"caps":[[]]}}', "caps do not match"),
     ],
 )  # fmt: skip
 def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -617,15 +633,88 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
         ({"frameworks": []}, "the header is damaged"),
         ({"columns": []}, "the header is damaged"),
         ({"every": "often"}, "every is 'often'"),
+        ({"part": 0}, "part is 0"),
+        ({"part": -1}, "part is -1"),
+        ({"part": 10**9}, "part is 1000000000"),
+        ({"part": 10**40}, "part is 1"),
+        ({"part": True}, "part is True"),
+        ({"part": 1.0}, "part is 1.0"),
+        ({"part": "1"}, "part is '1'"),
+        ({"part": None}, "part is None"),
+        ({"part": 1, "through": 5}, "through is 5"),
+        ({"part": 1, "every": 2.0, "through": 5}, "part is 1"),
+        ({"part": 0, "every": 2.0}, "through is 0"),
+        ({"part": 0, "every": 2.0, "through": 0}, "through is 0"),
+        ({"part": 0, "every": 2.0, "through": True}, "through is True"),
+        ({"part": 0, "every": 0, "through": 1}, "every is 0"),
+        ({"part": 0, "every": -1.0, "through": 1}, "every is -1.0"),
+        ({"part": 0, "every": False, "through": 1}, "every is False"),
+        ({"pid": -1}, "pid is -1"),
+        ({"rank": -1}, "rank is -1"),
     ],
 )  # fmt: skip
 def test_wrong_headers_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = written(tmp_path)
-    first, _, rest = path.read_text().partition("\n")
-    path.write_text(json.dumps(json.loads(first) | change) + "\n" + rest)
+    change_header(path, lambda header: header.update(change))
     with pytest.raises(TimelineError, match=message) as caught:
         load_timeline(path)
     assert str(caught.value).startswith(f"{path}:1: ") and "\n    fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["recorded", "run", "pid", "rank", "simulated", "part", "plan", "frameworks", "dropped"]
+)
+def test_a_header_without_one_of_its_keys_is_refused(tmp_path: Path, key: str) -> None:
+    path = written(tmp_path)
+    change_header(path, lambda header: header.pop(key))
+    with pytest.raises(TimelineError, match=rf":1: the header is damaged: .*{key}.*\n    fix: "):
+        load_timeline(path)
+
+
+def test_an_older_part_with_a_damaged_number_is_left_out(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    first = len(list(load_timeline(tmp_path / "0.1.jsonl").samples()))
+    change_header(tmp_path / "0.1.jsonl", lambda header: header.update(part=0))
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole[first:]
+    assert [note for note in timeline.notes if "0.1.jsonl:1: the header is damaged: " in note and "part is 0" in note]
+
+
+def test_a_part_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    shutil.copy(tmp_path / "0.1.jsonl", tmp_path / "0.77.jsonl")
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole
+    assert timeline.notes == (f"left out: {tmp_path}/0.77.jsonl: it is part 1, as {tmp_path}/0.1.jsonl is",)
+
+
+def test_parts_are_read_by_their_numbers_and_not_by_their_names(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    os.rename(tmp_path / "0.1.jsonl", tmp_path / "0.77.jsonl")
+    assert list(load_timeline(path).samples()) == whole
+
+
+def test_a_thinned_part_that_replaces_the_newest_is_refused(tmp_path: Path) -> None:
+    """One of the two headers is damaged, and no one can say which."""
+    path = in_parts(tmp_path, 3000)
+    thinned = tmp_path / "0.0.jsonl"
+    number = load_timeline(path).header.part
+    change_header(thinned, lambda header: header.update(through=number))
+    with pytest.raises(TimelineError, match=rf"part {number} .*0\.0\.jsonl.*\n    fix: "):
+        load_timeline(path)
+    os.unlink(thinned)
+    assert list(load_timeline(path).samples())
+
+
+def test_a_file_that_was_moved_away_leaves_its_number_to_no_other(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        samples = fill(out, 5)
+        os.rename(out.path, tmp_path / "0.9.jsonl")
+        samples += fill(out, 60, START + 100)
+    assert list(load_timeline(out.path).samples()) == samples
 
 
 @given(st.data())
@@ -675,7 +764,7 @@ def test_a_process_that_was_killed_while_it_began_a_file(tmp_path: Path) -> None
     os.rename(path, tmp_path / "aside")
     before = list(load_timeline(path).samples())
     assert samples[: len(before)] == before and 0 < len(before) < rest
-    assert load_timeline(path).notes == (f"{path} is not there: only its older parts are",)
+    assert load_timeline(path).notes == (f"{path} does not exist: only its older parts do",)
     path.write_bytes(b'{"memguard_time')
     assert list(load_timeline(path).samples()) == before
     assert "the header was cut short" in load_timeline(path).notes[0]
@@ -706,7 +795,7 @@ def test_what_is_no_timeline_cannot_be_loaded(tmp_path: Path) -> None:
     for text in ("version: 1\nframeworks: {}\n", "{version: 1}", "# a budget\n", "[]\n"):
         (tmp_path / "budget.yaml").write_text(text)
         with pytest.raises(
-            TimelineError, match=r":1: .*\n    fix: this is no timeline: name a file that memguard's mon"
+            TimelineError, match=r":1: .*\n    fix: this is not a timeline: name a file that memguard's mon"
         ):
             load_timeline(tmp_path / "budget.yaml")
     (tmp_path / "damaged.jsonl").write_text('{"memguard_timeline":1,x}\n')
@@ -729,4 +818,6 @@ def test_a_timeline_that_is_read_while_it_is_written(tmp_path: Path) -> None:
         read = [next(reading) for _ in range(5)]
         fill(out, 3000, START + 2000)  # and here its files go
         read += reading
-        assert read[:30] == before[:30] and any("went while the timeline was read" in note for note in timeline.notes)
+        assert read[:30] == before[:30] and any(
+            "was removed while the timeline was read" in note for note in timeline.notes
+        )

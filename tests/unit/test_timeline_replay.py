@@ -16,7 +16,7 @@ from timelines import START, Clock, busy, plan_of, sample_of
 
 from memguard import _config, _policy
 from memguard._timeline import Oom, Writer, load_timeline
-from memguard._timeline.replay import Above, Outcome, replay
+from memguard._timeline.replay import Above, TimelineOutcome, replay_timeline
 from memguard._types import Event, FrameworkSample, Sample
 from memguard._units import GIB, MIB
 from memguard.cli.check import check
@@ -33,7 +33,7 @@ def usage(held: int | None, in_use: int | None, reclaimable: int | None = None) 
     return FrameworkSample(held, in_use, reclaimable, 40 * GIB)
 
 
-def of(outcome: Outcome, framework: str) -> Any:
+def of(outcome: TimelineOutcome, framework: str) -> Any:
     (row,) = (row for row in outcome.frameworks if row.framework == framework)
     return row
 
@@ -50,21 +50,23 @@ def test_refused_tight_and_cache_are_told_apart() -> None:
         usage(12 * GIB, 9 * GIB, None),
         usage(12 * GIB, 7 * GIB, None),
     ]
-    outcome = replay([sample_of(PLAN, START + at, torch=row) for at, row in enumerate(torch)], PLAN)
+    outcome = replay_timeline([sample_of(PLAN, START + at, torch=row) for at, row in enumerate(torch)], PLAN)
     row = of(outcome, "torch")
     assert row.refused == Above(START + 4, 2, 3, 2 * GIB)
     assert row.fragments == Above(START + 3, 1, 1, GIB)
     assert row.cache == Above(START + 1, 2, 3, 4 * GIB)
     assert (row.cap, row.peak_held, row.peak_in_use, row.needs) == (8 * GIB, 13 * GIB, 10 * GIB, 13 * GIB)
     assert not outcome.fits and (outcome.samples, outcome.begin, outcome.end) == (9, START, START + 8)
-    assert replay([sample_of(PLAN, START, torch=torch[1])], PLAN).fits, "cache that can go is no refusal"
-    assert not replay([sample_of(PLAN, START, torch=torch[3])], PLAN).fits
+    assert replay_timeline([sample_of(PLAN, START, torch=torch[1])], PLAN).fits, "cache that can go is no refusal"
+    assert not replay_timeline([sample_of(PLAN, START, torch=torch[3])], PLAN).fits
 
 
 @pytest.mark.parametrize("order", ["rfrf", "rcrc", "fcfc", "crfcrf"])
 def test_each_way_above_a_cap_begins_anew_after_another(order: str) -> None:
     rows = {"r": usage(12 * GIB, 9 * GIB, 0), "f": usage(12 * GIB, GIB, GIB), "c": usage(12 * GIB, GIB, 9 * GIB)}
-    row = of(replay([sample_of(PLAN, START + at, torch=rows[kind]) for at, kind in enumerate(order)], PLAN), "torch")
+    row = of(
+        replay_timeline([sample_of(PLAN, START + at, torch=rows[kind]) for at, kind in enumerate(order)], PLAN), "torch"
+    )
     counts = {"r": row.refused.times, "f": row.fragments.times, "c": row.cache.times}
     assert counts == {kind: order.count(kind) for kind in "rfc"}
 
@@ -72,46 +74,46 @@ def test_each_way_above_a_cap_begins_anew_after_another(order: str) -> None:
 def test_pools_that_give_nothing_back_are_judged_by_what_is_in_use() -> None:
     """JAX and TensorFlow hold what they once had: a smaller pool would have served the same arrays."""
     jax, tensorflow = usage(9 * GIB, 3 * GIB, 0), usage(12 * GIB, GIB, 0)
-    outcome = replay([sample_of(PLAN, START, jax=jax, tensorflow=tensorflow)], PLAN)
+    outcome = replay_timeline([sample_of(PLAN, START, jax=jax, tensorflow=tensorflow)], PLAN)
     assert outcome.fits and of(outcome, "jax").needs == 3 * GIB and of(outcome, "tensorflow").needs == GIB
     assert of(outcome, "jax").cache == Above(START, 1, 1, 5 * GIB)
-    outcome = replay([sample_of(PLAN, START, jax=usage(9 * GIB, 5 * GIB, 0))], PLAN)
+    outcome = replay_timeline([sample_of(PLAN, START, jax=usage(9 * GIB, 5 * GIB, 0))], PLAN)
     assert of(outcome, "jax").refused == Above(START, 1, 1, GIB)
 
 
 def test_a_framework_that_does_not_say_what_it_holds() -> None:
     samples = [sample_of(PLAN, START + at, tensorflow=usage(None, size, 0)) for at, size in enumerate([GIB, 5 * GIB])]
-    outcome = replay(samples, PLAN)
+    outcome = replay_timeline(samples, PLAN)
     row = of(outcome, "tensorflow")
     assert row.refused == Above(START + 1, 1, 1, GIB) and row.peak_held is None and row.cache == Above()
     assert "tensorflow does not always say what it holds: it is judged by its live arrays" in outcome.notes
     assert "unknown" in outcome.render()
-    silent = replay([sample_of(PLAN, START, torch=usage(None, None))], PLAN)
+    silent = replay_timeline([sample_of(PLAN, START, torch=usage(None, None))], PLAN)
     assert silent.fits and of(silent, "torch").needs == 0 and silent.smallest is None
-    held_only = replay([sample_of(PLAN, START, torch=usage(9 * GIB, None))], PLAN)
+    held_only = replay_timeline([sample_of(PLAN, START, torch=usage(9 * GIB, None))], PLAN)
     assert of(held_only, "torch").refused.most == GIB
 
 
 def test_what_a_budget_does_not_name_has_no_cap() -> None:
-    outcome = replay([sample_of(PLAN, START, numba=usage(30 * GIB, 30 * GIB, 0))], PLAN)
+    outcome = replay_timeline([sample_of(PLAN, START, numba=usage(30 * GIB, 30 * GIB, 0))], PLAN)
     assert outcome.fits and of(outcome, "numba").cap is None
-    assert "the budget does not name numba: nothing would have stopped it" in outcome.notes
+    assert "the budget does not name numba, so it would have had no cap" in outcome.notes
 
 
 def test_overhead_is_compared_with_the_reserve() -> None:
     first = sample_of(PLAN, START, torch=usage(GIB, GIB, 0))
     (row,) = first.devices
     samples = [first, *(Sample(START + at, (row._replace(overhead=3 * GIB),)) for at in (1, 2))]
-    (gpu,) = replay(samples, PLAN).devices
+    (gpu,) = replay_timeline(samples, PLAN).devices
     assert gpu.overhead == Above(START + 1, 1, 2, GIB) and gpu.outside == 3 * GIB
-    assert "overhead is above the reserve once, first 1.000 s after" in replay(samples, PLAN).render()
+    assert "overhead is above the reserve once, first 1.000 s after" in replay_timeline(samples, PLAN).render()
 
 
 def test_what_nobody_accounts_for_goes_into_the_reserve_unless_a_pool_may_hold_it() -> None:
     def outside(held: int | None) -> int:
         sample = sample_of(PLAN, START, torch=usage(GIB, GIB, 0), tensorflow=usage(held, GIB, 0))
         row = sample.devices[0]._replace(unaccounted=GIB)
-        return replay([sample._replace(devices=(row,))], PLAN).devices[0].outside
+        return replay_timeline([sample._replace(devices=(row,))], PLAN).devices[0].outside
 
     assert outside(2 * GIB) == 2 * GIB and outside(None) == GIB
 
@@ -123,10 +125,10 @@ def test_several_gpus_and_one_that_the_plan_does_not_have() -> None:
         sample_of(plan, START + 1, gpu=1, torch=usage(2 * GIB, 2 * GIB, 0), jax=usage(30 * GIB, 30 * GIB, 0)),
     ]
     stranger = samples[0].devices[0]._replace(uuid="GPU-other")
-    outcome = replay([*samples, Sample(START + 2, (stranger,))], plan)
+    outcome = replay_timeline([*samples, Sample(START + 2, (stranger,))], plan)
     refused = {(row.framework, row.device): row.refused.times for row in outcome.frameworks}
     assert refused == {("torch", 0): 1, ("torch", 1): 0, ("jax", 1): 1}
-    assert "GPUs that the budget's plan does not have are left out: GPU-other" in outcome.notes
+    assert "GPUs that are not in the budget's plan are left out: GPU-other" in outcome.notes
     assert outcome.smallest is not None and outcome.smallest.limits == {"jax": 30 * GIB, "torch": 9 * GIB}
 
 
@@ -136,15 +138,15 @@ def test_peaks_on_different_gpus_that_no_budget_can_hold() -> None:
         sample_of(plan, START, gpu=0, torch=usage(100 * GIB, 100 * GIB, 0)),
         sample_of(plan, START, gpu=1, jax=usage(100 * GIB, 100 * GIB, 0)),
     ]
-    outcome = replay(samples, plan)
+    outcome = replay_timeline(samples, plan)
     assert outcome.smallest is not None and "they peaked on different ones" in (outcome.smallest.problem or "")
     assert "version: 1" not in outcome.render() and "use several processes" in " ".join(outcome.render().split())
 
 
 def test_errors_and_nothing_at_all() -> None:
-    outcome = replay([Oom(START, {}), Event(START, "oom", "x"), Oom(START, {})], PLAN)
+    outcome = replay_timeline([Oom(START, {}), Event(START, "oom", "x"), Oom(START, {})], PLAN)
     assert outcome.samples == 0 and outcome.smallest is None and outcome.fits
-    assert any(note.startswith("memory was refused 2 times when this was recorded") for note in outcome.notes)
+    assert any(note.startswith("memory was refused 2 times during the recording") for note in outcome.notes)
     assert "0 samples over 0.000 s" in outcome.render()
 
 
@@ -169,13 +171,13 @@ def runs(draw: st.DrawFn) -> list[Sample]:
 
 @given(runs())
 def test_the_smallest_budget_fits_and_a_page_less_does_not(samples: list[Sample]) -> None:
-    smallest = replay(samples, PLAN).smallest
+    smallest = replay_timeline(samples, PLAN).smallest
     if smallest is None:
         assert all(not usage.held and not usage.in_use for s in samples for usage in s.devices[0].frameworks.values())
         return
     gpu = PLAN.devices[0].device
     plan = _policy.plan(_config.parse(smallest.yaml()), [gpu])
-    outcome = replay(samples, plan)
+    outcome = replay_timeline(samples, plan)
     assert outcome.fits and not any(row.overhead.times for row in outcome.devices)
     assert not any(row.cap is None for row in outcome.frameworks if row.peak_held or row.peak_in_use)
     for name, limit in smallest.limits.items():
@@ -183,7 +185,7 @@ def test_the_smallest_budget_fits_and_a_page_less_does_not(samples: list[Sample]
             entry = f"  {name}: {{limit: {limit // MIB}MiB}}"
             assert entry in smallest.yaml()
             less = smallest.yaml().replace(entry, f"  {name}: {{limit: {limit // MIB - 2}MiB}}")
-            assert not replay(samples, _policy.plan(_config.parse(less), [gpu])).fits
+            assert not replay_timeline(samples, _policy.plan(_config.parse(less), [gpu])).fits
 
 
 def recorded(folder: Path, samples: list[Sample]) -> Path:
@@ -214,7 +216,7 @@ def test_the_command(files: tuple[str, str], tmp_path: Path) -> None:
         "by 4.00 GiB at the most" in said
     )
     assert "torch on GPU 0 would have had to give back idle cache 3 times, first 0.000 s" in said
-    assert "after its first refusal the program would have gone another way; this is" in said
+    assert "after the first refusal the program would have behaved differently" in said
     assert "limit: 13312MiB, reserve: 1024MiB" in said and "torch: {limit: 12288MiB}" in said
     run = CliRunner().invoke(command, [timeline, "--budget", budget, "--json"])
     plain = json.loads(run.output)
@@ -266,7 +268,7 @@ def test_peaks_that_were_thinned_out_still_decide(tmp_path: Path) -> None:
             out.sample(sample)
     timeline = load_timeline(out.path)
     assert timeline.dropped.samples > 1500
-    thinned, whole = replay(timeline.records(), six).smallest, replay(samples, six).smallest
+    thinned, whole = replay_timeline(timeline.records(), six).smallest, replay_timeline(samples, six).smallest
     assert thinned == whole and whole is not None and whole.limits["torch"] == 18 * GIB
 
 

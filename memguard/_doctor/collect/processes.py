@@ -247,8 +247,10 @@ def _may_have_one(stat: bytes) -> bool:
     """
     fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
     try:
-        state, flags, start, end = (fields[number - 3] for number in (3, 9, 50, 51))
-        return state not in b"ZX" and not int(flags) & (_EXITING | _KTHREAD) and not 0 < int(end) == int(start)
+        state, flags, code, start, end = (fields[number - 3] for number in (3, 9, 27, 50, 51))
+        # While the kernel measures the environment, both of its ends are the begin; the end of the code is set after.
+        none = 0 < int(end) == int(start) and int(code) > 0
+        return state not in b"ZX" and not int(flags) & (_EXITING | _KTHREAD) and not none
     except (IndexError, ValueError):
         return False
 
