@@ -99,7 +99,7 @@ def facts(tmp_path: Path, cuda: Path, nvml: Path, timeout: float, **env: str) ->
     (tmp_path / "scenario").write_text("".join(f"{key}={value}\n" for key, value in TWO.items()))
     environ = {**os.environ, "LD_LIBRARY_PATH": f"{cuda}:{nvml}", "NVML_STUB": str(tmp_path / "scenario"), **env}
     python = [sys.executable]
-    return gather.facts(None, frameworks=[], timeout=timeout, here=False, python=python, environ=environ)
+    return gather.facts(None, frameworks=[], timeout=timeout, python=python, environ=environ)
 
 
 @pytest.mark.parametrize(
