@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Lent:
-    """What one framework lends on a GPU: `bytes` counts each byte once, `to` once for each borrower."""
+    """What one framework lends on a GPU: `bytes` counts each byte once, `to` once for each consumer."""
 
     bytes: int
     to: Mapping[str, int] = field(default_factory=dict)

@@ -106,5 +106,4 @@ def test_nothing_tells_anybody_to_install_the_other_project() -> None:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
         if re.search(r"\bpip\d? install\b.*['\"` ]memguard(?![\w.-])(\[|[=<>~!]=|['\"`]|\s*$)", line)
     ]
-    # `memguard[cuda]` in two adapters is on its way out
-    assert [line for line in found if "memguard[cuda]" not in line] == []
+    assert found == []

@@ -103,11 +103,6 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_no_module_is_longer_than_it_should_be() -> None:
-    lengths = {str(path.relative_to(PACKAGE)): path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
-    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
-
-
 def test_the_package_carries_what_it_needs_beside_code() -> None:
     assert (PACKAGE / "py.typed").is_file()
     assert (PACKAGE / "_activation" / "sitecustomize.py").is_file()
