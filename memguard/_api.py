@@ -181,23 +181,14 @@ def ledger() -> Ledger:
 
 def require(framework: str, size: int | str) -> None:
     """Raise BudgetExceeded *before* an allocation of `size` (bytes or `"4GiB"`) by `framework` would fail."""
-    session = current_session()
-    session.checkpoint()
-    session.guard.require(framework, size)
+    current().require(framework, size)
 
 
 @contextmanager
 def workload(name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
     """Admission before a block (`needs`), its peak and what it left behind after it."""
-    session = current_session()
-    session.checkpoint()
-    with session.guard.workload(name, framework=framework, needs=needs) as report:
-        try:
-            yield report
-        except Exception as error:
-            hooks.seen(error)
-            raise
-    session.finished(report)
+    with current().workload(name, framework=framework, needs=needs) as report:
+        yield report
 
 
 def resize(framework: str, size: int | str) -> None:

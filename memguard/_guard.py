@@ -20,6 +20,7 @@ from memguard._frameworks.import_hook import ImportHook
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import Ledger
+from memguard._oom import hooks
 from memguard._specs import SPECS
 from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
 from memguard._units import format_size, parse_size
@@ -63,6 +64,10 @@ class Guard:
         self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
         self.on_event: Callable[[Event], None] | None = None
         """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
+        self.on_checkpoint: Callable[[], None] | None = None
+        """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
+        self.on_workload: Callable[[WorkloadReport], None] | None = None
+        """Called with the report of each workload that ended without an error."""
         self.on_stop: Callable[[], None] | None = None
         """Called before everything is undone, without the guard's lock."""
         self._lock = threading.RLock()
@@ -209,6 +214,7 @@ class Guard:
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
+        self._checkpoint()
         self._find_drift()
         with self._lock:
             self._check_active()
@@ -249,10 +255,15 @@ class Guard:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
         if needs is not None:
             self.require(framework, needs)
+        else:
+            self._checkpoint()
         report = WorkloadReport(name, framework)
         report.before, earlier = totals(self._usages_of(framework))
         try:
             yield report
+        except Exception as error:
+            hooks.seen(error)
+            raise
         finally:
             try:
                 self._check_active()
@@ -261,6 +272,12 @@ class Guard:
             except MemguardError as error:  # shut down in the block, or a GPU is lost: the user's own error goes first
                 text = str(error)  # the object would keep the block's frames alive in a log that keeps its records
                 _log.debug("workload %s: no figures at its end: %s", name, text)
+        if self.on_workload is not None:
+            self.on_workload(report)
+
+    def _checkpoint(self) -> None:
+        if self.on_checkpoint is not None:
+            self.on_checkpoint()
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""

@@ -76,6 +76,7 @@ class Session:
         self.guard.start()
         try:
             self.guard.on_event, self.guard.on_stop = self._announce, self._end
+            self.guard.on_checkpoint, self.guard.on_workload = self.checkpoint, self._finished
             self._undo.callback(hooks.install(self._scene, self._write_oom, self._announce_oom))
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
@@ -179,7 +180,7 @@ class Session:
             return False
         return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
-    def finished(self, report: WorkloadReport) -> None:
+    def _finished(self, report: WorkloadReport) -> None:
         """A workload has ended without an error: warn if it leaks."""
         each = self._workloads.leaked(report)
         if each is not None:

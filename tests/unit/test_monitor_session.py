@@ -273,6 +273,24 @@ def test_of_two_that_are_critical_the_one_that_stays_so_is_raised() -> None:
     assert caught.value.framework == "torch"
 
 
+@pytest.mark.parametrize("needs", [None, "64MiB"])
+def test_the_guards_own_methods_are_checkpoints_and_explain_errors_too(needs: str | None) -> None:
+    running, frameworks = begin(monitor={"interval": "1h"}, on_pressure=["raise"])
+    guard, torch = running.guard, frameworks["torch"]
+    array = torch.allocate(10 * GIB - 64 * MIB)
+    running._act(Action("raise", event(framework="torch")))
+    with pytest.raises(memguard.UnderPressure):
+        guard.require("cupy", "64MiB")
+    running._act(Action("raise", event(framework="torch")))
+    with pytest.raises(memguard.UnderPressure), guard.workload("train", framework="cupy", needs=needs):
+        pytest.fail("the block was entered")
+    torch.free(array)
+    with pytest.raises(MemoryError), guard.workload("train", framework="cupy", needs=needs):
+        raise MemoryError
+    report = memguard.last_oom()
+    assert report is not None and "MemoryError" in report.error
+
+
 def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> None:
     running, frameworks = begin(monitor=MONITOR)
     threads: list[str] = []
