@@ -563,7 +563,7 @@ result["later"] = framework.drift()
 @pytest.mark.parametrize("caps", ["{uuid: 2 * GIB}", "{uuid: 8 * GIB}", "{}"])
 def test_once_live_another_budget_is_refused(with_jax: Run, caps: str) -> None:
     found = with_jax(STANDING + f"result['text'] = raised(lambda: framework.apply({caps}, {{}}))")
-    assert "it went live with a limit of 4.00 GiB, which stays" in found["text"]
+    assert "it went live with a limit of 4.00 GiB, which cannot change" in found["text"]
     assert "write jax: {limit: 4096MiB}" in found["text"]
 
 
