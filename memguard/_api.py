@@ -209,7 +209,8 @@ def checkpoint() -> None:
 def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
     """Call `callback` with every event, until the returned call takes that back.
 
-    What the monitor notices comes on its thread; out-of-memory errors, leaks, trims and lost caps on the user's.
+    What the monitor notices comes on its thread; out-of-memory errors, leaks and trims on the user's; a cap that no
+    longer holds on the thread that found it.
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_pressure takes a function, found {callback!r}")

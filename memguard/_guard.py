@@ -62,13 +62,13 @@ class Guard:
         self.notes: list[str] = []
         self.permanent: list[str] = []
         self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
-        self.on_event: Callable[[Event], None] | None = None
+        self._on_event: Callable[[Event], None] | None = None
         """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
-        self.on_checkpoint: Callable[[], None] | None = None
+        self._on_checkpoint: Callable[[], None] | None = None
         """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
-        self.on_workload: Callable[[WorkloadReport], None] | None = None
+        self._on_workload: Callable[[WorkloadReport], None] | None = None
         """Called with the report of each workload that ended without an error."""
-        self.on_stop: Callable[[], None] | None = None
+        self._on_stop: Callable[[], None] | None = None
         """Called before everything is undone, without the guard's lock."""
         self._lock = threading.RLock()
         self._hook = ImportHook()
@@ -121,15 +121,17 @@ class Guard:
     def stop(self) -> list[str]:
         """Undo everything, last first. Returns what stays, as sentences."""
         try:
-            if self.on_stop is not None:
-                self.on_stop()  # without the lock, for which the monitor's thread may be waiting
+            if self._on_stop is not None:
+                self._on_stop()  # without the lock, for which the monitor's thread may be waiting
         finally:
             with self._lock:
-                self._undo.close()  # every step runs, also after one was interrupted
+                try:
+                    self._undo.close()  # every step runs, also after one was interrupted
+                finally:  # no cap holds any more, so nothing may say that one does
+                    self._entries = {}  # a new dict: other threads may be iterating over the old one
+                    self._reader.clear()
+                    self.host.close()
                 stays, self._not_undone = self._not_undone + self.permanent, []
-                self._entries = {}  # a new dict: other threads may be iterating over the old one
-                self._reader.clear()
-                self.host.close()
         for sentence in stays:
             _log.info("%s", sentence)
         return stays
@@ -187,8 +189,8 @@ class Guard:
         finally:
             self._lock.release()
         for event in events:
-            if self.on_event is not None:
-                self.on_event(event)
+            if self._on_event is not None:
+                self._on_event(event)
 
     def _drift_of(self, name: str, entry: _Entry) -> tuple[str, ...]:
         """What was changed since the cap was set; what is known already if that cannot be checked."""
@@ -272,12 +274,12 @@ class Guard:
             except MemguardError as error:  # shut down in the block, or a GPU is lost: the user's own error goes first
                 text = str(error)  # the object would keep the block's frames alive in a log that keeps its records
                 _log.debug("workload %s: no figures at its end: %s", name, text)
-        if self.on_workload is not None:
-            self.on_workload(report)
+        if self._on_workload is not None:
+            self._on_workload(report)
 
     def _checkpoint(self) -> None:
-        if self.on_checkpoint is not None:
-            self.on_checkpoint()
+        if self._on_checkpoint is not None:
+            self._on_checkpoint()
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
@@ -380,6 +382,9 @@ class Guard:
             self._not_undone.append(f"{what}: stays: {error.reason}")
         except Exception as error:
             self._not_undone.append(f"{what}: could not be undone: {error}")
+        except BaseException:  # Ctrl-C: the other steps run, and it goes on afterwards
+            _log.warning("%s: the undoing was interrupted, and may be incomplete", what)
+            raise
 
     def _trim_above_cap(self, name: str) -> None:
         """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""

@@ -75,8 +75,8 @@ class Session:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
         self.guard.start()
         try:
-            self.guard.on_event, self.guard.on_stop = self._announce, self._end
-            self.guard.on_checkpoint, self.guard.on_workload = self.checkpoint, self._finished
+            self.guard._on_event, self.guard._on_stop = self._announce, self._end
+            self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
             self._undo.callback(hooks.install(self._scene, self._write_oom, self._announce_oom))
             if self.guard.budget.monitor is not None:
                 self._start_monitor()

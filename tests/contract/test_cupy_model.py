@@ -510,6 +510,20 @@ def test_an_allocator_that_nobody_knows_is_refused(model: Model) -> None:
         assert cuda.get_allocator() is before and setting.limit() == 0
 
 
+def test_an_allocator_of_one_thread_is_no_drift(model: Model) -> None:
+    """Within `using_allocator` a thread cannot see what the others have: what was found before still stands."""
+    setting = model()
+    setting.apply(64 * MIB)
+    cuda = setting.cp.cuda
+    with cuda.using_allocator(cuda.MemoryPool().malloc):
+        assert setting.framework.drift() == []
+    cuda.set_allocator(cuda.MemoryPool().malloc)
+    found = setting.framework.drift()
+    assert len(found) == 1
+    with cuda.using_allocator(setting.framework._allocate):
+        assert setting.framework.drift() == found
+
+
 def test_within_using_allocator_it_cannot_be_capped_and_nothing_stays(model: Model) -> None:
     """CuPy refuses `set_allocator` there."""
     setting = model()

@@ -210,7 +210,7 @@ def test_every_view_finds_drift_by_itself(drifting: dict[str, Drifting], caplog:
     ]
     for view in views:
         guard, events = start(TORCH), list[Event]()
-        guard.on_event = events.append
+        guard._on_event = events.append
         drifting["torch"].allocate(MIB)
         drifting["torch"].lost = (RAISED,)
         caplog.clear()
@@ -285,7 +285,7 @@ def test_a_check_during_a_resize_is_not_taken_for_drift(
     monkeypatch.setattr(Drifting, "drift", drift)
     monkeypatch.setattr(Drifting, "resize", halfway)
     events: list[Event] = []
-    guard.on_event = events.append
+    guard._on_event = events.append
     memguard.resize("torch", "5GiB")
     threads[0].join()
     assert events == [] and enforcements() == {"torch": "enforced"}

@@ -182,3 +182,23 @@ def test_a_card_that_others_fill_is_warned_about(caplog: pytest.LogCaptureFixtur
         guard.start()
     assert "other processes hold 10.00 GiB" in caplog.text and len(guard.notes) == 1
     guard.stop()
+
+
+def test_after_an_interrupted_shutdown_nothing_says_that_a_cap_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = start(TORCH)
+    torch = simulated(guard, "torch")
+    torch.start_importing()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    guard._undo.callback(guard._take_back, "a step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memguard.shutdown()
+    assert not guard.active and cap_of(torch) is None, "the other steps ran"
+    assert "a step: the undoing was interrupted" in caplog.text
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+    assert start(TORCH) is not guard

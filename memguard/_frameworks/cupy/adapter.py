@@ -47,6 +47,7 @@ class CuPy(Framework):
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
+        self._drifted: list[str] = []
         self._rmm: rmm.Limit | None = None
 
     def _live(self, module: ModuleType) -> bool:
@@ -141,6 +142,12 @@ class CuPy(Framework):
         cupy = _imported()
         if cupy is None:
             return []
+        if _thread_has_its_own(cupy):  # which says nothing of the allocator that the other threads have
+            return self._drifted
+        self._drifted = self._drift(cupy)
+        return self._drifted
+
+    def _drift(self, cupy: Any) -> list[str]:
         swapped = self._swapped_for(cupy)
         if swapped is not None:
             return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
@@ -347,3 +354,9 @@ def _named(allocator: Any) -> str:
     owner = getattr(allocator, "__self__", None)
     name = getattr(allocator, "__name__", repr(allocator))
     return name if owner is None or isinstance(owner, ModuleType) else f"{type(owner).__name__}.{name}"
+
+
+def _thread_has_its_own(cupy: Any) -> bool:
+    """Whether this thread is inside `cupy.cuda.using_allocator`. False if this CuPy does not say."""
+    ask = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)
+    return ask is not None and ask() is not None

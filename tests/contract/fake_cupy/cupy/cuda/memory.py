@@ -84,6 +84,10 @@ def set_allocator(allocator=None):
     _allocator = _malloc if allocator is None else allocator
 
 
+def _get_thread_local_allocator():
+    return getattr(_thread, "allocator", None)
+
+
 def get_allocator():
     return getattr(_thread, "allocator", None) or _allocator
 
