@@ -1,13 +1,12 @@
 """The budget file: text to a checked `Budget`, or every problem at once with line, column and fix.
 
-Pure: `Budget.load` reads one file; nothing here looks at the environment, the clock or a GPU. Make budgets with
-`Budget.load`, `from_text` or `from_mapping`: each raises ConfigError and nothing else. What the keys mean is in
-`docs/budget.md`. pydantic builds a model when it is first used (`defer_build`): importing this builds none.
+Pure: `Budget.load` reads one file and nothing else. Make budgets with `Budget.load`, `from_text` or `from_mapping`:
+each raises ConfigError and nothing else. What the keys mean is in `docs/budget.md`. pydantic builds a model when it is
+first used (`defer_build`): importing this builds none.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -92,18 +91,14 @@ class DeviceBudget(_Model):
         examples=["90%", "40GiB"],
     )
     reserve: values.Reserve = _key(
-        "The part of the limit kept for the CUDA context and library workspaces, which lie outside every framework's "
-        "own cap: auto (by GPU architecture and declared frameworks), or bytes.",
+        "The part of the limit kept for what lies outside every cap, as the CUDA context: auto, or bytes.",
         "auto",
         examples=["auto", "2GiB"],
     )
 
 
 class DeviceOverride(_Model):
-    """What differs on some GPUs.
-
-    A key that is left out is None: it is the same as in `device`.
-    """
+    """What differs on some GPUs: a key that is left out is as in `device`, and None here."""
 
     limit: Annotated[values.DeviceLimit | None, WRITTEN] = _key("As in device.", examples=["90%", "40GiB"])
     reserve: Annotated[values.Reserve | None, WRITTEN] = _key("As in device.", examples=["auto", "2GiB"])
@@ -118,8 +113,7 @@ class FrameworkBudget(_Model):
         "A percentage of (limit − reserve): above 0% and at most 100%.", examples=["50%"]
     )
     limit: Annotated[values.Limit | None, WRITTEN] = _key(
-        "The same on every GPU: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; at least 2MiB.",
-        examples=["4GiB", "512MiB"],
+        "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -127,30 +121,28 @@ class FrameworkBudget(_Model):
             return None
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self).__name__,), self.__getstate__()
 
-
-@functools.cache
-def framework_model(name: str) -> type[FrameworkBudget]:
-    """The model of one framework's part: share and limit, and the options of its row in `SPECS`."""
-    spec = SPECS[name]
-    options: dict[str, Any] = {option.name: (_option_type(option), option.default) for option in spec.options}
-    about = f"What {spec.title} may take of each GPU: exactly one of share and limit."
-    return create_model(name, __base__=FrameworkBudget, __module__=__name__, __doc__=about, **options)
-
-
-def _option_type(option: Option) -> Any:
+def _option(option: Option) -> Any:
+    about: dict[str, Any] = {"default": option.default, "description": option.description}
+    if option.kind == "word":
+        return Literal[option.words], Field(**about)
     if option.kind == "flag":
-        return Annotated[bool, Field(strict=True, description=option.description)]
-    if option.kind == "count":
-        return Annotated[int, Field(strict=True, ge=0, le=option.most, description=option.description)]
-    return Annotated[Literal[option.words], Field(description=option.description)]
+        return bool, Field(strict=True, **about)
+    return int, Field(strict=True, ge=0, le=option.most, **about)
 
 
-def _unpickled(name: str) -> FrameworkBudget:
-    model = framework_model(name)
-    return model.__new__(model)
+MODELS: dict[str, type[FrameworkBudget]] = {
+    name: create_model(
+        name,
+        __base__=FrameworkBudget,
+        __module__=__name__,
+        __doc__=f"What {spec.title} may take of each GPU: exactly one of share and limit.",
+        **{option.name: _option(option) for option in spec.options},
+    )
+    for name, spec in SPECS.items()
+}
+"""The model of each framework's part: share and limit, and the options of its row in `SPECS`."""
+globals().update(MODELS)  # where pickle looks for them
 
 
 class _ByFramework:
@@ -158,10 +150,8 @@ class _ByFramework:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        fields = {
-            name: core_schema.typed_dict_field(handler.generate_schema(framework_model(name)), required=False)
-            for name in SPECS
-        }
+        schemas = {name: handler.generate_schema(model) for name, model in MODELS.items()}
+        fields = {name: core_schema.typed_dict_field(one, required=False) for name, one in schemas.items()}
         return core_schema.typed_dict_schema(fields, extra_behavior="forbid")
 
 
@@ -175,22 +165,16 @@ def _in_file_order(written: Any, check: ValidatorFunctionWrapHandler) -> Frozen[
 class MonitorConfig(_Model):
     """What watches the process while it runs.
 
-    Durations are seconds, `warn` and `critical` fractions, `timeline_size` bytes. `timeline` is absolute if the budget
-    was read from a file.
+    Durations are seconds, levels fractions, sizes bytes. `timeline` is absolute if the budget was read from a file.
     """
 
     interval: values.Interval = _key(
-        "How often the GPUs are sampled: 500ms, 2s, or plain seconds; from 50ms to 1h. It slows down by itself rather "
-        "than take more than 1% of a core.",
-        "500ms",
+        "How often the GPUs are sampled: 500ms, 2s, or plain seconds; from 50ms to 1h.", "500ms"
     )
-    warn: values.Percent = _key(
-        "The part of a framework's cap, or of the limit of a GPU, above which a warning is logged.", values.WARN
-    )
+    warn: values.Percent = _key("The part of a cap or a GPU's limit above which a warning is logged.", values.WARN)
     critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
     forecast: values.Forecast = _key(
-        "How long before a cap or limit is reached, at a steady rise, a warning is logged: 1s to 1h, or 0 for none.",
-        "20s",
+        "How long before a cap or limit is reached a warning is logged: 1s to 1h, or 0 for none.", "20s"
     )
     timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
         "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
@@ -202,11 +186,9 @@ class MonitorConfig(_Model):
 class DoctorConfig(_Model):
     """What `memguard doctor` reads of the budget; nothing else uses it."""
 
-    # In the order of the list of names, so that budgets that mean the same are equal.
+    # Sorted, so that budgets that mean the same are equal.
     ignore: Annotated[
-        tuple[Name, ...],
-        AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))),
-        PlainSerializer(list),
+        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), PlainSerializer(list)
     ] = _key(
         "Findings that it leaves out, by name: docs/doctor has a page for each.",
         (),
@@ -238,8 +220,7 @@ class Budget(_Model):
         WrapSerializer(_entries),
     ] = Field(
         default_factory=lambda: Frozen({}),
-        description="Other values for single GPUs: by UUID, by CUDA ordinal (0 or cuda:0), or by a pattern of the name "
-        "(*, ? and [...], upper and lower case alike).",
+        description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
         json_schema_extra={"propertyNames": values.DEVICE_KEYS},
     )
     frameworks: Annotated[
@@ -249,17 +230,14 @@ class Budget(_Model):
         json_schema_extra={"minProperties": 1},
     )
     on_busy: Literal["warn", "raise"] = _key(
-        "What init does if other processes hold so much of a GPU that the limit cannot be had. warn: it logs a warning "
-        "and goes on. raise: it raises and applies nothing.",
-        "warn",
+        "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
     )
     monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
-        "What watches the process while it runs: a thread that samples who holds what. Without this key there is none; "
-        "{} takes the defaults."
+        "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
     )
     on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = _key(
-        "What is done besides logging a warning when the pressure becomes critical. trim: idle caches are given back. "
-        "raise: the next checkpoint of memguard (workload, require) raises. Needs monitor.",
+        "What is done at critical pressure besides a warning. trim: idle caches are given back. raise: the next "
+        "workload or require raises. Needs monitor.",
         (),
         examples=[["trim"]],
         json_schema_extra={"uniqueItems": True},
@@ -283,7 +261,7 @@ class Budget(_Model):
                 if not stat.S_ISREG(os.fstat(handle).st_mode) and not stat.S_ISDIR(os.fstat(handle).st_mode):
                     raise OSError(0, "it is not a regular file")
                 raw = file.read(MAX_BYTES + 1)
-        except (OSError, TypeError, ValueError) as error:  # ValueError: a NUL in the path
+        except (OSError, TypeError, ValueError) as error:
             raise ConfigError([_unreadable(error)], _printable(source)) from None
         return _in_folder(cls.from_text(raw, source), os.path.dirname(os.path.abspath(source)))
 
@@ -341,8 +319,8 @@ def json_schema() -> dict[str, Any]:
             return self.generate_inner(schema["schema"])  # a key is left out, never null
 
         def default_schema(self, schema: Any) -> dict[str, Any]:
-            left_out = schema.get("default") is None
-            return self.generate_inner(schema["schema"]) if left_out else super().default_schema(schema)
+            written = super().default_schema(schema)
+            return {key: value for key, value in written.items() if key != "default" or value is not None}
 
     schema = Budget.model_json_schema(schema_generator=Generate)
     for model in (schema, *schema["$defs"].values()):
@@ -351,12 +329,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _budget(document: Document, source: str) -> Budget:
-    if not isinstance(document.data, dict) and () not in document.bad:
-        document.problems.append(_not_a_mapping(document))
-        document.bad.add(())
-    if () in document.bad:
-        raise ConfigError(in_order(document.problems), source)
-    assert isinstance(document.data, dict)
+    if () in document.bad or not isinstance(document.data, dict):
+        wrong = [] if () in document.bad else [_not_a_mapping(document)]
+        raise ConfigError(in_order([*document.problems, *wrong]), source)
     violations = checks.check(document.data)
     errors: list[Any] = []
     try:
@@ -371,29 +346,31 @@ def _budget(document: Document, source: str) -> Budget:
 
 def _fields() -> Fields:
     """The fields of each level by key."""
-    models: dict[str, type[_Model]] = {name: framework_model(name) for name in SPECS}
-    models |= {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, "doctor": DoctorConfig}
-    return {"frameworks": dict(SPECS), **{level: model.model_fields for level, model in models.items()}}
+    models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
+    models["doctor"] = DoctorConfig
+    return {"frameworks": MODELS, **{level: model.model_fields for level, model in models.items()}}
 
 
 def _not_a_mapping(document: Document) -> Problem:
-    line, column = document.values.get(()) or (None, None)
+    found = f"holds {values.found(document.data)}, not the keys of a budget"
     fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
-    if document.data is None:
-        return Problem("is empty", fix, line, column)
-    return Problem(f"holds {values.found(document.data)}, not the keys of a budget", fix, line, column)
+    return Problem("is empty" if document.data is None else found, fix, *(document.values.get(()) or ()))
+
+
+_UNREADABLE = {
+    FileNotFoundError: Problem(
+        "there is no such file", "check the path, and the folder that the program is started in"
+    ),
+    IsADirectoryError: Problem("is a folder", "name the file in it, for example budget.yaml"),
+    PermissionError: Problem("may not be read by this user", "check the permissions of the file and its folders"),
+}
 
 
 def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
-    if isinstance(error, FileNotFoundError):
-        return Problem("there is no such file", "check the path, and the folder that the program is started in")
-    if isinstance(error, IsADirectoryError):
-        return Problem("is a folder", "name the file in it, for example budget.yaml")
-    if isinstance(error, PermissionError):
-        return Problem("may not be read by this user", "check the permissions of the file and its folders")
-    if isinstance(error, OSError):
-        return Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
-    return Problem("is not a path", "give the path of the budget file")
+    if not isinstance(error, OSError):  # ValueError: a NUL in the path
+        return Problem("is not a path", "give the path of the budget file")
+    other = Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
+    return _UNREADABLE.get(type(error), other)
 
 
 def _printable(source: str) -> str:
