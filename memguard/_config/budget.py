@@ -31,7 +31,7 @@ from pydantic_core import core_schema
 
 from memguard._config import checks, values
 from memguard._config.document import Document, of_mapping
-from memguard._config.problems import Fields, Origin, in_order, problems
+from memguard._config.problems import Fields, Origin, in_order, origin, problems
 from memguard._config.values import WRITTEN
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
@@ -340,7 +340,7 @@ def _budget(document: Document, source: str) -> Budget:
         errors = list(error.errors())
     if errors or violations or document.problems:
         raise ConfigError(problems(errors, violations, document, _fields()), source)
-    budget._origin = Origin(document, source)
+    budget._origin = origin(document, source)
     return budget
 
 

@@ -30,11 +30,8 @@ _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
 def found(value: object) -> str:
     """A value as a message shows it: short and in one line."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "a mapping"
-    return short(value)
+    kinds = {type(None): "nothing", list: "a list", dict: "a mapping"}
+    return kinds.get(type(value)) or short(value)
 
 
 # Values as text
@@ -58,10 +55,10 @@ def percent_text(fraction: Fraction) -> str:
 
 def duration_text(seconds: float) -> str:
     """A duration exactly, as a budget file takes it: `500ms`, `20s`."""
+    if seconds == int(seconds):
+        return f"{int(seconds)}s"
     milliseconds = round(seconds * 1000)
-    if milliseconds % 1000 and milliseconds / 1000 == seconds:
-        return f"{milliseconds}ms"
-    return f"{int(seconds) if seconds == int(seconds) else seconds!r}s"
+    return f"{milliseconds}ms" if milliseconds / 1000 == seconds else f"{seconds!r}s"
 
 
 def text(value: Fraction | int | str | None) -> str | None:
@@ -122,11 +119,11 @@ def device_limit(value: object) -> Fraction | int:
 
 def reserve(value: object) -> int | Literal["auto"]:
     """Bytes, or `auto`: as the table of measured overheads says."""
-    if isinstance(value, str) and value == "auto":
+    if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
-        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}; write 'auto', or a size such as '2GiB'")
-    if isinstance(value, int) and not isinstance(value, bool) and value == 0:
+        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}")
+    if value == 0 and not isinstance(value, bool):
         raise ValueError("a reserve of 0 cannot hold: every CUDA context takes memory; write 'auto'")
     return size(value)
 
@@ -150,18 +147,17 @@ def version(value: object) -> int:
 
 def timeline(value: object) -> str:
     """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
-    if not isinstance(value, str):
-        raise ValueError(f"timeline is the path of a file, found {found(value)}")
-    if not value.strip() or value.endswith(("/", "/.", "/..")) or value in (".", ".."):
-        raise ValueError(f"timeline is the path of a file, found {found(value)}, which names none")
+    if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
+        none = ", which names none" if isinstance(value, str) else ""
+        raise ValueError(f"timeline is the path of a file, found {found(value)}{none}")
     if not value.isprintable() or len(value) > MAX_PATH:
         what = f"longer than {MAX_PATH} characters" if value.isprintable() else "not printable"
         raise ValueError(f"the path {found(value)} is {what}")
     if value.startswith("~") or "$" in value:
         raise ValueError(f"memguard expands neither '~' nor '$' in {found(value)}; write the path as it is")
-    for name in re.findall(r"[{}][^{}]*[{}]?", value):
-        if name not in ("{pid}", "{rank}"):
-            raise ValueError(f"memguard does not fill in {found(name)} in a path; write '{{pid}}' or '{{rank}}'")
+    if unknown := set(re.findall(r"[{}][^{}]*[{}]?", value)) - {"{pid}", "{rank}"}:
+        name = found(min(unknown))
+        raise ValueError(f"memguard does not fill in {name} in a path; write '{{pid}}' or '{{rank}}'")
     return value
 
 
@@ -174,8 +170,7 @@ def device_key(value: str) -> str:
         return ordinal[2]
     shown = found(value)
     if name.upper().startswith("GPU-"):
-        fix = "copy the UUID that `nvidia-smi -L` prints, whole"
-        raise ValueError(f"{shown} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits); {fix}")
+        raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
         raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
     if re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
