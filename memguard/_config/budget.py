@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -20,10 +20,8 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainSerializer,
     PrivateAttr,
-    SerializerFunctionWrapHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WrapSerializer,
     WrapValidator,
     create_model,
 )
@@ -44,32 +42,19 @@ FRAMEWORKS = tuple(SPECS)
 V = TypeVar("V")
 
 
-class Frozen(Mapping[str, V], Generic[V]):
-    """A read-only mapping in file order that can be hashed and pickled."""
+class Frozen(dict[str, V]):
+    """A dict in file order that nothing may change, so that it has a hash."""
 
-    __slots__ = ("_entries",)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
-    def __init__(self, entries: Mapping[str, V]) -> None:
-        self._entries = dict(entries)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (dict(self),)  # pickle would set its entries one by one
 
-    def __getitem__(self, key: str) -> V:
-        return self._entries[key]
+    def _refuse(self, *args: object, **more: object) -> Any:
+        raise TypeError("a budget cannot be changed")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._entries.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._entries)
-
-
-def _entries(entries: Mapping[str, Any], dump: SerializerFunctionWrapHandler) -> Any:
-    return dump(dict(entries))
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
@@ -217,15 +202,12 @@ class Budget(_Model):
     devices: Annotated[
         Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
         AfterValidator(Frozen),
-        WrapSerializer(_entries),
     ] = Field(
         default_factory=lambda: Frozen({}),
         description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
         json_schema_extra={"propertyNames": values.DEVICE_KEYS},
     )
-    frameworks: Annotated[
-        Mapping[str, FrameworkBudget], _ByFramework, WrapValidator(_in_file_order), WrapSerializer(_entries)
-    ] = Field(
+    frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework, WrapValidator(_in_file_order)] = Field(
         description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
         json_schema_extra={"minProperties": 1},
     )
@@ -268,13 +250,9 @@ class Budget(_Model):
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> Budget:
         """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._config import positions  # imports yaml, which a budget of Python values does not need
+        from memguard._config.positions import read  # imports yaml, which a budget of Python values does not need
 
-        try:
-            document = positions.read(text if isinstance(text, str) else positions.decode(text))
-        except positions.Unreadable as error:
-            raise ConfigError([error.problem], _printable(source)) from None
-        return _budget(document, _printable(source))
+        return _budget(read(text), _printable(source))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Budget:

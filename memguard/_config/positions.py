@@ -9,6 +9,7 @@ look like: `true` and `false`, decimal whole numbers, nothing; everything else i
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -28,16 +29,17 @@ _WORDS: dict[str, bool | None] = {
 }
 
 
+@dataclass(eq=False)
 class Unreadable(Exception):
     """Reading cannot go on: the problem is the reason."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
+    problem: Problem
 
 
-def decode(raw: bytes) -> str:
+def decode(raw: bytes | str) -> str:
     """The text of a file. Raises Unreadable."""
+    if isinstance(raw, str):
+        return raw
     if not isinstance(raw, (bytes, bytearray)):
         raise Unreadable(Problem(f"a budget is text, found {short(raw)}", "give the text of the file"))
     if len(raw) > MAX_BYTES:
@@ -50,10 +52,11 @@ def decode(raw: bytes) -> str:
         raise Unreadable(Problem(f"not UTF-8 text ({found})", "save the file as UTF-8", *_end(before))) from None
 
 
-def read(text: str) -> Document:
-    """The document in `text`, with every problem of its form. Raises nothing."""
+def read(raw: bytes | str) -> Document:
+    """The document in a text or in bytes of UTF-8, with every problem of its form. Raises nothing."""
     document = Document(values={(): (1, 1)})
     try:
+        text = decode(raw)
         if len(text) > MAX_BYTES:
             raise Unreadable(TOO_LARGE)
         root, composer = _compose(text)
