@@ -205,7 +205,7 @@ class Budget(_Model):
     ] = Field(
         default_factory=lambda: Frozen({}),
         description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
-        json_schema_extra={"propertyNames": values.DEVICE_KEYS},
+        json_schema_extra={"propertyNames": {"anyOf": values.DEVICE_KEYS}},
     )
     frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework, WrapValidator(_in_file_order)] = Field(
         description="The frameworks this process may use the GPU with. One that is not named gets no cap.",

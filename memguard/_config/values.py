@@ -15,12 +15,8 @@ from pydantic_core import PydanticKnownError
 
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
-INTERVAL = 0.05, 3600.0
-"""Seconds between two samples of the monitor: the least and the most."""
-FORECAST = 1.0, 3600.0
-"""How many seconds ahead the monitor may warn: the least and the most; 0 turns it off."""
-TIMELINE_SIZE = MIB
-"""The least that a timeline may take on disk, in bytes."""
+INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
+"""The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
 WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
 MAX_PATH = 1024
@@ -202,52 +198,37 @@ def _sizes(least: int) -> list[dict[str, Any]]:
     return [{"type": "string", "pattern": pattern}, {"type": "integer", "minimum": least, "maximum": MAX_SIZE}]
 
 
-def _durations(least: float, most: float) -> list[dict[str, Any]]:
+def _seconds(least: float, most: float) -> list[dict[str, Any]]:
     pattern = r"^\s*[0-9]{1,9}(\.[0-9]{1,20})?\s*([Mm][Ss]|[Ss]|[Mm][Ii][Nn]|[Hh])?\s*$"
     return [{"type": "string", "pattern": pattern}, {"type": "number", "minimum": least, "maximum": most}]
-
-
-_PERCENT: dict[str, Any] = {
-    "type": "string",
-    "pattern": r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$",
-}
-_PATH: dict[str, Any] = {
-    "type": "string",
-    "minLength": 1,
-    "maxLength": MAX_PATH,
-    "pattern": r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$",
-    "not": {"pattern": r"(^|/)\.{0,2}$"},
-}
-DEVICE_KEYS: dict[str, Any] = {
-    "anyOf": [
-        {"pattern": rf"^\s*({_UUID}|{_ORDINAL})\s*$"},
-        {"pattern": r"[^-+.0-9_\s]", "not": {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"}},
-    ]
-}
-"""The JSON Schema of what may name a GPU below `devices`."""
-_TEXT, _SECONDS = PlainSerializer(text), PlainSerializer(duration_text)
 
 
 def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": list(schemas)})
 
 
+_PART = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
+_PERCENT: dict[str, Any] = {"type": "string", "pattern": _PART}
+_NAMES = r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$"
+_FOLDER = {"pattern": r"(^|/)\.{0,2}$"}
+_PATH: dict[str, Any] = {"type": "string", "maxLength": MAX_PATH, "pattern": _NAMES, "not": _FOLDER}
+_NO_NAME = {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"}
+DEVICE_KEYS: list[Any] = [{"pattern": rf"^\s*({_UUID}|{_ORDINAL})\s*$"}, {"pattern": r"[^-+.0-9_\s]", "not": _NO_NAME}]
+"""The JSON Schema of what may name a GPU below `devices`: any of these."""
+_TEXT, _DURATION = PlainSerializer(text), PlainSerializer(duration_text)
+
 Percent = Annotated[Fraction, PlainValidator(percent), _TEXT, WithJsonSchema(_PERCENT)]
 Share = Annotated[Fraction, PlainValidator(share), _TEXT, WithJsonSchema(_PERCENT)]
 Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
 DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
-Interval = Annotated[
-    float, PlainValidator(lambda value: duration(value, *INTERVAL)), _SECONDS, _any_of(*_durations(*INTERVAL))
-]
+Interval = Annotated[float, PlainValidator(lambda v: duration(v, *INTERVAL)), _DURATION, _any_of(*_seconds(*INTERVAL))]
 Forecast = Annotated[
     float,
     PlainValidator(lambda value: duration(value, *FORECAST, ", or 0 for none")),
-    _SECONDS,
-    _any_of(*_durations(*FORECAST), {"const": 0}),
+    _DURATION,
+    _any_of(*_seconds(*FORECAST), {"const": 0}),
 ]
 Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
-TimelineSize = Annotated[
-    int, PlainValidator(lambda value: size(value, TIMELINE_SIZE)), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))
-]
+TimelineSize = Annotated[int, PlainValidator(lambda value: size(value, MIB)), _TEXT, _any_of(*_sizes(MIB))]
 Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]
