@@ -21,8 +21,6 @@ from pydantic import (
     PlainSerializer,
     PrivateAttr,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     create_model,
 )
 from pydantic_core import core_schema
@@ -131,20 +129,20 @@ globals().update(MODELS)  # where pickle looks for them
 
 
 class _ByFramework:
-    """Makes pydantic check each entry with the model of its framework."""
+    """Makes pydantic check each entry with the model of its framework, and keep the order of the file."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         schemas = {name: handler.generate_schema(model) for name, model in MODELS.items()}
         fields = {name: core_schema.typed_dict_field(one, required=False) for name, one in schemas.items()}
-        return core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        entries = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        return core_schema.no_info_wrap_validator_function(cls._in_file_order, entries)
 
-
-def _in_file_order(written: Any, check: ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
-    entries = check(written)
-    if not entries:
-        raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
-    return Frozen({name: entries[name] for name in written})
+    @staticmethod
+    def _in_file_order(written: Any, check: core_schema.ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
+        if not (entries := check(written)):
+            raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
+        return Frozen({name: entries[name] for name in written})
 
 
 class MonitorConfig(_Model):
@@ -200,14 +198,13 @@ class Budget(_Model):
     version: values.Version = Field(description="The version of this format.", examples=[1])
     device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
     devices: Annotated[
-        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
-        AfterValidator(Frozen),
+        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride], AfterValidator(Frozen)
     ] = Field(
         default_factory=lambda: Frozen({}),
         description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
         json_schema_extra={"propertyNames": {"anyOf": values.DEVICE_KEYS}},
     )
-    frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework, WrapValidator(_in_file_order)] = Field(
+    frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework] = Field(
         description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
         json_schema_extra={"minProperties": 1},
     )
@@ -218,8 +215,7 @@ class Budget(_Model):
         "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
     )
     on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = _key(
-        "What is done at critical pressure besides a warning. trim: idle caches are given back. raise: the next "
-        "workload or require raises. Needs monitor.",
+        "What else is done at critical pressure: idle caches are given back, the next workload or require raises.",
         (),
         examples=[["trim"]],
         json_schema_extra={"uniqueItems": True},
@@ -238,9 +234,8 @@ class Budget(_Model):
         try:
             source = os.fsdecode(path)
             # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
-            handle = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-            with open(handle, "rb") as file:
-                if not stat.S_ISREG(os.fstat(handle).st_mode) and not stat.S_ISDIR(os.fstat(handle).st_mode):
+            with open(source, "rb", opener=lambda at, flags: os.open(at, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise OSError(0, "it is not a regular file")
                 raw = file.read(MAX_BYTES + 1)
         except (OSError, TypeError, ValueError) as error:
