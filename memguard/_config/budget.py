@@ -38,6 +38,7 @@ FRAMEWORKS = tuple(SPECS)
 """The frameworks that a budget may name."""
 
 V = TypeVar("V")
+_UNIQUE: dict[str, Any] = {"uniqueItems": True}
 
 
 class Frozen(dict[str, V]):
@@ -68,15 +69,9 @@ class _Model(BaseModel):
 class DeviceBudget(_Model):
     """What this process may take of each GPU."""
 
-    limit: values.DeviceLimit = _key(
-        "What this process may take of each GPU: a percentage of what CUDA can give, or bytes.",
-        "90%",
-        examples=["90%", "40GiB"],
-    )
+    limit: values.DeviceLimit = _key("A percentage of what CUDA can give, or bytes.", "90%", examples=["90%", "40GiB"])
     reserve: values.Reserve = _key(
-        "The part of the limit kept for what lies outside every cap, as the CUDA context: auto, or bytes.",
-        "auto",
-        examples=["auto", "2GiB"],
+        "Kept for what lies outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
     )
 
 
@@ -92,9 +87,7 @@ class FrameworkBudget(_Model):
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["share"]}, {"required": ["limit"]}]})
 
-    share: Annotated[values.Share | None, WRITTEN] = _key(
-        "A percentage of (limit − reserve): above 0% and at most 100%.", examples=["50%"]
-    )
+    share: Annotated[values.Share | None, WRITTEN] = _key("A part of (limit − reserve).", examples=["50%"])
     limit: Annotated[values.Limit | None, WRITTEN] = _key(
         "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
     )
@@ -151,14 +144,10 @@ class MonitorConfig(_Model):
     Durations are seconds, levels fractions, sizes bytes. `timeline` is absolute if the budget was read from a file.
     """
 
-    interval: values.Interval = _key(
-        "How often the GPUs are sampled: 500ms, 2s, or plain seconds; from 50ms to 1h.", "500ms"
-    )
+    interval: values.Interval = _key("How often the GPUs are sampled: from 50ms to 1h.", "500ms")
     warn: values.Percent = _key("The part of a cap or a GPU's limit above which a warning is logged.", values.WARN)
     critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
-    forecast: values.Forecast = _key(
-        "How long before a cap or limit is reached a warning is logged: 1s to 1h, or 0 for none.", "20s"
-    )
+    forecast: values.Forecast = _key("How long before a cap is reached a warning is logged; 0: never.", "20s")
     timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
         "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
         examples=["memguard.jsonl"],
@@ -172,11 +161,7 @@ class DoctorConfig(_Model):
     # Sorted, so that budgets that mean the same are equal.
     ignore: Annotated[
         tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), PlainSerializer(list)
-    ] = _key(
-        "Findings that it leaves out, by name: docs/doctor has a page for each.",
-        (),
-        json_schema_extra={"uniqueItems": True},
-    )
+    ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
 
 
 class Budget(_Model):
@@ -215,10 +200,10 @@ class Budget(_Model):
         "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
     )
     on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = _key(
-        "What else is done at critical pressure: idle caches are given back, the next workload or require raises.",
+        "trim: give back idle caches at critical pressure. raise: in the next workload or require. Needs monitor.",
         (),
         examples=[["trim"]],
-        json_schema_extra={"uniqueItems": True},
+        json_schema_extra=_UNIQUE,
     )
     doctor: Annotated[
         DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)

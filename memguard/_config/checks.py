@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from memguard._config import values
+from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import SPECS
 
-Loc = tuple[str | int, ...]
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
     shares = {name: s for name, entry in frameworks.items() if (s := _read(values.share, entry.get("share")))}
     limits = {name: b for name, entry in frameworks.items() if (b := _read(values.limit, entry.get("limit")))}
-    device, devices = _mapping(data.get("device")), _mapping(data.get("devices"))
+    device, devices, pressure = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("on_pressure")
     violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry)]
     violations += _shares(shares, limits)
     if sum(shares.values()) < 1:
@@ -46,10 +46,10 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
             violations += _fits(("devices", key), _mapping(override), device, shares, limits)
     violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))
-    if data.get("on_pressure") and isinstance(data["on_pressure"], list) and "monitor" not in data:
+    if "monitor" not in data and isinstance(pressure, list) and pressure:
         message = "nothing watches the pressure: on_pressure needs a monitor"
         violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
-    violations += _repeated(("on_pressure",), data.get("on_pressure"))
+    violations += _repeated(("on_pressure",), pressure)
     violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
     return violations
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from memguard._config.document import MAX_DEPTH, MAX_NODES, Document, Mark, Path, encodable
+from memguard._config.document import MAX_DEPTH, MAX_NODES, Document, Loc, Mark, encodable
 from memguard._units import short
 from memguard.errors import Problem
 
@@ -54,17 +54,14 @@ def decode(raw: bytes | str) -> str:
 
 def read(raw: bytes | str) -> Document:
     """The document in a text or in bytes of UTF-8, with every problem of its form. Raises nothing."""
-    document = Document(values={(): (1, 1)})
     try:
         text = decode(raw)
         if len(text) > MAX_BYTES:
             raise Unreadable(TOO_LARGE)
         root, composer = _compose(text)
     except Unreadable as stop:
-        document.problems.append(stop.problem)
-        document.bad.add(())
-        return document
-    document.problems = composer.problems
+        return Document(values={(): (1, 1)}, problems=[stop.problem], bad={()})
+    document = Document(values={(): (1, 1)}, problems=composer.problems)
     if root is not None:
         document.data = _plain(root, (), document, composer.bad)
     document.problems = list(dict.fromkeys(document.problems))  # an alias repeats those of its anchor
@@ -183,7 +180,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
     return Problem(f"this is not valid YAML: {sentence[:120]}", fix, *_mark(at))
 
 
-def _plain(node: Node, path: Path, document: Document, bad: set[int]) -> object:
+def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
     document.values[path] = _mark(node.start_mark)
     if id(node) in bad:
         document.bad.add(path)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from memguard._config.checks import Loc, Violation
-from memguard._config.document import Document, Mark
+from memguard._config.checks import Violation
+from memguard._config.document import Document, Loc, Mark
 from memguard._config.values import device_key, found
 from memguard._specs import SPECS
 from memguard._units import short
@@ -32,8 +32,6 @@ _SHAPES = {
 }
 _OFF = {"monitor": "remove the key: nothing watches then", "forecast": "write '0'"}
 """What to do about a word such as `off`, which stands for no value of these keys."""
-
-
 # Words that people write, each with the one that it stands for.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
@@ -49,8 +47,8 @@ def problems(
 ) -> list[Problem]:
     """Everything wrong, in file order."""
     named = {violation.loc for violation in violations if violation.alone}
-    found = [*(_violation(error, fields) for error in errors if tuple(error["loc"]) not in named), *violations]
-    alone = {violation.loc for violation in found if violation.alone}
+    every = [*(_violation(error, fields) for error in errors if tuple(error["loc"]) not in named), *violations]
+    alone = {violation.loc for violation in every if violation.alone}
 
     def reported(violation: Violation) -> bool:
         """Whether something at or above its place was reported already, or is the only thing to report."""
@@ -59,7 +57,7 @@ def problems(
         return violation.loc in at or not above.isdisjoint(document.bad | alone)
 
     order = {path: index for index, path in enumerate(document.values)}
-    kept = [violation for violation in dict.fromkeys(found) if not reported(violation)]
+    kept = [violation for violation in dict.fromkeys(every) if not reported(violation)]
     kept.sort(key=lambda violation: order.get(_nearest(violation.loc, order), 0))
     return in_order([*document.problems, *(_problem(violation, document) for violation in kept)])
 

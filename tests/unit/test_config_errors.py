@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=cause) as raised:
             load(path)  # type: ignore[arg-type]
         assert raised.value.problems[0].fix
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_left_open(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    before = os.listdir("/proc/self/fd")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ConfigError, match=r"is a folder|not a regular file"):
+            load(path)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
