@@ -1,17 +1,16 @@
 """The budget file: text to a checked `Budget`, or every problem at once with line, column and fix.
 
-Pure: `Budget.load` reads one file; nothing here looks at the environment, the clock or a GPU. Make budgets with
-`Budget.load`, `from_text` or `from_mapping`: each raises ConfigError and nothing else. What the keys mean is in
-`docs/budget.md`. pydantic builds a model when it is first used (`defer_build`): importing this builds none.
+Pure: `Budget.load` reads one file and nothing else. Make budgets with `Budget.load`, `from_text` or `from_mapping`:
+each raises ConfigError and nothing else. What the keys mean is in `docs/budget.md`. pydantic builds a model when it is
+first used (`defer_build`): importing this builds none.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,18 +20,14 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainSerializer,
     PrivateAttr,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapSerializer,
-    WrapValidator,
     create_model,
 )
 from pydantic_core import core_schema
 
 from memguard._config import checks, values
 from memguard._config.document import Document, of_mapping
-from memguard._config.problems import Fields, Origin, in_order, problems
+from memguard._config.problems import Fields, Origin, in_order, origin, problems
 from memguard._config.values import WRITTEN
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
@@ -43,34 +38,22 @@ FRAMEWORKS = tuple(SPECS)
 """The frameworks that a budget may name."""
 
 V = TypeVar("V")
+_UNIQUE: dict[str, Any] = {"uniqueItems": True}
 
 
-class Frozen(Mapping[str, V], Generic[V]):
-    """A read-only mapping in file order that can be hashed and pickled."""
+class Frozen(dict[str, V]):
+    """A dict in file order that nothing may change, so that it has a hash."""
 
-    __slots__ = ("_entries",)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
-    def __init__(self, entries: Mapping[str, V]) -> None:
-        self._entries = dict(entries)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (dict(self),)  # pickle would set its entries one by one
 
-    def __getitem__(self, key: str) -> V:
-        return self._entries[key]
+    def _refuse(self, *args: object, **more: object) -> Any:
+        raise TypeError("a budget cannot be changed")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._entries.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._entries)
-
-
-def _entries(entries: Mapping[str, Any], dump: SerializerFunctionWrapHandler) -> Any:
-    return dump(dict(entries))
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
@@ -86,24 +69,14 @@ class _Model(BaseModel):
 class DeviceBudget(_Model):
     """What this process may take of each GPU."""
 
-    limit: values.DeviceLimit = _key(
-        "What this process may take of each GPU: a percentage of what CUDA can give, or bytes.",
-        "90%",
-        examples=["90%", "40GiB"],
-    )
+    limit: values.DeviceLimit = _key("A percentage of what CUDA can give, or bytes.", "90%", examples=["90%", "40GiB"])
     reserve: values.Reserve = _key(
-        "The part of the limit kept for the CUDA context and library workspaces, which lie outside every framework's "
-        "own cap: auto (by GPU architecture and declared frameworks), or bytes.",
-        "auto",
-        examples=["auto", "2GiB"],
+        "Kept for what lies outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
     )
 
 
 class DeviceOverride(_Model):
-    """What differs on some GPUs.
-
-    A key that is left out is None: it is the same as in `device`.
-    """
+    """What differs on some GPUs: a key that is left out is as in `device`, and None here."""
 
     limit: Annotated[values.DeviceLimit | None, WRITTEN] = _key("As in device.", examples=["90%", "40GiB"])
     reserve: Annotated[values.Reserve | None, WRITTEN] = _key("As in device.", examples=["auto", "2GiB"])
@@ -114,12 +87,9 @@ class FrameworkBudget(_Model):
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["share"]}, {"required": ["limit"]}]})
 
-    share: Annotated[values.Share | None, WRITTEN] = _key(
-        "A percentage of (limit − reserve): above 0% and at most 100%.", examples=["50%"]
-    )
+    share: Annotated[values.Share | None, WRITTEN] = _key("A part of (limit − reserve).", examples=["50%"])
     limit: Annotated[values.Limit | None, WRITTEN] = _key(
-        "The same on every GPU: 512MiB, 1.5GiB (base 1024: B, KiB, MiB, GiB, TiB) or plain bytes; at least 2MiB.",
-        examples=["4GiB", "512MiB"],
+        "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -127,71 +97,57 @@ class FrameworkBudget(_Model):
             return None
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self).__name__,), self.__getstate__()
 
-
-@functools.cache
-def framework_model(name: str) -> type[FrameworkBudget]:
-    """The model of one framework's part: share and limit, and the options of its row in `SPECS`."""
-    spec = SPECS[name]
-    options: dict[str, Any] = {option.name: (_option_type(option), option.default) for option in spec.options}
-    about = f"What {spec.title} may take of each GPU: exactly one of share and limit."
-    return create_model(name, __base__=FrameworkBudget, __module__=__name__, __doc__=about, **options)
-
-
-def _option_type(option: Option) -> Any:
+def _option(option: Option) -> Any:
+    about: dict[str, Any] = {"default": option.default, "description": option.description}
+    if option.kind == "word":
+        return Literal[option.words], Field(**about)
     if option.kind == "flag":
-        return Annotated[bool, Field(strict=True, description=option.description)]
-    if option.kind == "count":
-        return Annotated[int, Field(strict=True, ge=0, le=option.most, description=option.description)]
-    return Annotated[Literal[option.words], Field(description=option.description)]
+        return bool, Field(strict=True, **about)
+    return int, Field(strict=True, ge=0, le=option.most, **about)
 
 
-def _unpickled(name: str) -> FrameworkBudget:
-    model = framework_model(name)
-    return model.__new__(model)
+MODELS: dict[str, type[FrameworkBudget]] = {
+    name: create_model(
+        name,
+        __base__=FrameworkBudget,
+        __module__=__name__,
+        __doc__=f"What {spec.title} may take of each GPU: exactly one of share and limit.",
+        **{option.name: _option(option) for option in spec.options},
+    )
+    for name, spec in SPECS.items()
+}
+"""The model of each framework's part: share and limit, and the options of its row in `SPECS`."""
+globals().update(MODELS)  # where pickle looks for them
 
 
 class _ByFramework:
-    """Makes pydantic check each entry with the model of its framework."""
+    """Makes pydantic check each entry with the model of its framework, and keep the order of the file."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        fields = {
-            name: core_schema.typed_dict_field(handler.generate_schema(framework_model(name)), required=False)
-            for name in SPECS
-        }
-        return core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        schemas = {name: handler.generate_schema(model) for name, model in MODELS.items()}
+        fields = {name: core_schema.typed_dict_field(one, required=False) for name, one in schemas.items()}
+        entries = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        return core_schema.no_info_wrap_validator_function(cls._in_file_order, entries)
 
-
-def _in_file_order(written: Any, check: ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
-    entries = check(written)
-    if not entries:
-        raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
-    return Frozen({name: entries[name] for name in written})
+    @staticmethod
+    def _in_file_order(written: Any, check: core_schema.ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
+        if not (entries := check(written)):
+            raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
+        return Frozen({name: entries[name] for name in written})
 
 
 class MonitorConfig(_Model):
     """What watches the process while it runs.
 
-    Durations are seconds, `warn` and `critical` fractions, `timeline_size` bytes. `timeline` is absolute if the budget
-    was read from a file.
+    Durations are seconds, levels fractions, sizes bytes. `timeline` is absolute if the budget was read from a file.
     """
 
-    interval: values.Interval = _key(
-        "How often the GPUs are sampled: 500ms, 2s, or plain seconds; from 50ms to 1h. It slows down by itself rather "
-        "than take more than 1% of a core.",
-        "500ms",
-    )
-    warn: values.Percent = _key(
-        "The part of a framework's cap, or of the limit of a GPU, above which a warning is logged.", values.WARN
-    )
+    interval: values.Interval = _key("How often the GPUs are sampled: from 50ms to 1h.", "500ms")
+    warn: values.Percent = _key("The part of a cap or a GPU's limit above which a warning is logged.", values.WARN)
     critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
-    forecast: values.Forecast = _key(
-        "How long before a cap or limit is reached, at a steady rise, a warning is logged: 1s to 1h, or 0 for none.",
-        "20s",
-    )
+    forecast: values.Forecast = _key("How long before a cap is reached a warning is logged; 0: never.", "20s")
     timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
         "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
         examples=["memguard.jsonl"],
@@ -202,16 +158,10 @@ class MonitorConfig(_Model):
 class DoctorConfig(_Model):
     """What `memguard doctor` reads of the budget; nothing else uses it."""
 
-    # In the order of the list of names, so that budgets that mean the same are equal.
+    # Sorted, so that budgets that mean the same are equal.
     ignore: Annotated[
-        tuple[Name, ...],
-        AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))),
-        PlainSerializer(list),
-    ] = _key(
-        "Findings that it leaves out, by name: docs/doctor has a page for each.",
-        (),
-        json_schema_extra={"uniqueItems": True},
-    )
+        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), PlainSerializer(list)
+    ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
 
 
 class Budget(_Model):
@@ -233,36 +183,27 @@ class Budget(_Model):
     version: values.Version = Field(description="The version of this format.", examples=[1])
     device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
     devices: Annotated[
-        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
-        AfterValidator(Frozen),
-        WrapSerializer(_entries),
+        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride], AfterValidator(Frozen)
     ] = Field(
         default_factory=lambda: Frozen({}),
-        description="Other values for single GPUs: by UUID, by CUDA ordinal (0 or cuda:0), or by a pattern of the name "
-        "(*, ? and [...], upper and lower case alike).",
-        json_schema_extra={"propertyNames": values.DEVICE_KEYS},
+        description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
+        json_schema_extra={"propertyNames": {"anyOf": values.DEVICE_KEYS}},
     )
-    frameworks: Annotated[
-        Mapping[str, FrameworkBudget], _ByFramework, WrapValidator(_in_file_order), WrapSerializer(_entries)
-    ] = Field(
+    frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework] = Field(
         description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
         json_schema_extra={"minProperties": 1},
     )
     on_busy: Literal["warn", "raise"] = _key(
-        "What init does if other processes hold so much of a GPU that the limit cannot be had. warn: it logs a warning "
-        "and goes on. raise: it raises and applies nothing.",
-        "warn",
+        "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
     )
     monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
-        "What watches the process while it runs: a thread that samples who holds what. Without this key there is none; "
-        "{} takes the defaults."
+        "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
     )
     on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = _key(
-        "What is done besides logging a warning when the pressure becomes critical. trim: idle caches are given back. "
-        "raise: the next checkpoint of memguard (workload, require) raises. Needs monitor.",
+        "trim: give back idle caches at critical pressure. raise: in the next workload or require. Needs monitor.",
         (),
         examples=[["trim"]],
-        json_schema_extra={"uniqueItems": True},
+        json_schema_extra=_UNIQUE,
     )
     doctor: Annotated[
         DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)
@@ -278,25 +219,20 @@ class Budget(_Model):
         try:
             source = os.fsdecode(path)
             # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
-            handle = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-            with open(handle, "rb") as file:
-                if not stat.S_ISREG(os.fstat(handle).st_mode) and not stat.S_ISDIR(os.fstat(handle).st_mode):
+            with open(source, "rb", opener=lambda at, flags: os.open(at, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise OSError(0, "it is not a regular file")
                 raw = file.read(MAX_BYTES + 1)
-        except (OSError, TypeError, ValueError) as error:  # ValueError: a NUL in the path
+        except (OSError, TypeError, ValueError) as error:
             raise ConfigError([_unreadable(error)], _printable(source)) from None
         return _in_folder(cls.from_text(raw, source), os.path.dirname(os.path.abspath(source)))
 
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> Budget:
         """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._config import positions  # imports yaml, which a budget of Python values does not need
+        from memguard._config.positions import read  # imports yaml, which a budget of Python values does not need
 
-        try:
-            document = positions.read(text if isinstance(text, str) else positions.decode(text))
-        except positions.Unreadable as error:
-            raise ConfigError([error.problem], _printable(source)) from None
-        return _budget(document, _printable(source))
+        return _budget(read(text), _printable(source))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Budget:
@@ -341,8 +277,8 @@ def json_schema() -> dict[str, Any]:
             return self.generate_inner(schema["schema"])  # a key is left out, never null
 
         def default_schema(self, schema: Any) -> dict[str, Any]:
-            left_out = schema.get("default") is None
-            return self.generate_inner(schema["schema"]) if left_out else super().default_schema(schema)
+            written = super().default_schema(schema)
+            return {key: value for key, value in written.items() if key != "default" or value is not None}
 
     schema = Budget.model_json_schema(schema_generator=Generate)
     for model in (schema, *schema["$defs"].values()):
@@ -351,12 +287,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _budget(document: Document, source: str) -> Budget:
-    if not isinstance(document.data, dict) and () not in document.bad:
-        document.problems.append(_not_a_mapping(document))
-        document.bad.add(())
-    if () in document.bad:
-        raise ConfigError(in_order(document.problems), source)
-    assert isinstance(document.data, dict)
+    if () in document.bad or not isinstance(document.data, dict):
+        wrong = [] if () in document.bad else [_not_a_mapping(document)]
+        raise ConfigError(in_order([*document.problems, *wrong]), source)
     violations = checks.check(document.data)
     errors: list[Any] = []
     try:
@@ -365,35 +298,37 @@ def _budget(document: Document, source: str) -> Budget:
         errors = list(error.errors())
     if errors or violations or document.problems:
         raise ConfigError(problems(errors, violations, document, _fields()), source)
-    budget._origin = Origin(document, source)
+    budget._origin = origin(document, source)
     return budget
 
 
 def _fields() -> Fields:
     """The fields of each level by key."""
-    models: dict[str, type[_Model]] = {name: framework_model(name) for name in SPECS}
-    models |= {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, "doctor": DoctorConfig}
-    return {"frameworks": dict(SPECS), **{level: model.model_fields for level, model in models.items()}}
+    models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
+    models["doctor"] = DoctorConfig
+    return {"frameworks": MODELS, **{level: model.model_fields for level, model in models.items()}}
 
 
 def _not_a_mapping(document: Document) -> Problem:
-    line, column = document.values.get(()) or (None, None)
+    found = f"holds {values.found(document.data)}, not the keys of a budget"
     fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
-    if document.data is None:
-        return Problem("is empty", fix, line, column)
-    return Problem(f"holds {values.found(document.data)}, not the keys of a budget", fix, line, column)
+    return Problem("is empty" if document.data is None else found, fix, *(document.values.get(()) or ()))
+
+
+_UNREADABLE = {
+    FileNotFoundError: Problem(
+        "there is no such file", "check the path, and the folder that the program is started in"
+    ),
+    IsADirectoryError: Problem("is a folder", "name the file in it, for example budget.yaml"),
+    PermissionError: Problem("may not be read by this user", "check the permissions of the file and its folders"),
+}
 
 
 def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
-    if isinstance(error, FileNotFoundError):
-        return Problem("there is no such file", "check the path, and the folder that the program is started in")
-    if isinstance(error, IsADirectoryError):
-        return Problem("is a folder", "name the file in it, for example budget.yaml")
-    if isinstance(error, PermissionError):
-        return Problem("may not be read by this user", "check the permissions of the file and its folders")
-    if isinstance(error, OSError):
-        return Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
-    return Problem("is not a path", "give the path of the budget file")
+    if not isinstance(error, OSError):  # ValueError: a NUL in the path
+        return Problem("is not a path", "give the path of the budget file")
+    other = Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
+    return _UNREADABLE.get(type(error), other)
 
 
 def _printable(source: str) -> str:

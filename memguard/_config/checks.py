@@ -3,16 +3,17 @@ problems are reported together with those of single values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar
 
 from memguard._config import values
+from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import SPECS
 
-Loc = tuple[str | int, ...]
 T = TypeVar("T")
 
 
@@ -30,31 +31,25 @@ class Violation:
     alone: bool = False
 
 
-@dataclass
-class _Amounts:
-    shares: dict[str, Fraction]
-    limits: dict[str, int]
-
-    def __post_init__(self) -> None:
-        self.share = sum(self.shares.values(), Fraction(0))
-        self.bytes = sum(self.limits.values())
-
-
 def check(data: Mapping[str, Any]) -> list[Violation]:
-    """Every violation in raw or already parsed data. Frameworks that memguard does not know are left out."""
+    """Every violation in raw data. Frameworks that memguard does not know are left out."""
     written = _mapping(data.get("frameworks"))
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
+    shares = {name: s for name, entry in frameworks.items() if (s := _read(values.share, entry.get("share")))}
+    limits = {name: b for name, entry in frameworks.items() if (b := _read(values.limit, entry.get("limit")))}
+    device, devices, pressure = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("on_pressure")
     violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry)]
-    amounts = _Amounts(
-        {name: s for name, entry in frameworks.items() if (s := _read(values.share, entry.get("share")))},
-        {name: b for name, entry in frameworks.items() if (b := _read(values.limit, entry.get("limit")))},
-    )
-    violations += _shares(amounts)
-    if amounts.share < 1:
-        violations += _sizes(_mapping(data.get("device")), _mapping(data.get("devices")), amounts)
-    violations += _same_device(_mapping(data.get("devices")))
+    violations += _shares(shares, limits)
+    if sum(shares.values()) < 1:
+        violations += _fits(("device",), device, {}, shares, limits)
+        for key, override in devices.items():
+            violations += _fits(("devices", key), _mapping(override), device, shares, limits)
+    violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))
-    violations += _on_pressure(data)
+    if "monitor" not in data and isinstance(pressure, list) and pressure:
+        message = "nothing watches the pressure: on_pressure needs a monitor"
+        violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
+    violations += _repeated(("on_pressure",), pressure)
     violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
     return violations
 
@@ -75,27 +70,26 @@ def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation((*loc, key), message, option.fix, True, True)
 
 
-def _shares(amounts: _Amounts) -> Iterator[Violation]:
-    last = list(amounts.shares)[-1:]
-    if amounts.share > 1:
-        each = " + ".join(f"{name} {percent_text(share)}" for name, share in amounts.shares.items())
-        message = f"the shares add up to {percent_text(amounts.share)} ({each}); at most 100% can be given out"
-        fix = f"lower them by {percent_text(amounts.share - 1)} together"
-        yield Violation(("frameworks", last[0], "share"), message, fix)
-    elif amounts.share == 1 and amounts.limits:
-        name = list(amounts.limits)[-1]
-        limits, shares = " and ".join(amounts.limits), " and ".join(amounts.shares)
-        message = f"the shares take 100%, so nothing is left for the {size_text(amounts.bytes)} of {limits}"
-        yield Violation(("frameworks", name, "limit"), message, f"lower the share of {shares}")
+def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int]) -> Iterator[Violation]:
+    total = sum(shares.values(), Fraction(0))
+    if total > 1:
+        message = f"the shares add up to {percent_text(total)} ({_sum(shares)}); at most 100% can be given out"
+        fix = f"lower them by {percent_text(total - 1)} together"
+        yield Violation(("frameworks", list(shares)[-1], "share"), message, fix)
+    elif total == 1 and limits:
+        size = size_text(sum(limits.values()))
+        message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
+        fix = f"lower the share of {' and '.join(shares)}"
+        yield Violation(("frameworks", list(limits)[-1], "limit"), message, fix)
 
 
-def _sizes(device: Mapping[str, Any], devices: Mapping[str, Any], amounts: _Amounts) -> Iterator[Violation]:
-    yield from _fits(("device",), device, {}, amounts)
-    for key, override in devices.items():
-        yield from _fits(("devices", key), _mapping(override), device, amounts)
-
-
-def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amounts: _Amounts) -> Iterator[Violation]:
+def _fits(
+    loc: Loc,
+    own: Mapping[str, Any],
+    inherited: Mapping[str, Any],
+    shares: Mapping[str, Fraction],
+    limits: Mapping[str, int],
+) -> Iterator[Violation]:
     """Bytes against bytes. The plan finds what fits only on some GPUs."""
     at = next((key for key in ("limit", "reserve") if key in own), None)
     limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
@@ -107,14 +101,12 @@ def _fits(loc: Loc, own: Mapping[str, Any], inherited: Mapping[str, Any], amount
         message = f"the reserve of {size_text(reserve)} leaves nothing of the limit of {size_text(limit)}"
         yield Violation((*loc, "reserve" if "reserve" in own else at), message, "lower the reserve or raise the limit")
         return
-    needed = amounts.bytes + amounts.share * (limit - reserve)
-    over = -(-(needed - (limit - reserve)) // 1)
+    needed, left = sum(limits.values()), 1 - sum(shares.values(), Fraction(0))
+    over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
-        parts = [f"{name} {size_text(size)}" for name, size in amounts.limits.items()]
-        parts += [f"{name} {percent_text(share)}" for name, share in amounts.shares.items()]
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
-        message = f"{' + '.join(parts)} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
-        least = _about(-(-amounts.bytes // (1 - amounts.share)) + reserve)
+        message = f"{_sum({**limits, **shares})} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
+        least = _about(math.ceil(needed / left) + reserve)
         yield Violation((*loc, at), message, f"raise the limit to {least}, or lower the frameworks by {_about(over)}")
 
 
@@ -143,21 +135,15 @@ def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
     yield Violation(("monitor", at), f"{first} must come before {second}", fix)
 
 
-def _on_pressure(data: Mapping[str, Any]) -> Iterator[Violation]:
-    listed = data.get("on_pressure")
-    if not isinstance(listed, (list, tuple)) or not listed:
-        return
-    if "monitor" not in data:
-        message = "nothing watches the pressure: on_pressure needs a monitor"
-        yield Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True)
-    yield from _repeated(("on_pressure",), listed)
-
-
 def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
-    names = listed if isinstance(listed, (list, tuple)) else ()
+    names = listed if isinstance(listed, list) else []
     for index, name in enumerate(names):
         if isinstance(name, str) and name in names[:index]:
             yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
+
+
+def _sum(parts: Mapping[str, Fraction | int]) -> str:
+    return " + ".join(f"{name} {values.text(part)}" for name, part in parts.items())
 
 
 def _about(size: int) -> str:

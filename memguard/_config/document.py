@@ -15,32 +15,32 @@ MAX_NODES = 10_000
 
 Mark = tuple[int, int]
 """Line and column, both from 1."""
-Path = tuple[str | int, ...]
+Loc = tuple[str | int, ...]
+"""The keys and indexes that lead to a value."""
 
 
 @dataclass
 class Document:
-    """One document as plain values, the marks of its keys and values, and its problems of form.
+    """One document as plain values, the marks of its keys and values in file order, and its problems of form.
 
-    `keys` and `values` are in file order; a mark is None if there is no file. What lies at or below a path in `bad` was
-    reported already.
+    A mark is None if there is no file. What lies at or below a place in `bad` was reported already.
     """
 
     data: object = None
-    keys: dict[Path, Mark | None] = field(default_factory=dict)
-    values: dict[Path, Mark | None] = field(default_factory=dict)
+    keys: dict[Loc, Mark | None] = field(default_factory=dict)
+    values: dict[Loc, Mark | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    bad: set[Path] = field(default_factory=set)
+    bad: set[Loc] = field(default_factory=set)
 
 
 class Opaque:
     """Stands for a Python object that no budget can hold, and shows only its type."""
 
     def __init__(self, value: object) -> None:
-        self._name = type(value).__name__[:40]
+        self._shown = f"<{type(value).__name__[:40]}>"
 
     def __repr__(self) -> str:
-        return f"<{self._name}>"
+        return self._shown
 
 
 def of_mapping(mapping: object) -> Document:
@@ -48,13 +48,13 @@ def of_mapping(mapping: object) -> Document:
     document = Document()
     try:
         document.data = _plain(mapping, (), document)
+        return document
     except Exception as error:  # foreign mappings run foreign code
         problem = Problem(f"the mapping cannot be read ({type(error).__name__})", "give plain dicts, text and numbers")
         return Document(problems=[problem], bad={()})
-    return document
 
 
-def _plain(value: object, path: Path, document: Document) -> object:
+def _plain(value: object, path: Loc, document: Document) -> object:
     document.values[path] = None
     if len(document.values) > MAX_NODES or len(path) > MAX_DEPTH:
         raise OverflowError

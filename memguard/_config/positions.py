@@ -9,12 +9,13 @@ look like: `true` and `false`, decimal whole numbers, nothing; everything else i
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from memguard._config.document import MAX_DEPTH, MAX_NODES, Document, Mark, Path, encodable
+from memguard._config.document import MAX_DEPTH, MAX_NODES, Document, Loc, Mark, encodable
 from memguard._units import short
 from memguard.errors import Problem
 
@@ -28,16 +29,17 @@ _WORDS: dict[str, bool | None] = {
 }
 
 
+@dataclass(eq=False)
 class Unreadable(Exception):
     """Reading cannot go on: the problem is the reason."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
+    problem: Problem
 
 
-def decode(raw: bytes) -> str:
+def decode(raw: bytes | str) -> str:
     """The text of a file. Raises Unreadable."""
+    if isinstance(raw, str):
+        return raw
     if not isinstance(raw, (bytes, bytearray)):
         raise Unreadable(Problem(f"a budget is text, found {short(raw)}", "give the text of the file"))
     if len(raw) > MAX_BYTES:
@@ -50,18 +52,16 @@ def decode(raw: bytes) -> str:
         raise Unreadable(Problem(f"not UTF-8 text ({found})", "save the file as UTF-8", *_end(before))) from None
 
 
-def read(text: str) -> Document:
-    """The document in `text`, with every problem of its form. Raises nothing."""
-    document = Document(values={(): (1, 1)})
+def read(raw: bytes | str) -> Document:
+    """The document in a text or in bytes of UTF-8, with every problem of its form. Raises nothing."""
     try:
+        text = decode(raw)
         if len(text) > MAX_BYTES:
             raise Unreadable(TOO_LARGE)
         root, composer = _compose(text)
     except Unreadable as stop:
-        document.problems.append(stop.problem)
-        document.bad.add(())
-        return document
-    document.problems = composer.problems
+        return Document(values={(): (1, 1)}, problems=[stop.problem], bad={()})
+    document = Document(values={(): (1, 1)}, problems=composer.problems)
     if root is not None:
         document.data = _plain(root, (), document, composer.bad)
     document.problems = list(dict.fromkeys(document.problems))  # an alias repeats those of its anchor
@@ -180,7 +180,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
     return Problem(f"this is not valid YAML: {sentence[:120]}", fix, *_mark(at))
 
 
-def _plain(node: Node, path: Path, document: Document, bad: set[int]) -> object:
+def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
     document.values[path] = _mark(node.start_mark)
     if id(node) in bad:
         document.bad.add(path)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from memguard._config.checks import Loc, Violation
-from memguard._config.document import Document
+from memguard._config.checks import Violation
+from memguard._config.document import Document, Loc, Mark
 from memguard._config.values import device_key, found
 from memguard._specs import SPECS
 from memguard._units import short
@@ -23,90 +24,66 @@ Fields = Mapping[str, Mapping[str, Any]]
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
     # what belongs below a key, and what to write if it holds something else
-    "device": ("the keys limit and reserve", "write 'device: {limit: 90%}'"),
-    "devices": ("one line for each GPU", "write for example '0: {limit: 50%}' under devices"),
-    "frameworks": ("one line for each framework", f"write for example '{_EXAMPLE}' under frameworks"),
-    "monitor": ("its settings", "write 'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"),
-    "doctor": ("its settings", "write 'doctor: {ignore: []}', or remove the key"),
+    "device": ("the keys limit and reserve", "'device: {limit: 90%}'"),
+    "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
+    "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),
+    "monitor": ("its settings", "'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"),
+    "doctor": ("its settings", "'doctor: {ignore: []}', or remove the key"),
 }
-_OFF = ("false", "off", "no", "none", "never")
-_INSTEAD = {
-    # what to do about a word that stands for no value of its key
-    "monitor": dict.fromkeys(_OFF, "remove the key: nothing watches then"),
-    "forecast": dict.fromkeys(_OFF, "write '0'"),
-    "on_pressure": {
-        **dict.fromkeys(("warn", "log", "print"), "remove it: a warning is logged wherever there is a monitor"),
-        **dict.fromkeys(("call", "callback", "function", "hook"), "remove it: functions are registered from Python"),
-    },
-}
-
-
-def _instead(**others: str) -> dict[str, str]:
-    """Words that people write, each with the one that it stands for."""
-    return {word: name for name, words in others.items() for word in words.split()}
-
-
-_VALUES = _instead(true="yes y on 1", false="no n off 0", warn="warning log", trim="empty_cache free reclaim") | (
-    dict.fromkeys(("error", "exception", "fail", "abort", "refuse", "stop"), "raise")
-)
-_KEYS = {
-    **_instead(
-        device="gpu", devices="gpus", monitor="watch", interval="period every", warn="warning", critical="error"
-    ),
-    **_instead(forecast="predict horizon", timeline="file path log", ignore="ignored skip silence"),
-    **{alias: name for name, spec in SPECS.items() for alias in spec.aliases},
-    **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
-}
+_OFF = {"monitor": "remove the key: nothing watches then", "forecast": "write '0'"}
+"""What to do about a word such as `off`, which stands for no value of these keys."""
+# Words that people write, each with the one that it stands for.
+_VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+_VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
+_KEYS = {"gpu": "device", "gpus": "devices", "every": "interval", "file": "timeline", "path": "timeline"}
+_KEYS |= {"skip": "ignore"} | {alias: name for name, spec in SPECS.items() for alias in spec.aliases}
+_KEYS |= {alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases}
 _OTHERS = ("cudf", "cuml", "numpy")
 """Libraries whose names are close to a framework's and that are not misspelt ones."""
 
 
 def problems(
-    errors: Iterable[Mapping[str, Any]],
-    violations: Iterable[Violation],
-    document: Document,
-    fields: Fields,
+    errors: Iterable[Mapping[str, Any]], violations: list[Violation], document: Document, fields: Fields
 ) -> list[Problem]:
     """Everything wrong, in file order."""
-    violations = list(violations)
     named = {violation.loc for violation in violations if violation.alone}
-    unnamed = (error for error in errors if tuple(error["loc"]) not in named)
-    listed = [*(_violation(error, document.data, fields) for error in unnamed), *violations]
-    alone = {violation.loc for violation in listed if violation.alone}
-    kept = [
-        violation
-        for violation in dict.fromkeys(listed)
-        if not any(violation.loc[:n] in document.bad for n in range(len(violation.loc) + 1))
-        and not any(violation.loc[:n] in alone for n in range(len(violation.loc)))
-        and (violation.alone or violation.loc not in alone)
-    ]
+    every = [*(_violation(error, fields) for error in errors if tuple(error["loc"]) not in named), *violations]
+    alone = {violation.loc for violation in every if violation.alone}
+
+    def reported(violation: Violation) -> bool:
+        """Whether something at or above its place was reported already, or is the only thing to report."""
+        above = {violation.loc[:n] for n in range(len(violation.loc))}
+        at = document.bad if violation.alone else document.bad | alone
+        return violation.loc in at or not above.isdisjoint(document.bad | alone)
+
     order = {path: index for index, path in enumerate(document.values)}
+    kept = [violation for violation in dict.fromkeys(every) if not reported(violation)]
     kept.sort(key=lambda violation: order.get(_nearest(violation.loc, order), 0))
     return in_order([*document.problems, *(_problem(violation, document) for violation in kept)])
 
 
+@dataclass(frozen=True)
 class Origin:
-    """Where a budget was written. All origins are equal, so that equal budgets may come from different files."""
+    """Where a budget was written. All origins are equal, so that equal budgets may come from different files.
 
-    def __init__(self, document: Document | None = None, source: str = "") -> None:
-        """`source` names the text in messages: "" if the budget was made of plain Python values."""
-        document = document or Document()
-        self.source = source if document.values.get(()) else ""
-        parents = {loc[:-1] for loc in document.values}
-        # A mapping is marked at its key, a value where it stands itself.
-        marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
-        self._marks = {_canonical(loc): mark for loc, mark in marks.items() if loc and mark}
+    `source` names the text in messages, and is "" if the budget was made of plain Python values.
+    """
+
+    source: str = field(default="", compare=False)
+    marks: Mapping[Loc, Mark] = field(default_factory=dict, compare=False)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
         """A problem with what is at `loc`. If nothing is written there, its line is that of the nearest key above."""
-        line, column = self._marks.get(_nearest(loc, self._marks)) or (None, None)
+        line, column = self.marks.get(_nearest(loc, self.marks)) or (None, None)
         return Problem(message, fix, line, column, _path(loc))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Origin)
 
-    def __hash__(self) -> int:
-        return 0
+def origin(document: Document, source: str) -> Origin:
+    """Where a checked budget was written: a mapping at its key, a value where it stands itself."""
+    parents = {loc[:-1] for loc in document.values}
+    marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
+    written = source if document.values.get(()) else ""
+    return Origin(written, {_canonical(loc): mark for loc, mark in marks.items() if loc and mark})
 
 
 def _canonical(loc: Loc) -> Loc:
@@ -119,25 +96,20 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
     return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
-def _violation(error: Mapping[str, Any], data: Any, fields: Fields) -> Violation:
+def _violation(error: Mapping[str, Any], fields: Fields) -> Violation:
     loc, kind = tuple(error["loc"]), error["type"]
     if kind == "missing":
         fix = "'version: 1' as the first line" if loc == ("version",) else f"'frameworks:' and below it '  {_EXAMPLE}'"
         return Violation(loc, "is missing; every budget needs it", f"add {fix}")
     if kind == "extra_forbidden":
         return _unknown(loc, fields)
-    at_key = loc[-1] == "[key]"
+    raw, at_key = error["input"], loc[-1] == "[key]"
     loc = loc[:-1] if at_key else loc
-    raw = data
-    for part in loc:
-        raw = raw[part]
     *_, key = (part for part in loc if isinstance(part, str))
     info: Any = fields[_level(loc)].get(key)
-    entry = len(loc) == 2 and loc[0] in ("devices", "frameworks")
-    if kind != "value_error" and (entry or (len(loc) == 1 and key in _SHAPES)):
-        what, fix = _entry(loc, raw) if entry else _SHAPES[key]
-        message = f"expected {what}, found {found(raw)}"
-    elif raw is None and not at_key and loc[-1] == key and not info.is_required():
+    if kind != "value_error" and (shape := _shape(loc, raw)):
+        message, fix = f"expected {shape[0]}, found {found(raw)}", f"write {shape[1]}"
+    elif raw is None and loc[-1] == key and not info.is_required():
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
         # A parser says what is wrong and, if that depends on the value, what to do.
@@ -146,41 +118,52 @@ def _violation(error: Mapping[str, Any], data: Any, fields: Fields) -> Violation
     else:
         what, fix = _choice(loc, key, kind, raw, info)
         message = f"{what}, found {found(raw)}"
-    return Violation(loc, message, _INSTEAD.get(key, {}).get(_word(raw), fix), at_key)
+    if key in _OFF and _word(raw) in ("false", "off", "no", "none", "never"):
+        fix = _OFF[key]
+    return Violation(loc, message, fix, at_key)
 
 
-def _entry(loc: Loc, raw: object) -> tuple[str, str]:
-    """What belongs below the name of a GPU or a framework, and what to write."""
+def _shape(loc: Loc, raw: object) -> tuple[str, str] | None:
+    """What belongs below a key, the name of a GPU or a framework, and what to write there."""
+    if len(loc) == 1:
+        return _SHAPES.get(str(loc[0]))
+    if len(loc) != 2 or loc[0] not in ("devices", "frameworks"):
+        return None
     if loc[0] == "devices":
-        return "the keys limit and reserve", f"write '{loc[1]}: {{limit: 50%}}'"
+        return "the keys limit and reserve", f"'{loc[1]}: {{limit: 50%}}'"
     sized = isinstance(raw, str) and re.fullmatch(r"\s*[\d.]+ ?(%|[KMGT]iB)\s*", raw)
     value = str(raw).strip() if sized else "50%"
-    return "share or limit", f"write '{loc[1]}: {{{'share' if '%' in value else 'limit'}: {value}}}'"
+    return "share or limit", f"'{loc[1]}: {{{'share' if '%' in value else 'limit'}: {value}}}'"
 
 
 def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str, str]:
     """What a word, a flag, a count or a list may be, and what to write."""
-    words, word, listed = _words(info), _word(raw), isinstance(loc[-1], int)
+    words, word, entry = _words(info), _word(raw), isinstance(loc[-1], int)
     options = SPECS[str(loc[1])].options if loc[0] == "frameworks" else ()
     option = next((option for option in options if option.name == key), None)
-    fix = (option.advice if option else "") or f"write {_quoted(words) if listed else _examples(info)}"
-    if option is not None and option.kind == "count":
-        what = f"a whole number from 0 to {option.most}"
+    what = f"a list of {' and '.join(words)}" if kind == "tuple_type" else " or ".join(words)
+    fix = f"write {_quoted(words)}, or remove it" if entry else f"write {_examples(info)}"
+    if option is not None:
+        what = f"a whole number from 0 to {option.most}" if option.kind == "count" else what
+        fix = option.advice or fix
     elif len(words) > 4:
-        what = "a finding of memguard doctor" if listed else "a list of findings"
-        fix = "remove it; `memguard doctor --list` prints the names" if listed else fix
-    else:
-        what = f"a list of {' and '.join(words)}" if kind == "tuple_type" else " or ".join(words)
+        what = "a finding of memguard doctor" if entry else "a list of findings"
+        fix = "remove it; `memguard doctor --list` prints the names" if entry else fix
     meant = (dict(option.synonyms) if option else {}).get(word, _VALUES.get(word, word))
-    if meant not in words and len(word) <= 40:
-        meant = next(iter(difflib.get_close_matches(word.replace("_", "-"), words, 1)), "")
     if kind == "int_type" and re.fullmatch("[0-9]{1,9}", word):
         meant = word
-    if isinstance(raw, (str, int)) and (meant in words or meant == word):
+    elif meant not in words:
+        meant = _near(word.replace("_", "-"), words)
+    if isinstance(raw, (str, int)) and meant:
         # What looks right already was refused because of its quotes.
         quotes = " without quotes" if raw == meant else ""
         fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
-    return f"each entry of {key} is {what}" if listed else f"{key} is {what}", fix
+    return f"each entry of {key} is {what}" if entry else f"{key} is {what}", fix
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    """The word that is probably meant; "" for none. Long text is not compared: that takes long."""
+    return next(iter(difflib.get_close_matches(word, words, 1)), "") if len(word) <= 40 else ""
 
 
 def _words(info: Any) -> tuple[str, ...]:
@@ -206,48 +189,36 @@ def _word(raw: object) -> str:
 
 
 def _unknown(loc: Loc, fields: Fields) -> Violation:
-    name = str(loc[-1])
-    level = _level(loc)
-    allowed = fields[level]
-    choice = f"allowed: {', '.join(allowed)}"
-    lowered = name.lower()
-    if level in SPECS and lowered in ("min", "max"):
-        return Violation(loc, f"not supported by this version of memguard ({choice})", "remove it", True, True)
-    near = next((also for also in [_KEYS.get(lowered)] if also in allowed), None)
-    if near is None and len(name) <= 40 and ":" not in name and lowered not in _OTHERS:
-        near = next(iter(difflib.get_close_matches(lowered, allowed, n=1, cutoff=0.6)), None)
-    home = None if near else _home(name, fields)
-    fix = "remove it"
-    if near is not None:
-        fix = f"did you mean {near!r}?"
-    elif home is not None:
-        fix = f"move it below {home}"
-    elif ":" in name and len(name) <= 40:  # {share:50%}
+    name, level = str(loc[-1]), _level(loc)
+    allowed, lowered = fields[level], name.lower()
+    near = _KEYS.get(lowered, "")
+    if near not in allowed:
+        near = "" if ":" in name or lowered in _OTHERS else _near(lowered, allowed)
+    home = "" if near else _home(name, fields)
+    fix = f"did you mean {near!r}?" if near else home or "remove it"
+    if not near and ":" in name and len(name) <= 40:  # {share:50%}
         fix = "write a space after ':'"
-    elif name[:1].isdecimal() and level not in ("", "frameworks"):  # {limit: 1,5GiB}
+    elif not near and name[:1].isdecimal() and level not in ("", "frameworks"):  # {limit: 1,5GiB}
         fix = "write decimals with a point, as in 1.5GiB"
-    elif name in fields[""]:
-        fix = "align it with 'version:'"
-    here = " here" if fix.startswith(("move", "align")) else ""
-    thing = "framework" if level == "frameworks" else "key"
-    return Violation(loc, f"unknown {thing} {short(name)}{here}; {choice}", fix, True, True)
+    thing, here = "framework" if level == "frameworks" else "key", " here" if home else ""
+    return Violation(loc, f"unknown {thing} {short(name)}{here}; allowed: {', '.join(allowed)}", fix, True, True)
 
 
-def _home(name: str, fields: Fields) -> str | None:
-    """Where a key belongs that was found elsewhere, as the fix names it."""
+def _home(name: str, fields: Fields) -> str:
+    """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
     for level in ("frameworks", "device", "monitor", "doctor", *SPECS):
         if name in fields[level]:
-            everywhere = level in SPECS and name in ("share", "limit")
-            return f"a framework, as in '{_EXAMPLE}'" if everywhere else f"'{level}:'"
-    return None
+            anywhere = level in SPECS and name in ("share", "limit")
+            return "move it below " + (f"a framework, as in '{_EXAMPLE}'" if anywhere else f"'{level}:'")
+    return "align it with 'version:'" if name in fields[""] else ""
 
 
 def _level(loc: Loc) -> str:
     if len(loc) == 1 or isinstance(loc[1], int):
         return ""
-    if loc[0] == "frameworks":
-        return "frameworks" if len(loc) == 2 else str(loc[1])
-    return str(loc[0]) if loc[0] in ("monitor", "doctor") else "device"
+    if loc[0] == "devices":
+        return "device"
+    return str(loc[1] if loc[0] == "frameworks" and len(loc) > 2 else loc[0])
 
 
 def _problem(violation: Violation, document: Document) -> Problem:

@@ -15,12 +15,8 @@ from pydantic_core import PydanticKnownError
 
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
-INTERVAL = 0.05, 3600.0
-"""Seconds between two samples of the monitor: the least and the most."""
-FORECAST = 1.0, 3600.0
-"""How many seconds ahead the monitor may warn: the least and the most; 0 turns it off."""
-TIMELINE_SIZE = MIB
-"""The least that a timeline may take on disk, in bytes."""
+INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
+"""The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
 WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
 MAX_PATH = 1024
@@ -30,11 +26,8 @@ _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
 def found(value: object) -> str:
     """A value as a message shows it: short and in one line."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "a mapping"
-    return short(value)
+    kinds = {type(None): "nothing", list: "a list", dict: "a mapping"}
+    return kinds.get(type(value)) or short(value)
 
 
 # Values as text
@@ -58,10 +51,10 @@ def percent_text(fraction: Fraction) -> str:
 
 def duration_text(seconds: float) -> str:
     """A duration exactly, as a budget file takes it: `500ms`, `20s`."""
+    if seconds == int(seconds):
+        return f"{int(seconds)}s"
     milliseconds = round(seconds * 1000)
-    if milliseconds % 1000 and milliseconds / 1000 == seconds:
-        return f"{milliseconds}ms"
-    return f"{int(seconds) if seconds == int(seconds) else seconds!r}s"
+    return f"{milliseconds}ms" if milliseconds / 1000 == seconds else f"{seconds!r}s"
 
 
 def text(value: Fraction | int | str | None) -> str | None:
@@ -122,11 +115,11 @@ def device_limit(value: object) -> Fraction | int:
 
 def reserve(value: object) -> int | Literal["auto"]:
     """Bytes, or `auto`: as the table of measured overheads says."""
-    if isinstance(value, str) and value == "auto":
+    if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
-        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}; write 'auto', or a size such as '2GiB'")
-    if isinstance(value, int) and not isinstance(value, bool) and value == 0:
+        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}")
+    if value == 0 and not isinstance(value, bool):
         raise ValueError("a reserve of 0 cannot hold: every CUDA context takes memory; write 'auto'")
     return size(value)
 
@@ -150,18 +143,17 @@ def version(value: object) -> int:
 
 def timeline(value: object) -> str:
     """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
-    if not isinstance(value, str):
-        raise ValueError(f"timeline is the path of a file, found {found(value)}")
-    if not value.strip() or value.endswith(("/", "/.", "/..")) or value in (".", ".."):
-        raise ValueError(f"timeline is the path of a file, found {found(value)}, which names none")
+    if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
+        none = ", which names none" if isinstance(value, str) else ""
+        raise ValueError(f"timeline is the path of a file, found {found(value)}{none}")
     if not value.isprintable() or len(value) > MAX_PATH:
         what = f"longer than {MAX_PATH} characters" if value.isprintable() else "not printable"
         raise ValueError(f"the path {found(value)} is {what}")
     if value.startswith("~") or "$" in value:
         raise ValueError(f"memguard expands neither '~' nor '$' in {found(value)}; write the path as it is")
-    for name in re.findall(r"[{}][^{}]*[{}]?", value):
-        if name not in ("{pid}", "{rank}"):
-            raise ValueError(f"memguard does not fill in {found(name)} in a path; write '{{pid}}' or '{{rank}}'")
+    if unknown := set(re.findall(r"[{}][^{}]*[{}]?", value)) - {"{pid}", "{rank}"}:
+        name = found(min(unknown))
+        raise ValueError(f"memguard does not fill in {name} in a path; write '{{pid}}' or '{{rank}}'")
     return value
 
 
@@ -174,8 +166,7 @@ def device_key(value: str) -> str:
         return ordinal[2]
     shown = found(value)
     if name.upper().startswith("GPU-"):
-        fix = "copy the UUID that `nvidia-smi -L` prints, whole"
-        raise ValueError(f"{shown} is not a GPU's UUID (GPU- and 8-4-4-4-12 hexadecimal digits); {fix}")
+        raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
         raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
     if re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
@@ -207,52 +198,37 @@ def _sizes(least: int) -> list[dict[str, Any]]:
     return [{"type": "string", "pattern": pattern}, {"type": "integer", "minimum": least, "maximum": MAX_SIZE}]
 
 
-def _durations(least: float, most: float) -> list[dict[str, Any]]:
+def _seconds(least: float, most: float) -> list[dict[str, Any]]:
     pattern = r"^\s*[0-9]{1,9}(\.[0-9]{1,20})?\s*([Mm][Ss]|[Ss]|[Mm][Ii][Nn]|[Hh])?\s*$"
     return [{"type": "string", "pattern": pattern}, {"type": "number", "minimum": least, "maximum": most}]
-
-
-_PERCENT: dict[str, Any] = {
-    "type": "string",
-    "pattern": r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$",
-}
-_PATH: dict[str, Any] = {
-    "type": "string",
-    "minLength": 1,
-    "maxLength": MAX_PATH,
-    "pattern": r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$",
-    "not": {"pattern": r"(^|/)\.{0,2}$"},
-}
-DEVICE_KEYS: dict[str, Any] = {
-    "anyOf": [
-        {"pattern": rf"^\s*({_UUID}|{_ORDINAL})\s*$"},
-        {"pattern": r"[^-+.0-9_\s]", "not": {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"}},
-    ]
-}
-"""The JSON Schema of what may name a GPU below `devices`."""
-_TEXT, _SECONDS = PlainSerializer(text), PlainSerializer(duration_text)
 
 
 def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": list(schemas)})
 
 
+_PART = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
+_PERCENT: dict[str, Any] = {"type": "string", "pattern": _PART}
+_NAMES = r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$"
+_FOLDER = {"pattern": r"(^|/)\.{0,2}$"}
+_PATH: dict[str, Any] = {"type": "string", "maxLength": MAX_PATH, "pattern": _NAMES, "not": _FOLDER}
+_NO_NAME = {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"}
+DEVICE_KEYS: list[Any] = [{"pattern": rf"^\s*({_UUID}|{_ORDINAL})\s*$"}, {"pattern": r"[^-+.0-9_\s]", "not": _NO_NAME}]
+"""The JSON Schema of what may name a GPU below `devices`: any of these."""
+_TEXT, _DURATION = PlainSerializer(text), PlainSerializer(duration_text)
+
 Percent = Annotated[Fraction, PlainValidator(percent), _TEXT, WithJsonSchema(_PERCENT)]
 Share = Annotated[Fraction, PlainValidator(share), _TEXT, WithJsonSchema(_PERCENT)]
 Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
 DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
-Interval = Annotated[
-    float, PlainValidator(lambda value: duration(value, *INTERVAL)), _SECONDS, _any_of(*_durations(*INTERVAL))
-]
+Interval = Annotated[float, PlainValidator(lambda v: duration(v, *INTERVAL)), _DURATION, _any_of(*_seconds(*INTERVAL))]
 Forecast = Annotated[
     float,
     PlainValidator(lambda value: duration(value, *FORECAST, ", or 0 for none")),
-    _SECONDS,
-    _any_of(*_durations(*FORECAST), {"const": 0}),
+    _DURATION,
+    _any_of(*_seconds(*FORECAST), {"const": 0}),
 ]
 Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
-TimelineSize = Annotated[
-    int, PlainValidator(lambda value: size(value, TIMELINE_SIZE)), _TEXT, _any_of(*_sizes(TIMELINE_SIZE))
-]
+TimelineSize = Annotated[int, PlainValidator(lambda value: size(value, MIB)), _TEXT, _any_of(*_sizes(MIB))]
 Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]

@@ -31,7 +31,7 @@ from memguard._config import (
     load,
     parse,
 )
-from memguard._config.budget import framework_model
+from memguard._config.budget import MODELS
 from memguard._findings import NAMES
 from memguard._specs import SPECS
 from memguard._units import GIB, MIB
@@ -52,7 +52,7 @@ def test_the_least_budget_and_its_defaults() -> None:
     assert (budget.device.limit, budget.device.reserve) == (Fraction(9, 10), "auto")
     assert dict(budget.devices) == {}
     assert budget.on_busy == "warn"
-    assert dict(budget.frameworks) == {"torch": framework_model("torch")(share=Fraction(1, 2), nccl=0)}
+    assert dict(budget.frameworks) == {"torch": MODELS["torch"](share=Fraction(1, 2), nccl=0)}
 
 
 def test_the_sample_says_what_its_comments_say() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ from memguard.errors import ConfigError
         (GOOD + "device: {share: 9%}", 4, 10, "device.share", "unknown key 'share' here", "below a framework"),
         (GOOD + "device: {frameworks: {}}", 4, 10, "device.frameworks", "here", "align it with 'version:'"),
         (fw("torch: {shrae: 50%}"), 3, 11, "torch.shrae", "allowed: share, limit, nccl", "'share'"),
-        (fw("torch: {min: 5%}"), 3, 11, "torch.min", "not supported by this version", "remove it"),
-        (fw("numba: {max: 5%}"), 3, 11, "numba.max", "this version of memguard (allowed: share, limit)", "remove"),
+        (fw("torch: {min: 5%}"), 3, 11, "torch.min", "unknown key 'min'; allowed: share, limit, nccl", "remove"),
+        (fw("numba: {max: 5%}"), 3, 11, "numba.max", "unknown key 'max'; allowed: share, limit", "remove"),
         (fw("torch: {share: 5%, ncll: 1}"), 3, 22, "torch.ncll", "allowed: share, limit, nccl", "'nccl'"),
         (fw("torch: {share: 5%, NCCL: 1}"), 3, 22, "torch.NCCL", "unknown key 'NCCL'", "did you mean 'nccl'?"),
         (fw("torch: {share: 5%, communicators: 1}"), 3, 22, "torch.communicators", "unknown key", "'nccl'"),
@@ -97,7 +98,7 @@ from memguard.errors import ConfigError
         (fw("pycuda: {context: own}"), 3, 3, "pycuda", "neither share nor limit", "'pycuda: {share: 50%}' or"),
         (fw("pycuda: {share: 5%, contxt: own}"), 3, 23, "pycuda.contxt", "allowed: share, limit, context", "'context'"),
         (fw("pycuda: {share: 5%, ctx: own}"), 3, 23, "pycuda.ctx", "unknown key 'ctx'", "did you mean 'context'?"),
-        (fw("pycuda: {share: 5%, max: 1}"), 3, 23, "pycuda.max", "not supported by this version", "remove it"),
+        (fw("pycuda: {share: 5%, max: 1}"), 3, 23, "pycuda.max", "unknown key 'max'; allowed: share", "remove it"),
         (fw("pycuda: {share: 5%, context: }"), 3, 31, "pycuda.context", "has no value", "'primary' or 'own', or"),
         (fw("pycuda: {share: 5%, context: OWN}"), 3, 32, "pycuda.context", "or own, found 'OWN'", "write 'own'"),
         (fw("pycuda: {share: 5%, context: shared}"), 3, 32, "pycuda.context", "found 'shared'", "write 'primary'"),
@@ -108,6 +109,8 @@ from memguard.errors import ConfigError
         (GOOD + "on_busy: error", 4, 10, "on_busy", "on_busy is warn or raise, found 'error'", "write 'raise'"),
         (GOOD + "on_busy: Warning", 4, 10, "on_busy", "found 'Warning'", "write 'warn'"),
         (GOOD + "on_busy: RAISE", 4, 10, "on_busy", "on_busy is warn or raise, found 'RAISE'", "write 'raise'"),
+        (GOOD + f"on_busy: {'raise ' * 9}", 4, 10, "on_busy", "found 'raise raise", "write 'warn' or 'raise'"),
+        (GOOD + "on_busy: ''", 4, 10, "on_busy", "found ''", "write 'warn' or 'raise'"),
         (GOOD + "on_busy: ignore", 4, 10, "on_busy", "found 'ignore'", "'warn' or 'raise'"),
         (GOOD + "on_busy: true", 4, 10, "on_busy", "found True", "'warn' or 'raise'"),
         (GOOD + "on_busy: [raise]", 4, 10, "on_busy", "found a list", "'warn' or 'raise'"),
@@ -190,9 +193,9 @@ from memguard.errors import ConfigError
         (WATCHED + "on_pressure: true", 5, 14, "on_pressure", "found True", "write '[trim]'"),
         (WATCHED + "on_pressure: {trim: 1}", 5, 14, "on_pressure", "found a mapping", "write '[trim]'"),
         (WATCHED + "on_pressure: [TRIM]", 5, 15, "on_pressure[0]", "trim or raise, found 'TRIM'", "'trim'"),
-        (WATCHED + "on_pressure: [trim, warn]", 5, 21, "on_pressure[1]", "found 'warn'", "wherever there is a monitor"),
+        (WATCHED + "on_pressure: [trim, warn]", 5, 21, "on_pressure[1]", "found 'warn'", "'raise', or remove it"),
         (WATCHED + "on_pressure: [error]", 5, 15, "on_pressure[0]", "found 'error'", "write 'raise'"),
-        (WATCHED + "on_pressure: [callback]", 5, 15, "on_pressure[0]", "found 'callback'", "registered from Python"),
+        (WATCHED + "on_pressure: [callback]", 5, 15, "on_pressure[0]", "found 'callback'", "or remove it"),
         (WATCHED + "on_pressure: [os.abort]", 5, 15, "on_pressure[0]", "found 'os.abort'", "write 'trim' or 'raise'"),
         (WATCHED + "on_pressure: [[trim]]", 5, 15, "on_pressure[0]", "found a list", "write 'trim' or 'raise'"),
         (WATCHED + "on_pressure: [~]", 5, 15, "on_pressure[0]", "found nothing", "write 'trim' or 'raise'"),
@@ -232,7 +235,7 @@ from memguard.errors import ConfigError
         (GOOD + "device: {limit: 0}", 4, 17, "device.limit", "above 0", "'40GiB'"),
         (GOOD + "device: {limit: 1MiB}", 4, 17, "device.limit", "less than 2MiB", "90%"),
         (GOOD + "device: {limit: }", 4, 16, "device.limit", "has no value", "'90%' or '40GiB'"),
-        (GOOD + "device: {reserve: 5%}", 4, 19, "device.reserve", "'auto' or bytes, found '5%'", "write 'auto'"),
+        (GOOD + "device: {reserve: 5%}", 4, 19, "device.reserve", "'auto' or bytes, found '5%'", "'auto' or '2GiB'"),
         (GOOD + "device: {reserve: none}", 4, 19, "device.reserve", "'none' is not a size", "'auto'"),
         (GOOD + "device: {reserve: 0}", 4, 19, "device.reserve", "every CUDA context takes memory", "write 'auto'"),
         (GOOD + "device: {reserve: 512}", 4, 19, "device.reserve", "512 is less than 2MiB", "'512MiB'"),
@@ -242,7 +245,7 @@ from memguard.errors import ConfigError
         (GOOD + "devices: {0: {limit: 5GB}}", 4, 22, "devices['0'].limit", "'GB' is ambiguous", "5GiB"),
         (GOOD + "devices: {0: {share: 5%}}", 4, 15, "devices['0'].share", "allowed: limit, reserve",
          "below a framework"),
-        (GOOD + "devices: {GPU-887439f1: {limit: 5%}}", 4, 11, "devices['GPU-887439f1']", "not a GPU's UUID",
+        (GOOD + "devices: {GPU-887439f1: {limit: 5%}}", 4, 11, "devices['GPU-887439f1']", "not a GPU's whole UUID",
          "nvidia-smi -L"),
         (GOOD + "devices: {MIG-1: {limit: 5%}}", 4, 11, "devices['MIG-1']", "a MIG instance", "remove this entry"),
         (GOOD + "devices: {-1: {limit: 5%}}", 4, 11, "devices['-1']", "names no GPU", "a CUDA ordinal such as 0"),
@@ -412,6 +415,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=cause) as raised:
             load(path)  # type: ignore[arg-type]
         assert raised.value.problems[0].fix
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_left_open(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    before = os.listdir("/proc/self/fd")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ConfigError, match=r"is a folder|not a regular file"):
+            load(path)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
