@@ -150,34 +150,42 @@ def _compose(text: str) -> tuple[Node | None, _Composer]:
         composer.dispose()
 
 
+_ALIGN = "align this line with the keys beside it, or remove what does not belong to it"
+
+
 def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
-    """PyYAML's own sentence, and a fix by the characters at which it began and stopped."""
+    """The cause and the fix, by the characters at which PyYAML began and stopped; its own sentence if none fits."""
     stop = error.problem_mark or error.context_mark
     began = error.context_mark or stop
     assert stop is not None and began is not None
     first, last = text[began.index : began.index + 1], text[stop.index : stop.index + 1]
     line = re.split(r"[\r\n\x85\u2028\u2029]", text[began.index :], maxsplit=1)[0]
-    at, fix = stop, "align this line with the keys beside it, or remove what does not belong to it"
+    said = ": ".join(part for part in (error.context, error.problem) if part)[:120]
+    at, cause, fix = stop, f"this is not valid YAML: {said}", _ALIGN
     if first in ("'", '"') and not last:
-        at, fix = began, "add the closing quote"
+        at, cause, fix = began, "this quote is never closed", "add the closing quote"
     elif first == '"':
-        fix = "use single quotes, or write each backslash twice"
+        cause, fix = "an unknown escape after a backslash", "use single quotes, or write each backslash twice"
     elif first in ("[", "{"):
+        cause = f"a ',' or the end of the '{first}' of line {began.line + 1} is missing before this"
         fix = f"separate the entries with ',' and close the '{first}' of line {began.line + 1}"
     elif last == "\t":
-        fix = "replace the tab by spaces"
+        cause, fix = "a tab, where YAML allows only spaces", "replace the tab by spaces"
     elif last == "%" and stop.column:
-        fix = "write the number first, as in 50%"
+        cause, fix = "a value cannot start with '%'", "write the number first, as in 50%"
     elif began.index < stop.index and not re.search(r":(\s|$)", line):
-        at, fix = began, "write 'key: value' with a space after the colon"
+        at, cause, fix = began, "this line is not 'key: value'", "write 'key: value' with a space after the colon"
     elif not last:
-        fix = "close the bracket that is still open"
+        cause, fix = "the file ends inside a bracket", "close the bracket that is still open"
     elif last == ":":
+        cause = "a ':' where no key can stand"
         fix = "write 'key: value', aligned with the keys beside it, or put text with ': ' in quotes"
     elif first in ("*", "&") or last in ("@", "`"):
+        cause = f"text cannot start with '{first if first in ('*', '&') else last}'"
         fix = "put text that begins with this character in quotes"
-    sentence = ": ".join(part for part in (error.context, error.problem) if part)
-    return Problem(f"this is not valid YAML: {sentence[:120]}", fix, *_mark(at))
+    elif stop.column and began.line < stop.line:
+        cause, fix = "this line does not fit the lines above it", _ALIGN
+    return Problem(cause, fix, *_mark(at))
 
 
 def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:

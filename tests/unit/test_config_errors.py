@@ -306,7 +306,7 @@ from memguard.errors import ConfigError
         ("- a", 1, 1, "", "holds a list, not the keys of a budget", "memguard schema"),
         ("\n 50%", 2, 2, "", "holds '50%', not the keys of a budget", "memguard schema"),
         (GOOD + "device: {limit: !!int '5'}", 4, 17, "", "the YAML tag '!!int'", "remove the tag"),
-        (GOOD + "device: [", 4, 10, "", "this is not valid YAML", "close the bracket"),
+        (GOOD + "device: [", 4, 10, "", "the file ends inside a bracket", "close the bracket"),
     ],
 )  # fmt: skip
 def test_one_problem(text: str, line: int, column: int, path: str, cause: str, fix: str) -> None:
