@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,34 @@ def test_a_wrong_file_says_so_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("absent.yaml: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("__init__.py", "def another_project(): ...\n"), ("__init__.py", None), ("errors.py", None), ("_units.py", None)],
+    ids=["overwritten", "removed", "errors removed", "a later module removed"],
+)
+def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: str, content: str | None) -> None:
+    shutil.copytree(HOME / "memguard", tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "memguard" / file).unlink()
+    if content is not None:
+        (tmp_path / "memguard" / file).write_text(content)
+    code = (
+        "import sys, click, yaml\nfrom pydantic import BaseModel\n"
+        f"sys.path[:] = [{str(tmp_path)!r}, *(entry for entry in sys.path if entry != {str(HOME)!r})]\n"
+        "from memguard.cli import main\nmain(['check', 'budget.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("memguard is damaged: another distribution wrote over it")
+    assert "\n    fix: `pip uninstall -y memguard memguard-gpu`, then " in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main.main(["schema"])
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
