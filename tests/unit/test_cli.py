@@ -154,6 +154,27 @@ def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: s
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("simulate a.trace b.yaml", "a.trace is a trace, not a budget: memguard simulate BUDGET TRACE"),
+        ("simulate b.yaml a.timeline", "a timeline, not a trace\n    fix: memguard replay a.timeline --budget b.yaml"),
+        ("simulate a.timeline --without-budget", "a timeline, not a trace\n    fix: memguard replay a.timeline"),
+        ("replay a.trace", "a trace, not a timeline\n    fix: memguard simulate a.trace --without-budget"),
+        ("replay a.trace --budget b.yaml", "a trace, not a timeline\n    fix: memguard simulate b.yaml a.trace"),
+    ],
+)
+def test_a_recording_given_to_the_wrong_command_names_the_right_one(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.trace").write_text('{"memguard_trace": 1, "recorded": "2026-01-01"}\n')
+    Path("a.timeline").write_text('{"memguard_timeline":1,"recorded":"2026-01-01"}\n')
+    Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    assert call(*arguments.split()) == 2
+    assert f"{said}\n" in capsys.readouterr().err
+
+
 def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     raising(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
     with pytest.raises(ModuleNotFoundError):
