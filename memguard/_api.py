@@ -32,7 +32,7 @@ _FORKED = (
     "no budget is active in this process: it was forked from one that has a budget, and a budget belongs to one "
     "process\n    fix: call memguard.init here, for a budget of its own"
 )
-_WITHOUT = '    or: try it without one: simulate="h200" (`memguard run --simulate h200`)'
+_WITHOUT = '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
 
 simulated_by_default: Sequence[str] | None = None
 """The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: the program's own `init` uses them too."""

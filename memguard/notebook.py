@@ -1,7 +1,7 @@
 """`%load_ext memguard`: the ledger as a table, a budget for a cell, and out-of-memory errors that let go of the memory.
 
     %memguard                                        the ledger
-    %memguard plan                                   the caps, and how each holds
+    %memguard plan                                   each cap, and whether it is enforced yet
     %memguard trim [FRAMEWORK]                       give idle caches back to the driver
     %%memguard --framework torch --needs 4GiB        admission before the cell; its peak, and what it left, after it
 

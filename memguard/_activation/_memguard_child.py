@@ -15,6 +15,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+_NEEDED = {"pydantic": "pydantic", "PyYAML": "yaml", "nvidia-ml-py": "pynvml", "rich": "rich"}
+"""What memguard needs while the program runs: distributions, and the module of each. Some are imported late."""
+
 
 def activate(folder: str) -> None:
     """Take `folder`, which holds this file, off the path; then apply the budget, or end the process."""
@@ -26,28 +29,34 @@ def activate(folder: str) -> None:
         return
     try:
         memguard = _memguard(os.path.dirname(folder))
-        if not hasattr(memguard, "init"):
+        if "init" not in dir(memguard):  # which imports nothing
             _end(
                 f"memguard: {sys.executable} imports another project's memguard: {memguard.__file__}\n"
                 "    fix: uninstall that one; `memguard doctor --explain two-distributions` says more",
                 1,
             )
+        if lacking := [name for name, module in _NEEDED.items() if importlib.util.find_spec(module) is None]:
+            _end_without(", ".join(lacking), folder)
         show_warnings()
         apply(memguard.init, budget, simulated.split(",") if simulated else None)
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:
-        needed = _load("_memguard_distribution", os.path.dirname(folder), "_distribution.py").requirement()
-        _end(
-            f"memguard: {sys.executable} has no {error.name}, which memguard needs\n"
-            f"    fix: {sys.executable} -m pip install {needed}",
-            1,
-        )
+        _end_without(str(error.name), folder)
     except Exception as error:
         # memguard's errors are recognised by their attributes: their module may not be imported.
         if not hasattr(error, "exit_code"):
             _end(traceback.format_exc().rstrip(), 1)
         _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
+
+
+def _end_without(lacking: str, folder: str) -> NoReturn:
+    needed = _load("_memguard_distribution", os.path.dirname(folder), "_distribution.py").requirement()
+    _end(
+        f"memguard: {sys.executable} has no {lacking}, which memguard needs\n"
+        f"    fix: {sys.executable} -m pip install {needed}",
+        1,
+    )
 
 
 def apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> Any:

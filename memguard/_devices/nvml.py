@@ -171,9 +171,9 @@ class Nvml:
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__
-        fix = (
-            _without_library() if name == _LIBRARY else _FIXES.get(name, "run `nvidia-smi` to see what the driver says")
-        )
+        if name == _LIBRARY:
+            return f"no usable NVIDIA driver here: {error}\n    fix: {_without_library()}"
+        fix = _FIXES.get(name, "run `nvidia-smi` to see what the driver says")
         return f"NVML: {error}{f' ({self._doing})' if self._doing else ''}\n    fix: {fix}"
 
     def _warn_slow(self, what: str, seconds: float) -> None:

@@ -15,6 +15,7 @@ from memguard._doctor.checks.probe_outcomes import computes, did_not_finish, die
 from memguard._doctor.examine import examine
 from memguard._doctor.facts import Facts, Framework, Probe
 from memguard._doctor.finding import Finding, Severity
+from memguard._specs import SPECS
 from memguard._units import format_size
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def as_dict(report: DoctorReport) -> dict[str, Any]:
 
 
 def verdict(report: DoctorReport) -> str:
-    """One sentence: what works and what does not."""
+    """What works and what does not."""
     facts = report.facts
     good = [name for name, framework in facts.frameworks.items() if works(framework)]
     off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
@@ -101,9 +102,13 @@ def verdict(report: DoctorReport) -> str:
     if off:
         parts.append(f"{listing(off)} {_verb(off, 'is', 'are')} kept off the GPU by the environment")
     absent = list(report.not_installed)
-    if absent or not facts.frameworks:
-        who = f"{listing(absent)} {_verb(absent, 'is', 'are')} not" if absent else "none of the six is"
-        parts.append(f"{who} installed for {facts.system.executable or 'this Python'}: is it the right environment?")
+    python = facts.system.executable or "this Python"
+    if absent:
+        verb = _verb(absent, "is", "are")
+        parts.append(f"{listing(absent)} {verb} not installed for {python}: is it the right environment?")
+    elif not facts.frameworks:
+        none = f"None of {listing([spec.title for spec in SPECS.values()])} is installed for {python}"
+        return ". ".join(filter(None, (_found(report, bad), f"{none}: is it the right environment?")))
     return ": ".join(filter(None, (_found(report, bad), "; ".join(parts) or "no framework was tried")))
 
 

@@ -7,8 +7,13 @@ from typing import Any
 
 import click
 
-from memguard import __version__
-from memguard.errors import MemguardError, ProblemsError
+try:
+    from memguard import __version__
+    from memguard.errors import MemguardError, ProblemsError
+except ImportError as error:
+    from memguard.cli.support import damaged
+
+    raise SystemExit(damaged.text(error)) from None
 
 _COMMANDS = ("check", "doctor", "plan", "replay", "run", "schema", "simulate")
 
@@ -32,6 +37,13 @@ class _Group(click.Group):
             # A budget's problems begin with file:line:column, which editors and terminals turn into links.
             click.echo(f"{error}" if isinstance(error, ProblemsError) else f"memguard: {error}", err=True)
             ctx.exit(error.exit_code)
+        except ImportError as error:
+            from memguard.cli.support import damaged
+
+            if not damaged.explains(error):
+                raise
+            click.echo(damaged.text(error), err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo(err=True)  # the terminal shows ^C on a line of its own
             ctx.exit(130)

@@ -82,7 +82,8 @@ def doctor(
     up to 1.5 GiB of the GPU for each process.
 
     Exit code 0: healthy, no errors or warnings; 1: errors or warnings, or a framework that was asked for is not
-    installed; 2: it could not run, or no framework is installed. With --dump-facts, 0 if facts were written.
+    installed; 2: it could not run, or it found nothing wrong and no framework. With --dump-facts, 0 if facts were
+    written.
     """
     from memguard import _config, _findings
     from memguard._doctor import diagnose, explain
@@ -98,6 +99,8 @@ def doctor(
         context.fail("the budget is given twice: as BUDGET and with --config")
     if as_json and dump_facts:
         context.fail("--json prints the findings and --dump-facts the facts: choose one")
+    if dump_facts and budget is not None and budget.endswith(".json") and not os.path.exists(budget):
+        context.fail(f"--dump-facts writes to stdout: memguard doctor --dump-facts > {budget}")
     given = [
         context.get_parameter_source(name) for name in ("budget", "config_file", "script", "frameworks", "timeout")
     ]

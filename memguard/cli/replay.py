@@ -26,8 +26,12 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
     from memguard import _config, _policy
     from memguard._timeline import load_timeline
     from memguard._timeline.replay import replay_timeline
+    from memguard.cli.support import recordings
     from memguard.errors import TimelineError
 
+    if recordings.kind(timeline) == "trace":
+        simulate = f"memguard simulate {f'{timeline} --without-budget' if budget is None else f'{budget} {timeline}'}"
+        raise TimelineError(f"{timeline}: it is a trace, not a timeline\n    fix: {simulate}")
     declared = None if budget is None else _config.load(budget)
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]

@@ -31,11 +31,18 @@ def simulate(
     from memguard._devices.simulated import SimulatedHost
     from memguard._simulation import replay as simulation
     from memguard._simulation import trace as traces
+    from memguard.cli.support import recordings
+    from memguard.errors import TraceError
 
     if trace is None:
         if not without_budget:
             raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
         trace = budget
+    elif (found := recordings.kind(budget)) is not None and not without_budget:
+        raise click.UsageError(f"{budget} is a {found}, not a budget: memguard simulate BUDGET TRACE")
+    if recordings.kind(trace) == "timeline":
+        replay = f"memguard replay {trace}" + ("" if without_budget else f" --budget {budget}")
+        raise TraceError(f"{trace}: it is a timeline, not a trace\n    fix: {replay}")
     plan = None
     declared = None if without_budget else _config.load(budget)
     recorded = traces.read(trace)

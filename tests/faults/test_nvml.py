@@ -131,7 +131,7 @@ def test_no_library(run: Run, tmp_path: Path) -> None:
     )
     assert (
         found["init"]
-        == f'{found["text"]}\n    or: try it without one: simulate="h200" (`memguard run --simulate h200`)'
+        == f'{found["text"]}\n    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
     )
     assert "install the NVIDIA driver" in found["text"] and found["inactive"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,55 @@ def test_a_wrong_file_says_so_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("absent.yaml: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("__init__.py", "def another_project(): ...\n"), ("__init__.py", None), ("errors.py", None), ("_units.py", None)],
+    ids=["overwritten", "removed", "errors removed", "a later module removed"],
+)
+def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: str, content: str | None) -> None:
+    shutil.copytree(HOME / "memguard", tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "memguard" / file).unlink()
+    if content is not None:
+        (tmp_path / "memguard" / file).write_text(content)
+    code = (
+        "import sys, click, yaml\nfrom pydantic import BaseModel\n"
+        f"sys.path[:] = [{str(tmp_path)!r}, *(entry for entry in sys.path if entry != {str(HOME)!r})]\n"
+        "from memguard.cli import main\nmain(['check', 'budget.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("memguard is damaged: another distribution wrote over it")
+    assert "\n    fix: `pip uninstall -y memguard memguard-gpu`, then " in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("simulate a.trace b.yaml", "a.trace is a trace, not a budget: memguard simulate BUDGET TRACE"),
+        ("simulate b.yaml a.timeline", "a timeline, not a trace\n    fix: memguard replay a.timeline --budget b.yaml"),
+        ("simulate a.timeline --without-budget", "a timeline, not a trace\n    fix: memguard replay a.timeline"),
+        ("replay a.trace", "a trace, not a timeline\n    fix: memguard simulate a.trace --without-budget"),
+        ("replay a.trace --budget b.yaml", "a trace, not a timeline\n    fix: memguard simulate b.yaml a.trace"),
+    ],
+)
+def test_a_recording_given_to_the_wrong_command_names_the_right_one(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.trace").write_text('{"memguard_trace": 1, "recorded": "2026-01-01"}\n')
+    Path("a.timeline").write_text('{"memguard_timeline":1,"recorded":"2026-01-01"}\n')
+    Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    assert call(*arguments.split()) == 2
+    assert f"{said}\n" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main.main(["schema"])
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

@@ -111,6 +111,7 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
         (["absent.yaml"], "absent.yaml: there is no such file"),
         (["budget.yaml", "-c", "budget.yaml"], "the budget is given twice"),
         (["--json", "--dump-facts"], "choose one"),
+        (["--dump-facts", "f.json"], "--dump-facts writes to stdout: memguard doctor --dump-facts > f.json"),
         (["--ignore", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
         (["--framework", "pytorch"], "no framework has the name 'pytorch'; there are torch, tensorflow, cupy,"),
         (["--timeout", "0"], "0"),
@@ -157,7 +158,8 @@ def test_no_framework_at_all_is_2_and_one_that_was_asked_for_1(gathered: Gathere
     done = doctor()
     assert done.exit_code == 2
     assert done.stdout.startswith(
-        "memguard doctor: none of the six is installed for ~/other/bin/python: is it the\n  right environment?\n"
+        "memguard doctor: None of PyTorch, TensorFlow, CuPy, JAX, PyCUDA and Numba is\n"
+        "  installed for ~/other/bin/python: is it the right environment?\n"
     )
     gathered.facts = HEALTHY.model_copy(update={"frameworks": {**HEALTHY.frameworks, "cupy": Framework()}})
     done = doctor("--framework", "cupy", "--framework", "jax", "--framework", "torch")

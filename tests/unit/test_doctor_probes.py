@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import shutil
 import signal
@@ -14,10 +16,12 @@ from pathlib import Path
 import pytest
 from doctor_processes import TORCH, environ, run, write
 
+import memguard
 from memguard._doctor.collect import answers, processes
 from memguard._doctor.collect.processes import descendants, lines, watch
 from memguard._doctor.examine import examine
 from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.finding import Severity
 from memguard._doctor.probes import main
 
 IMPORTED, USED = 0, 1
@@ -279,10 +283,35 @@ def test_another_distributions_memguard_is_found(tmp_path: Path, monkeypatch: py
         "/src/memguard",
         str(site / "memguard" / "__init__.py"),
     )
-    (site / "memguard" / "_activation").mkdir()
-    (site / "memguard" / "_activation" / "sitecustomize.py").touch()
+    (site / "memguard" / "__init__.py").write_text("raise SystemExit('imported')  # memguard._api")
     found = answers.installed(run(environ(site), "inventory")).namesakes
     assert found is not None and found.own
+
+
+@pytest.mark.parametrize("last", ["memguard", "memguard-gpu"])
+def test_the_memguard_that_was_installed_last_is_the_one_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """Both are in one folder, so that files of both are there. What `import memguard` finds decides."""
+    monkeypatch.chdir(tmp_path)
+    contents = {"memguard": "def own(): ...\n", "memguard-gpu": Path(memguard.__file__).read_text()}
+    site = write(tmp_path / "lib", "memguard", contents[last])
+    (site / "memguard" / "_activation").mkdir()
+    (site / "memguard" / "_activation" / "sitecustomize.py").touch()
+    for name, content in contents.items():
+        distribution(site, name, "0.1.0")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()
+        record = f"memguard/__init__.py,sha256={digest},{len(content)}\n"
+        (site / f"{name}-0.1.0.dist-info" / "RECORD").write_text(record)
+    found = answers.installed(run(environ(site), "inventory")).namesakes
+    assert found is not None and found.own is (last == "memguard-gpu")
+    [finding] = examine(Facts(namesakes=found))
+    assert finding.name == "two-distributions"
+    if last == "memguard-gpu":
+        assert finding.severity is Severity.WARNING and "`import memguard` finds that of memguard-gpu" in finding.cause
+    else:
+        assert finding.severity is Severity.ERROR
+        assert "finds the package of memguard, which is another project, and not" in finding.cause
 
 
 def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:

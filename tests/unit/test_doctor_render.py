@@ -164,10 +164,13 @@ def test_verdicts() -> None:
 
 def test_the_wrong_environment_is_not_healthy() -> None:
     seen = DoctorReport(Facts(system=System(executable="~/venv/bin/python")), ())
-    said = "none of the six is installed for ~/venv/bin/python: is it the right environment?"
+    none = "None of PyTorch, TensorFlow, CuPy, JAX, PyCUDA and Numba is installed for"
+    said = f"{none} ~/venv/bin/python: is it the right environment?"
     assert render.verdict(seen) == said and not seen.healthy
     assert seen.as_dict()["healthy"] is False and seen.as_dict()["not_installed"] == []
     assert "healthy" not in str(seen)
+    ill = DoctorReport(Facts(), (MISSING,))
+    assert render.verdict(ill) == f"1 error. {none} this Python: is it the right environment?"
     asked = report(torch=Framework())
     assert render.verdict(asked) == "torch is not installed for this Python: is it the right environment?"
     asked = report(torch=TORCH, jax=Framework(), cupy=Framework())

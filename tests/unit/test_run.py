@@ -313,10 +313,16 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "bin" / "python"
 
 
+NEEDED = (
+    "annotated_types", "markdown_it", "mdurl", "pydantic", "pydantic_core", "pygments", "pynvml", "rich",
+    "typing_extensions", "typing_inspection", "yaml",
+)  # fmt: skip
+
+
 def test_a_python_without_memguard_uses_the_one_that_runs_it(folder: Path, bare: Path) -> None:
     needed = folder / "needed"
     needed.mkdir()
-    for name in ("annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml"):
+    for name in NEEDED:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             origin = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
@@ -338,6 +344,24 @@ def test_a_python_without_what_memguard_needs_says_so(folder: Path, bare: Path) 
     here = requirement().removeprefix("-e ")  # that Python cannot know that this installation is editable
     assert f"fix: {bare} -m pip install {here}\n" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("module", "name"), [("rich", "rich"), ("pynvml", "nvidia-ml-py"), ("yaml", "PyYAML")])
+def test_what_memguard_needs_later_is_missing_before_the_start(
+    folder: Path, bare: Path, module: str, name: str
+) -> None:
+    """Without rich, `print(memguard.ledger())` would end the program long after its start."""
+    needed = folder / "needed"
+    needed.mkdir()
+    for other in ("pydantic", "pynvml", "rich", "yaml"):
+        if other != module:
+            (needed / f"{other}.py").touch()
+    env = environment(environ(PYTHONPATH=str(needed)), folder / "budget.yaml", ["h200"])
+    done = started([str(bare), "-c", "print('ran')"], env)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(
+        f"memguard: {bare} has no {name}, which memguard needs\n    fix: {bare} -m pip install "
+    )
 
 
 def test_another_projects_memguard_is_told_from_this_one(folder: Path, bare: Path) -> None:

@@ -148,8 +148,12 @@ def other_memguard(facts: Facts) -> Iterator[Finding]:
     both = NAME in found.distributions
     if not found.own:
         cause = f"`import memguard` finds the package of {listing(others)}, which is another project"
+        cause += f", and not that of {NAME}" if both else ""
     elif both:
-        cause = f"{listing(found.distributions)} install the same package memguard, each over the files of the other"
+        cause = (
+            f"{listing(found.distributions)} install the same package memguard, each over the files of the other; "
+            f"`import memguard` finds that of {NAME}"
+        )
     else:
         cause = f"{listing(others)} installs a package memguard too and is another project"
     origin = f" from {found.origin}" if found.origin else ""

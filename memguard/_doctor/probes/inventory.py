@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -52,14 +54,39 @@ def _namesakes(report: Report, distributions: Any) -> None:
     if not set(found) - {ours}:
         return
     path = _found("memguard")
-    own = path is not None and os.path.exists(os.path.join(os.path.dirname(path), "_activation", "sitecustomize.py"))
+    own = path is not None and _is_ours(path, found.get(ours), [d for name, d in found.items() if name != ours])
     versions = {name: distribution.version for name, distribution in sorted(found.items())}
     report.put(namesakes={"distributions": versions, "path": path, "own": own, "origin": _url(found.get(ours))})
 
 
+def _is_ours(path: str, own: Any, others: Any) -> bool:
+    """Whether the memguard/__init__.py at `path` is this project's. Another distribution may have overwritten it.
+
+    The hashes that the distributions recorded decide. An editable installation records none, nor does a checkout: then
+    the file must name our modules.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError:
+        return False
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    if own is not None and _recorded(own, path) == digest:
+        return True
+    return all(_recorded(other, path) != digest for other in others) and b"memguard._api" in content
+
+
+def _recorded(distribution: Any, path: str) -> str | None:
+    """The SHA-256 in the distribution's RECORD for its memguard/__init__.py, if that is the file at `path`."""
+    if os.path.realpath(path) != os.path.join(_place(distribution), "memguard", "__init__.py"):
+        return None
+    found = re.search(r"^memguard/__init__\.py,sha256=([^,\s]+)", distribution.read_text("RECORD") or "", re.MULTILINE)
+    return found.group(1).rstrip("=") if found else None
+
+
 def _url(distribution: Any) -> Any:
     """Where a distribution was installed from, if that was no index (PEP 610): a URL, or the path of a `file:` URL."""
-    with contextlib.suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
         url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url")
         return re.sub("^file://", "", url)
     return None
