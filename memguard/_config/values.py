@@ -83,7 +83,7 @@ def size(value: object, least: int = GRANULE) -> int:
     size = parse_size(value)
     if size < least:
         why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
-        unit = _unit_missing(value, size < MIB, "MiB")
+        unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
         raise ValueError(f"{found(value)} is less than {size_text(least)}{why}{unit}")
     return size
 
