@@ -141,7 +141,7 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
         found = contexts.allocation(address.value)
         if found is None or found[1] < size:
             raise DeviceError(
-                f"CUDA: the block has {found[1] if found else 0} bytes, not the {size} that were promised\n"
+                f"CUDA: the block has {found[1] if found else 0} bytes, the handle says {size}\n"
                 "    fix: export the array again"
             )
         return Mapping(address.value, _retained[ordinal], undo.pop_all())
@@ -210,8 +210,8 @@ def _initialise() -> None:
         raise DeviceError(f"no NVIDIA driver: {error}\n    fix: attach on the machine of the GPU") from error
     if contexts.loaded() is None:
         raise DeviceError(
-            f"CUDA cannot be used in this process: cuInit returns {libcuda.error_name(code) or code}; a process forked "
-            "from one that uses CUDA never can use it\n"
+            f"CUDA cannot be used in this process: cuInit returns {libcuda.error_name(code) or code}; a process "
+            "forked after CUDA was initialised cannot use CUDA\n"
             '    fix: start it with multiprocessing.get_context("spawn"), or as a program of its own'
         )
 

@@ -123,7 +123,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
         return
     captured = first is not None and capturing(ordinal, first)
     if captured != (then is not None and capturing(ordinal, then)):
-        raise Captured("a CUDA graph is being captured: it cannot wait for work outside it, nor work outside for it")
+        raise Captured("a CUDA graph is being captured: a capture and streams outside it cannot wait for each other")
     with Mark(ordinal, first, context) as mark:
         if then is None:
             mark.wait()
@@ -172,5 +172,5 @@ def _event(cuda: libcuda.Library, context: int) -> int:
 
 def _check(call: str, code: int) -> None:
     if code == _CAPTURED:
-        raise Captured(f"{call} ended the capture of a CUDA graph, which another thread had under way")
+        raise Captured(f"{call} ended the capture of a CUDA graph, that another thread had begun")
     libcuda.check(call, code)

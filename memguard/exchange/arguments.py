@@ -21,7 +21,7 @@ def is_ordinal(device: Any) -> bool:
 def check(copy: Any, device: Any, consumer: Arrays) -> None:
     """Raises ValueError for a wrong `copy` or `device`, ImportError if the framework is not installed."""
     if copy is not None and copy is not True and copy is not False:
-        raise ValueError(f"copy={copy!r} is none of None, True and False\n    fix: copy=True, or leave it out")
+        raise ValueError(f"copy must be None, True or False, found {copy!r}\n    fix: copy=True, or leave it out")
     if device is not None and not is_ordinal(device):
         raise ValueError(
             f"device={device!r} is not the number of a GPU\n"

@@ -50,13 +50,13 @@ def read(capsule: Any) -> View:
         at = _pointer(capsule, b"dltensor_versioned")
         major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
         if major != 1:
-            raise Unreadable(f"its capsule is of DLPack {major}")
+            raise Unreadable(f"its capsule uses DLPack {major}, which memguard cannot read")
         at, readonly = at + _VERSION.size, bool(flags & _READ_ONLY)
     else:
         raise Unreadable(
             "its DLPack capsule was used before"
             if type(capsule).__name__ == "PyCapsule"
-            else f"its library gives a {type(capsule).__name__} for a DLPack capsule"
+            else f"its __dlpack__ returned a {type(capsule).__name__}, not a capsule"
         )
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)

@@ -234,7 +234,7 @@ REFUSALS = {
     "np.zeros(4, np.longdouble)": ("torch", "dtype float128", "x.astype('float32')"),
     "np.zeros(4, [('a', 'u1'), ('b', '<f4')])['b']": (
         "torch",
-        "no multiples of its elements",
+        "not multiples of its item size",
         "np.ascontiguousarray(x)",
     ),
     "[1.0, 2.0]": ("torch", "has neither", ""),
