@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from typing import Any
 
 from memguard._devices import streams
+from memguard._specs import SPECS
 from memguard.exchange.adapters.base import Arrays
 
 _MOST = 1 << 16
@@ -30,7 +32,9 @@ def check(copy: Any, device: Any, consumer: Arrays) -> None:
     if device is not None and not consumer.traits.on_gpu:
         raise ValueError(f"{consumer.traits.title} never holds GPU memory\n    fix: leave device out")
     if consumer.module not in sys.modules and importlib.util.find_spec(consumer.module) is None:
-        raise ImportError(f"{consumer.traits.title} is not installed\n    fix: pip install {consumer.module}")
+        spec = SPECS.get(consumer.name)
+        package = spec.install if spec is not None else consumer.module
+        raise ImportError(f"{consumer.traits.title} is not installed\n    fix: pip install {shlex.quote(package)}")
 
 
 def stream_handle(stream: Any, consumer: Arrays) -> int | None:

@@ -699,5 +699,8 @@ def test_a_framework_must_be_known_and_installed(world: Any, monkeypatch: pytest
         to("torch", x)
     monkeypatch.delitem(sys.modules, "pycuda", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
     with pytest.raises(ImportError, match="fix: pip install pycuda"):
         to(x, "pycuda")
+    with pytest.raises(ImportError, match=r"fix: pip install 'jax\[cuda13\]'"):
+        to(x, "jax")
