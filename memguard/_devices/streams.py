@@ -30,12 +30,12 @@ class Captured(DeviceError):
     """A CUDA graph is being captured, and the call would end the capture."""
 
 
-class Handle(int):
+class StreamHandle(int):
     """A stream's handle that keeps the stream alive: the driver crashes on the handle of a destroyed stream."""
 
     owner: Any
 
-    def __new__(cls, value: int, owner: Any) -> Handle:
+    def __new__(cls, value: int, owner: Any) -> StreamHandle:
         made = super().__new__(cls, value)
         made.owner = owner
         return made
@@ -160,7 +160,7 @@ def place(address: int) -> tuple[int, int | None] | None:
     return ordinal.value, context.value
 
 
-def _event(cuda: libcuda.Library, context: int) -> int:
+def _event(cuda: libcuda.DriverAPI, context: int) -> int:
     """An event of the context, which is current."""
     try:
         return _idle[context].pop()

@@ -48,7 +48,7 @@ def stream_handle(stream: Any, consumer: Arrays) -> int | None:
         raise ValueError(
             f"{stream!r} is not a stream\n    fix: a stream object of the framework, or its handle as an int"
         )
-    return streams.Handle(found, stream)
+    return streams.StreamHandle(found, stream)
 
 
 def _handle(stream: Any) -> int | None:

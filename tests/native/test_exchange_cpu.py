@@ -544,7 +544,7 @@ used = torch.utils.dlpack.to_dlpack(kinds[0])
 torch.utils.dlpack.from_dlpack(used)
 try:
     dlpack.read(used)
-except dlpack.Unreadable as error:
+except dlpack.BadCapsule as error:
     result["used"] = str(error)
 """)
     assert "used before" in found["used"]
