@@ -116,6 +116,7 @@ class FrameworkSpec:
     size_attribute    the attribute of its errors that holds the bytes asked for
     never_gives_back  its pool returns nothing to the driver while the process lives (measured)
     rounds_up         the most by which its allocator rounds a request up, as a part of the request
+    install           what `pip install` takes, if it is not `module`: the same as memguard's extra of that name
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
     """
@@ -137,11 +138,13 @@ class FrameworkSpec:
     size_attribute: str = ""
     never_gives_back: bool = False
     rounds_up: Fraction = Fraction(0)
+    install: str = ""
     own_trim: str | None = None
     unfragment: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)
+        object.__setattr__(self, "install", self.install or self.module)
 
 
 _ROWS = (
@@ -258,6 +261,7 @@ _ROWS = (
             ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$"),
         ),
         size_attribute="_size",
+        install="cupy-cuda13x",
         own_trim="cupy.get_default_memory_pool().free_all_blocks()",
     ),
     FrameworkSpec(
@@ -289,6 +293,7 @@ _ROWS = (
             ),
         ),
         never_gives_back=True,
+        install="jax[cuda13]",
     ),
     FrameworkSpec(
         name="pycuda",
@@ -339,6 +344,7 @@ _ROWS = (
         hook="numba.cuda",
         allocator="emm",
         families=("numba",),
+        install="numba-cuda[cu13]",
     ),
 )
 

@@ -20,7 +20,7 @@ from memguard.errors import DeviceError
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-_initialised: libcuda.Library | None = None
+_initialised: libcuda.DriverAPI | None = None
 """libcuda once it was found initialised: it stays so, and asking again would cost more than the calls themselves."""
 _primaries: dict[int, int] = {}
 _lost = False
@@ -36,7 +36,7 @@ class VisibleDevice:
     multiprocessors: int
 
 
-def loaded() -> libcuda.Library | None:
+def loaded() -> libcuda.DriverAPI | None:
     """libcuda if this process has loaded and initialised it, else None."""
     global _initialised
     if _initialised is not None or _lost:
@@ -48,7 +48,7 @@ def loaded() -> libcuda.Library | None:
     return _initialised
 
 
-def driver() -> libcuda.Library:
+def driver() -> libcuda.DriverAPI:
     """libcuda, initialised. Raises DeviceError if nothing has initialised CUDA in this process."""
     cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ctypes import c_void_p
 
 from memguard._devices import contexts
-from memguard._devices.libcuda import Library, check
+from memguard._devices.libcuda import DriverAPI, check
 from memguard._units import MIB
 from memguard.errors import DeviceError
 
@@ -62,7 +62,7 @@ def _context(ordinal: int) -> int:
 
 
 @contextlib.contextmanager
-def _pinned(cuda: Library, size: int) -> Iterator[int]:
+def _pinned(cuda: DriverAPI, size: int) -> Iterator[int]:
     address = c_void_p()
     check("cuMemHostAlloc", cuda.cuMemHostAlloc(address, size, 0))
     try:
@@ -71,7 +71,7 @@ def _pinned(cuda: Library, size: int) -> Iterator[int]:
         cuda.cuMemFreeHost(address.value)
 
 
-def _stream(cuda: Library) -> int:
+def _stream(cuda: DriverAPI) -> int:
     stream = c_void_p()
     check("cuStreamCreate", cuda.cuStreamCreate(stream, _NON_BLOCKING))
     return stream.value or 0

@@ -144,7 +144,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
 """The parameters of each function. All return a CUresult."""
 
 
-class Library:
+class DriverAPI:
     """libcuda. Its functions are attributes, bound at first use; each returns a CUresult, 0 for success.
 
     What goes in is a plain integer (handles and addresses too), what comes out a ctypes object, passed as it is:
@@ -163,22 +163,22 @@ class Library:
         return function  # type: ignore[no-any-return]
 
 
-_library: Library | None = None
+_library: DriverAPI | None = None
 
 
-def already_loaded() -> Library | None:
+def already_loaded() -> DriverAPI | None:
     """libcuda if this process has loaded it. Loads nothing and initialises nothing."""
     global _library
     if _library is None:
         # A CDLL of our own: types set on it are not seen by others who use libcuda through ctypes.
         try:
-            _library = Library(ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4)))
+            _library = DriverAPI(ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4)))
         except OSError:
             return None
     return _library
 
 
-def load() -> Library:
+def load() -> DriverAPI:
     """libcuda, loaded if need be. OSError if that fails.
 
     Only for processes of our own (the doctor's survey, the child that asks CUDA's order), and for a process that
@@ -186,7 +186,7 @@ def load() -> Library:
     """
     global _library
     if _library is None:
-        _library = Library(ctypes.CDLL(_NAME))
+        _library = DriverAPI(ctypes.CDLL(_NAME))
     return _library
 
 
@@ -206,7 +206,7 @@ def check(call: str, code: int) -> None:
         raise DeviceError(f"CUDA: {call}: {error}\n    fix: run `nvidia-smi` and check the driver")
 
 
-def device_uuid(cuda: Library, device: int) -> str:
+def device_uuid(cuda: DriverAPI, device: int) -> str:
     """The device's UUID in NVML's form (`GPU-…`). DeviceError if CUDA does not give it."""
     raw = (c_ubyte * 16)()
     call = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"  # drivers before 470

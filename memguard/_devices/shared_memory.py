@@ -20,7 +20,7 @@ from memguard._devices.libcuda import (
     CUmemAccessDesc,
     CUmemAllocationProp,
     CUmemLocation,
-    Library,
+    DriverAPI,
     check,
 )
 from memguard._units import MIB, format_size
@@ -141,7 +141,7 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
         found = contexts.allocation(address.value)
         if found is None or found[1] < size:
             raise DeviceError(
-                f"CUDA: the block has {found[1] if found else 0} bytes, not the {size} that were promised\n"
+                f"CUDA: the block has {found[1] if found else 0} bytes, the handle says {size}\n"
                 "    fix: export the array again"
             )
         return Mapping(address.value, _retained[ordinal], undo.pop_all())
@@ -153,7 +153,7 @@ def _undone(name: str, call: Callable[..., int], *given: object) -> None:
         _log.debug("CUDA: %s: error %d", name, code)
 
 
-def _create(cuda: Library, ordinal: int, nbytes: int) -> tuple[int, int]:
+def _create(cuda: DriverAPI, ordinal: int, nbytes: int) -> tuple[int, int]:
     """Memory of at least `nbytes` that can be shared: its bytes, and its handle in this process."""
     kind = CUmemAllocationProp(_PINNED, _FILE, CUmemLocation(_ON_DEVICE, ordinal))
     piece, handle = c_size_t(), c_uint64()
@@ -168,7 +168,7 @@ def _create(cuda: Library, ordinal: int, nbytes: int) -> tuple[int, int]:
     return size, handle.value
 
 
-def _map(cuda: Library, undo: contextlib.ExitStack, ordinal: int, handle: int, size: int) -> int:
+def _map(cuda: DriverAPI, undo: contextlib.ExitStack, ordinal: int, handle: int, size: int) -> int:
     """Map the memory into this process, readable and writable on its GPU, until `undo` is closed; its address."""
     reserved, access = c_uint64(), CUmemAccessDesc(CUmemLocation(_ON_DEVICE, ordinal), _READ_WRITE)
     check("cuMemAddressReserve", cuda.cuMemAddressReserve(reserved, size, 0, 0, 0))
@@ -181,7 +181,7 @@ def _map(cuda: Library, undo: contextlib.ExitStack, ordinal: int, handle: int, s
 
 
 @contextlib.contextmanager
-def _present(ordinal: int) -> Iterator[Library]:
+def _present(ordinal: int) -> Iterator[DriverAPI]:
     """libcuda, with the GPU's primary context current: made if there is none, and released if the block raises."""
     cuda = _driver()
     new = ordinal not in _retained
@@ -210,13 +210,13 @@ def _initialise() -> None:
         raise DeviceError(f"no NVIDIA driver: {error}\n    fix: attach on the machine of the GPU") from error
     if contexts.loaded() is None:
         raise DeviceError(
-            f"CUDA cannot be used in this process: cuInit returns {libcuda.error_name(code) or code}; a process forked "
-            "from one that uses CUDA never can use it\n"
+            f"CUDA cannot be used in this process: cuInit returns {libcuda.error_name(code) or code}; a process "
+            "forked after CUDA was initialised cannot use CUDA\n"
             '    fix: start it with multiprocessing.get_context("spawn"), or as a program of its own'
         )
 
 
-def _driver() -> Library:
+def _driver() -> DriverAPI:
     cuda = contexts.driver()
     if not hasattr(cuda, "cuMemCreate"):
         raise DeviceError("the NVIDIA driver is too old to share memory\n    fix: a driver of 450 or newer")

@@ -30,12 +30,12 @@ class Captured(DeviceError):
     """A CUDA graph is being captured, and the call would end the capture."""
 
 
-class Handle(int):
+class StreamHandle(int):
     """A stream's handle that keeps the stream alive: the driver crashes on the handle of a destroyed stream."""
 
     owner: Any
 
-    def __new__(cls, value: int, owner: Any) -> Handle:
+    def __new__(cls, value: int, owner: Any) -> StreamHandle:
         made = super().__new__(cls, value)
         made.owner = owner
         return made
@@ -123,7 +123,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
         return
     captured = first is not None and capturing(ordinal, first)
     if captured != (then is not None and capturing(ordinal, then)):
-        raise Captured("a CUDA graph is being captured: it cannot wait for work outside it, nor work outside for it")
+        raise Captured("a CUDA graph is being captured: a capture and streams outside it cannot wait for each other")
     with Mark(ordinal, first, context) as mark:
         if then is None:
             mark.wait()
@@ -160,7 +160,7 @@ def place(address: int) -> tuple[int, int | None] | None:
     return ordinal.value, context.value
 
 
-def _event(cuda: libcuda.Library, context: int) -> int:
+def _event(cuda: libcuda.DriverAPI, context: int) -> int:
     """An event of the context, which is current."""
     try:
         return _idle[context].pop()
@@ -172,5 +172,5 @@ def _event(cuda: libcuda.Library, context: int) -> int:
 
 def _check(call: str, code: int) -> None:
     if code == _CAPTURED:
-        raise Captured(f"{call} ended the capture of a CUDA graph, which another thread had under way")
+        raise Captured(f"{call} ended the capture of a CUDA graph, that another thread had begun")
     libcuda.check(call, code)

@@ -177,7 +177,7 @@ def driver() -> Iterator[dict[str, Any]]:
         yield {**found, "devices": list(_devices(cuda))}
 
 
-def _devices(cuda: libcuda.Library) -> Iterator[dict[str, Any]]:
+def _devices(cuda: libcuda.DriverAPI) -> Iterator[dict[str, Any]]:
     count, device, other, number = c_int(), c_int(), c_int(), c_int()
     name, size = create_string_buffer(100), c_size_t()
     cuda.cuDeviceGetCount(count)

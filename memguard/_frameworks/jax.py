@@ -86,7 +86,7 @@ class JAX(Framework):
             raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
         fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
         if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
-            self._say("jax: it has one fraction for all GPUs, so the smallest of its caps holds on each")
+            self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         jax.config.update(_OPTIONS, wanted)

@@ -84,7 +84,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
             why = f"it allocates through RMM's {type(base).__name__}, which may hold more than is in use"
         else:
             continue
-        note = f"{framework}: watched, not capped by its own cap: {why}"
+        note = f"{framework}: watched: it has no cap of its own: {why}"
         return Limit({}, {}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
     capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
     before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}

@@ -73,7 +73,10 @@ class LedgerReader:
         Raises MemguardError if another thread's reading does not return: a driver that hangs must not hang everybody.
         """
         if not self._lock.acquire(timeout=_PATIENCE):
-            raise MemguardError(f"the GPUs have not answered another thread for {_PATIENCE:.0f} s\n    fix: nvidia-smi")
+            raise MemguardError(
+                f"another thread has waited {_PATIENCE:.0f} s for the driver\n"
+                "    fix: run nvidia-smi to see if it hangs"
+            )
         try:
             reading = self._read(part, frameworks)
         finally:
@@ -215,7 +218,7 @@ class LedgerReader:
         if part.reserve_source == "auto" and communicators:
             fix = f"frameworks.torch.nccl: {communicators} in the budget"
         elif part.reserve_source == "auto" and state.second:
-            fix = f"do without the {SECOND_CONTEXT}, whose maker memguard.ledger() names; or {fix}"
+            fix = f"avoid the {SECOND_CONTEXT} (memguard.ledger() shows what made it); or {fix}"
         self._warn(
             f"{part.device.name}: overhead is {format_size(state.total)}, more than the reserve of "
             f"{format_size(part.reserve)}; fix: {fix}"

@@ -127,7 +127,7 @@ class _Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State:
+class PressureState:
     """What `decide` remembers. Opaque but for `level`."""
 
     _tracks: Mapping[tuple[str | None, str | None], _Track] = field(default_factory=dict)
@@ -140,10 +140,10 @@ class State:
         return track.level if track is not None else Pressure.OK
 
 
-START = State()
+START = PressureState()
 
 
-def decide(settings: Settings, sample: Sample, state: State) -> tuple[State, list[Action]]:
+def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[PressureState, list[Action]]:
     """The state after a sample, and what to do. Every event has one log or warn, and one callback."""
     block = int(sample.time // BLOCK)
     if block == state._block and sample.devices == state._devices:
@@ -159,7 +159,7 @@ def decide(settings: Settings, sample: Sample, state: State) -> tuple[State, lis
             if settings.forecast > 0 and (level.used > FLOOR * level.top or track.announced is not None):
                 track = _forecast(settings, sample.time, key, level, track, actions)
             tracks[key] = track
-    return State(tracks, block, sample.devices), actions
+    return PressureState(tracks, block, sample.devices), actions
 
 
 def needed(name: str, usage: FrameworkSample) -> int | None:

@@ -83,7 +83,7 @@ _NOT_OUT_OF_MEMORY = (
     Rule("none", None, True, "a refusal of memguard's own, which explains itself", type=r"^memguard\.errors\."),
     Rule("none", None, True, "a server's quota or message size", type=r"^grpc\."),
     Rule("none", None, True, "a launch that wants more than a block has", "out of resource"),
-    Rule("none", None, True, "the allocator goes on without it", "this is not a failure"),
+    Rule("none", None, True, "the allocator continues without it", "this is not a failure"),
     Rule("none", None, False, "NCCL does not say which call failed", "unhandled cuda error(?!.*Last error)"),
 )
 _DISK = (
@@ -130,7 +130,7 @@ _GPU_POSSIBLY = (  # page-locked memory gives CUDA's error 2 too, and a library'
 _REST = (
     Rule("host", None, False, "C++'s word for any memory", r"^(std::)?bad_alloc$", r"^builtins\.MemoryError$"),
     Rule("host", None, True, "Python's own", type=r"^builtins\.MemoryError$"),
-    Rule("none", None, False, "a process was killed, by whom is unknown", "exited unexpectedly|Signals.SIGKILL"),
+    Rule("none", None, False, "a process was killed; what killed it is unknown", "exited unexpectedly|Signals.SIGKILL"),
     Rule("none", None, False, "one of many causes is a full GPU or too much locked memory",
          "CUDNN_STATUS_(EXECUTION_FAILED|NOT_SUPPORTED)|cuSolver (internal error|has not been initialized)"
          r"|DNN library initialization failed|Blas \w+ launch failed|cudaErrorOperatingSystem"),

@@ -168,7 +168,7 @@ def _trims(case: Case) -> Iterator[Remedy]:
         own = SPECS[name].own_trim or f"its own call, in {name},"
         call = f"memguard.trim({name!r})" if row.cap is not None else own
         if row.reclaimable is None:
-            yield Remedy(f"{name} caches {format_size(size)}: {call} frees what of it is in whole pieces", size)
+            yield Remedy(f"{name} caches {format_size(size)}: {call} frees the part that is not fragmented", size)
         else:
             enough = ", which is enough" if case.over_card and case.free + size >= case.need else ""
             yield Remedy(f"{name} holds {format_size(size)} reclaimable: {call} frees it{enough}", size)
@@ -180,7 +180,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
         if size >= WORKSPACE:
             yield Remedy(f"process {pid} holds {format_size(size)} of this GPU: end it, or use another GPU", size)
     if case.part.process is None:
-        yield Remedy("NVML does not tell this process from others here: run nvidia-smi on the host, outside containers")
+        yield Remedy("NVML cannot say which memory is this process's (usual in containers): run nvidia-smi on the host")
     elif not known and (size := case.part.row("other processes").bytes or 0) >= WORKSPACE:
         yield Remedy(f"other processes hold {format_size(size)} of this GPU: nvidia-smi names them", size)
 
@@ -190,8 +190,8 @@ def _pools(case: Case) -> Iterator[Remedy]:
         if row.name in NEVER_GIVE_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
             used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
             yield Remedy(
-                f"{row.name}'s pool of {format_size(row.bytes)}{used} never gives back: lower frameworks.{row.name} "
-                "in the budget and restart"
+                f"{row.name}'s pool of {format_size(row.bytes)}{used} never returns memory to the driver: "
+                f"lower frameworks.{row.name} and restart"
             )
 
 
@@ -223,26 +223,26 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
             if name in NEVER_GIVE_BACK
             else f", or memguard.resize({name!r}, '{wanted // MIB}MiB')"
         )
-        setting = _share(plan, part, name, wanted, spare) or f"limit to {wanted // MIB}MiB"
+        setting = _share(plan, part, wanted, spare) or f"limit to {wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", wanted - cap)
         return
     missing = wanted - spare[part.device.uuid]
     idle = {
         r.name: (r.cap - (r.bytes or 0), r) for r in case.frameworks if r is not row and r.cap and r.at_least is None
     }
-    giver = max(idle, key=lambda other: idle[other][0], default=None)
+    donor = max(idle, key=lambda other: idle[other][0], default=None)
     text = f"{name} would need a cap of {format_size(wanted)}, {format_size(missing)} more than the budget has left: "
-    if giver is not None and idle[giver][0] >= missing:
-        used, most = format_size(idle[giver][1].bytes), format_size(idle[giver][1].cap)
-        yield Remedy(f"{text}lower frameworks.{giver}, which holds {used} of its {most}", missing)
+    if donor is not None and idle[donor][0] >= missing:
+        used, most = format_size(idle[donor][1].bytes), format_size(idle[donor][1].cap)
+        yield Remedy(f"{text}lower frameworks.{donor}, which holds {used} of its {most}", missing)
     elif part.device.usable - part.limit >= missing:
         limits = f"from {format_size(part.limit)} to {format_size(part.limit + missing)}"
         yield Remedy(f"{text}raise device.limit {limits}", missing)
     else:
-        yield Remedy(f"{text}neither the other caps nor the GPU leave that: ask for less at once")
+        yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
 
 
-def _share(plan: Plan, part: DevicePlan, name: str, wanted: int, spare: Mapping[str, int]) -> str | None:
+def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int]) -> str | None:
     """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
     room = part.limit - part.reserve
     for digits in (1, 10):
@@ -269,7 +269,7 @@ def _less(case: Case, reason: str) -> Iterator[Remedy]:
     """What always helps, or which other cause is possible."""
     row = case.row
     if reason == "unknown" and not case.verdict.certain:
-        yield Remedy("page-locked host memory fails with the same words: look at pin_memory and ulimit -l")
+        yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")
     if row is not None and row.in_use:
         yield Remedy(f"{row.name} has {format_size(row.in_use)} in live arrays: free some, or make the batch smaller")
     elif row is None and reason == "card":

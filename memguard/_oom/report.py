@@ -34,7 +34,7 @@ _GROWTH = 64 * MIB
 """Growth below this before the error is not worth a line."""
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why there was no memory: its own cap, the full card, or both; a cache in pieces under a cap that would do; unknown;
+"""Why there was no memory: its own cap, the full card, or both; a fragmented cache under a large enough cap; unknown;
 or it was no GPU memory at all."""
 
 
@@ -249,16 +249,16 @@ def _reason(case: Case) -> tuple[Reason, str]:
     if asked is not None and asked > row.cap and case.over_cap:
         return "cap", f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}; the card has {card}"
     if case.fragmented:
-        pieces = f"{format_size(case.split)} of it are cached in pieces"
+        pieces = f"{format_size(case.split)} of its cache is fragmented"
         if case.silent:
-            pieces = f"the {format_size(case.split)} without arrays lie in pieces, or {row.name} would have used them"
-        return "fragmented", f"its cap of {format_size(row.cap)} would do, but {pieces}; the card has {card}"
+            pieces = f"{format_size(case.split)} of its pool is free but fragmented"
+        return "fragmented", f"its cap of {format_size(row.cap)} is large enough, but {pieces}; the card has {card}"
     if case.over_cap and case.over_card:
         return "cap and card", f"{cap}, and the card has only {card}"
     if case.over_cap:
         return "cap", f"{cap}; the card has {card}"
     if case.over_card:
-        return "card", f"the card is full: {card}; {row.name} {held} of the {format_size(row.cap)} it may"
+        return "card", f"the card is full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}"
     return "unknown", (
         f"there is room now ({format_size(case.room)} under its cap, {card}): memory was freed since, or the error "
         "means something else"

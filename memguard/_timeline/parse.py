@@ -172,9 +172,8 @@ class Parser:
     def _between(self, record: Mapping[str, Any], key: str, least: int, most: int) -> int:
         value: int = self._typed(record, key, int)
         if not least <= value <= most:
-            raise ValueError(
-                f"{key} is {short(value)}, and {least if least == most else f'{least} to {most}'} is valid"
-            )
+            valid = least if least == most else f"{least} to {most}"
+            raise ValueError(f"{key} must be {valid}, found {short(value)}")
         return value
 
     def _seconds(self, record: Mapping[str, Any], key: str) -> float:

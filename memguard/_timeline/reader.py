@@ -122,7 +122,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             elif siblings:
                 notes.append(f"{name}: the header was cut short: the process ended while it began this file")
             else:
-                raise TimelineError(f"{name}: no line of it is whole\n    fix: record the timeline again")
+                raise TimelineError(f"{name}: it has no complete line\n    fix: record the timeline again")
         else:
             notes.append(f"{name} does not exist: only its older parts do")
         for _, sibling in siblings:
@@ -136,7 +136,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             if part is not None:
                 older.append(part)
             else:
-                notes.append(f"left out: {sibling}: no line of it is whole")
+                notes.append(f"left out: {sibling}: it has no complete line")
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise TimelineError(f"{name}: cannot be read: {reason}\n    fix: give the path of a timeline") from None

@@ -86,7 +86,7 @@ class Writer:
         if limit_bytes < MIN_LIMIT or 4 * len(self._header(1)) > self._most:
             least = format_size(max(MIN_LIMIT, 4 * _PARTS * len(self._header(1))))
             raise TimelineError(
-                f"{self.path}: {format_size(limit_bytes)} are not enough for a timeline of this plan\n"
+                f"{self.path}: {format_size(limit_bytes)} is too small for a timeline of this plan\n"
                 f"    fix: give timeline_size at least {least}"
             )
         self._fd: int | None = None
@@ -253,12 +253,12 @@ class Writer:
         """Raise if the existing file is not ours to change, or is being written (unless it is `held`)."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
-                f"{self.path}: {why}\n    fix: name another file; memguard overwrites nothing but its own timelines"
+                f"{self.path}: {why}\n    fix: name another file; memguard overwrites only its own timelines"
             )
         let_go = held is not None and os.path.exists(held) and os.path.samefile(held, self.path)
         if not let_go and files.in_use(self.path):
             raise TimelineError(
-                f"{self.path}: it is being written, by another process or another budget of this one\n"
+                f"{self.path}: another process, or another budget in this process, is writing it\n"
                 "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
             )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from typing import Any
 
 from memguard._devices import streams
+from memguard._specs import SPECS
 from memguard.exchange.adapters.base import Arrays
 
 _MOST = 1 << 16
@@ -21,7 +23,7 @@ def is_ordinal(device: Any) -> bool:
 def check(copy: Any, device: Any, consumer: Arrays) -> None:
     """Raises ValueError for a wrong `copy` or `device`, ImportError if the framework is not installed."""
     if copy is not None and copy is not True and copy is not False:
-        raise ValueError(f"copy={copy!r} is none of None, True and False\n    fix: copy=True, or leave it out")
+        raise ValueError(f"copy must be None, True or False, found {copy!r}\n    fix: copy=True, or leave it out")
     if device is not None and not is_ordinal(device):
         raise ValueError(
             f"device={device!r} is not the number of a GPU\n"
@@ -30,7 +32,9 @@ def check(copy: Any, device: Any, consumer: Arrays) -> None:
     if device is not None and not consumer.traits.on_gpu:
         raise ValueError(f"{consumer.traits.title} never holds GPU memory\n    fix: leave device out")
     if consumer.module not in sys.modules and importlib.util.find_spec(consumer.module) is None:
-        raise ImportError(f"{consumer.traits.title} is not installed\n    fix: pip install {consumer.module}")
+        spec = SPECS.get(consumer.name)
+        package = spec.install if spec is not None else consumer.module
+        raise ImportError(f"{consumer.traits.title} is not installed\n    fix: pip install {shlex.quote(package)}")
 
 
 def stream_handle(stream: Any, consumer: Arrays) -> int | None:
@@ -44,7 +48,7 @@ def stream_handle(stream: Any, consumer: Arrays) -> int | None:
         raise ValueError(
             f"{stream!r} is not a stream\n    fix: a stream object of the framework, or its handle as an int"
         )
-    return streams.Handle(found, stream)
+    return streams.StreamHandle(found, stream)
 
 
 def _handle(stream: Any) -> int | None:

@@ -33,14 +33,14 @@ _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 """A NumPy dtype of each element size. The true dtype is written into the capsule afterwards."""
 
 
-class Unreadable(ValueError):
+class BadCapsule(ValueError):
     """A capsule that holds no array that `View` can describe."""
 
 
 def read(capsule: Any) -> View:
     """The array in a capsule that nobody has consumed yet. The capsule keeps the memory.
 
-    `device` is the number that the capsule has, which is the producer's own. Raises Unreadable for an unknown dtype,
+    `device` is the number that the capsule has, which is the producer's own. Raises BadCapsule for an unknown dtype,
     packed lanes, or another kind of device.
     """
     readonly = False
@@ -50,22 +50,22 @@ def read(capsule: Any) -> View:
         at = _pointer(capsule, b"dltensor_versioned")
         major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
         if major != 1:
-            raise Unreadable(f"its capsule is of DLPack {major}")
+            raise BadCapsule(f"its capsule uses DLPack {major}, which memguard cannot read")
         at, readonly = at + _VERSION.size, bool(flags & _READ_ONLY)
     else:
-        raise Unreadable(
+        raise BadCapsule(
             "its DLPack capsule was used before"
             if type(capsule).__name__ == "PyCapsule"
-            else f"its library gives a {type(capsule).__name__} for a DLPack capsule"
+            else f"its __dlpack__ returned a {type(capsule).__name__}, not a capsule"
         )
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)
     )
     if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
-        raise Unreadable(f"it lies on a device of DLPack's kind {kind}, neither the host nor a CUDA GPU")
+        raise BadCapsule(f"it lies on a device of DLPack's kind {kind}, neither the host nor a CUDA GPU")
     dtype = dtype_of_code(code, bits, lanes)
     if dtype is None:
-        raise Unreadable(
+        raise BadCapsule(
             f"its dtype (DLPack code {code}, {bits} bits, {lanes} lanes) is not one that can be handed over"
         )
     numbers = _numbers(ndim)

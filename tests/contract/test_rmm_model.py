@@ -19,7 +19,7 @@ from memguard._units import MIB
 from memguard.errors import CapNotApplied
 
 HERE = Path(__file__).parent
-WATCHED = "torch: watched, not capped by its own cap: "
+WATCHED = "torch: watched: it has no cap of its own: "
 
 
 class NotSimulated(SimulatedHost):
@@ -140,7 +140,7 @@ def test_over_anything_else_it_is_watched_on_every_gpu(model: Model, kind: str, 
     applied = setting.apply()
     assert applied.enforcement is Enforcement.WATCHED and applied.undo is not None
     (note,) = applied.notes
-    assert "watched, not capped" in note and f"RMM's {kind}, which may hold more" in note
+    assert "watched: it has no cap" in note and f"RMM's {kind}, which may hold more" in note
     assert setting.resources() == before and rmm._limits == {}
     array = setting.alloc(100 * MIB)
     assert setting.framework.usage(setting.first) == Usage(None, None), "not known, and not 0"

@@ -234,7 +234,7 @@ REFUSALS = {
     "np.zeros(4, np.longdouble)": ("torch", "dtype float128", "x.astype('float32')"),
     "np.zeros(4, [('a', 'u1'), ('b', '<f4')])['b']": (
         "torch",
-        "no multiples of its elements",
+        "not multiples of its item size",
         "np.ascontiguousarray(x)",
     ),
     "[1.0, 2.0]": ("torch", "has neither", ""),
@@ -544,7 +544,7 @@ used = torch.utils.dlpack.to_dlpack(kinds[0])
 torch.utils.dlpack.from_dlpack(used)
 try:
     dlpack.read(used)
-except dlpack.Unreadable as error:
+except dlpack.BadCapsule as error:
     result["used"] = str(error)
 """)
     assert "used before" in found["used"]

@@ -389,7 +389,7 @@ def test_an_auto_reserve_that_it_exceeds_warns_with_the_fix(beside: dict[int, st
     setting.host.take(setting.gpu, 2 * CONTEXT)
     setting.read()
     (said,) = setting.warnings
-    assert "do without the second context, whose maker memguard.ledger() names; or device: {reserve:" in said
+    assert "avoid the second context (memguard.ledger() shows what made it); or device: {reserve:" in said
 
 
 def test_a_sample_asks_nothing_for_an_exchange_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Functions:
 
 def test_a_function_is_bound_once_with_its_types() -> None:
     functions = Functions()
-    cuda = libcuda.Library(functions)  # type: ignore[arg-type]
+    cuda = libcuda.DriverAPI(functions)  # type: ignore[arg-type]
     assert functions.asked == [], "nothing is bound before its first use"
     first: Any = cuda.cuInit
     assert first is cuda.cuInit and functions.asked == ["cuInit"]
@@ -107,7 +107,7 @@ def test_a_function_is_bound_once_with_its_types() -> None:
 
 
 def test_a_function_that_the_driver_or_the_table_lacks() -> None:
-    cuda = libcuda.Library(Functions())  # type: ignore[arg-type]
+    cuda = libcuda.DriverAPI(Functions())  # type: ignore[arg-type]
     assert not hasattr(cuda, "cuCtxRecordEvent"), "an older driver"
     with pytest.raises(AttributeError, match=r"cuNobody is not in .*SIGNATURES"):
         _ = cuda.cuNobody
@@ -134,7 +134,7 @@ def test_numbers_and_results_are_converted_as_the_driver_reads_them() -> None:
     function = kind(attribute)
     typed = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(function, ctypes.c_void_p).value)
     library = type("Named", (), {"cuPointerGetAttribute": typed})()
-    cuda, found = libcuda.Library(library), ctypes.c_uint64()
+    cuda, found = libcuda.DriverAPI(library), ctypes.c_uint64()
     assert cuda.cuPointerGetAttribute(found, 7, 0x7F00_DEAD_BEEF) == 700
     assert seen == [(7, 0x7F00_DEAD_BEEF)] and found.value == 0x7F00_DEAD_BEF0
     for wrong in ((found, 7.5, 1), (found, 7, 1.5), (1, 7, 1)):

@@ -337,7 +337,7 @@ def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     _, frameworks = begin(monitor=MONITOR)
     try:
         assert driver.hangs.wait(10)
-        with pytest.raises(memguard.MemguardError, match="have not answered"):
+        with pytest.raises(memguard.MemguardError, match="another thread has waited"):
             memguard.ledger()
         with pytest.raises(Exception, match="out of memory"), memguard.workload("train", framework="torch"):
             frameworks["torch"].allocate(11 * GIB)
@@ -552,7 +552,7 @@ def test_a_timeline_that_another_writes_is_refused_before_anything_is_undone(tmp
     guard = _api.current()
     with (
         Writer(tmp_path / "run.jsonl", guard.plan, simulated=True),
-        pytest.raises(memguard.TimelineError, match="is be"),
+        pytest.raises(memguard.TimelineError, match="is writing it"),
     ):
         memguard.init({**OTHER, "monitor": {"timeline": str(tmp_path / "run.jsonl")}}, replace=True, simulate="h200")
     assert _api.current() is guard and guard.active

@@ -172,3 +172,11 @@ def test_no_skips(tmp_path: Path, options: list[str], folder: str, code: int, wh
     assert (done.returncode != 0) == bool(code), done.stdout
     assert ("--no-skips forbids: " in done.stdout) == bool(code)
     assert ("passed" in done.stdout) == (not (code and whole)), done.stdout
+
+
+def test_each_framework_is_installed_as_its_extra_says() -> None:
+    from memguard._specs import SPECS
+
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = dict(re.findall(r'^(\w+) = \["([^">=]+)>=[^"]+"\]$', project, re.MULTILINE))
+    assert {name: row.install for name, row in SPECS.items()} == {name: extras[name] for name in SPECS}

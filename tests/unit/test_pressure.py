@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memguard._config import MonitorConfig
 from memguard._monitor.leaks import leak
-from memguard._monitor.pressure import BLOCKS, START, Action, Settings, State, decide, needed
+from memguard._monitor.pressure import BLOCKS, START, Action, PressureState, Settings, decide, needed
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import GIB, MIB
 
@@ -36,7 +36,7 @@ def torch(in_use: float, held: float | None = None, cap: int = 40 * GIB) -> Fram
     return FrameworkSample(int(held), int(in_use), int(held) - int(in_use), cap)
 
 
-def run(samples: Iterable[Sample], to: Settings | None = None, state: State = START) -> list[Action]:
+def run(samples: Iterable[Sample], to: Settings | None = None, state: PressureState = START) -> list[Action]:
     actions = []
     for one in samples:
         state, new = decide(to or Settings(), one, state)

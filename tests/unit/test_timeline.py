@@ -203,7 +203,7 @@ def test_what_is_in_the_way_is_refused_and_left_as_it_is(tmp_path: Path, monkeyp
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         refused("belongs to another user")
     with Writer(tmp_path / "{rank}.jsonl", PLAN):
-        refused("it is being written", "put {pid} and {rank} into its name")
+        refused("is writing it", "put {pid} and {rank} into its name")
     assert victim.read_text() == "precious" and not (tmp_path / "absent").exists()
 
 
@@ -213,10 +213,10 @@ def test_where_it_cannot_be_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("", "\0", "folder/"):
         with pytest.raises(TimelineError, match=r"does not name a file\n    fix: "):
             Writer(name, PLAN)
-    with pytest.raises(TimelineError, match=r"511\.0 KiB are not enough .*\n    fix: .*512\.0 KiB"):
+    with pytest.raises(TimelineError, match=r"511\.0 KiB is too small .*\n    fix: .*512\.0 KiB"):
         Writer(tmp_path / "run.jsonl", PLAN, limit_bytes=511 * KIB)
     many = plan_of(*["h200"] * 30)
-    with pytest.raises(TimelineError, match="not enough for a timeline of this plan"):
+    with pytest.raises(TimelineError, match="too small for a timeline of this plan"):
         Writer(tmp_path / "run.jsonl", many, limit_bytes=SMALL)
     monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(TimelineError, match="No space left"):
@@ -477,7 +477,7 @@ def test_a_file_that_somebody_cut(tmp_path: Path) -> None:
         samples = fill(out, 2)
     timeline = load_timeline(out.path)
     assert list(timeline.samples()) == samples
-    assert timeline.notes == (f"left out: {tmp_path / '0.1.jsonl'}: no line of it is whole",)
+    assert timeline.notes == (f"left out: {tmp_path / '0.1.jsonl'}: it has no complete line",)
 
 
 def test_half_a_line_that_cannot_be_taken_back_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,24 +633,24 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
         ({"frameworks": []}, "the header is damaged"),
         ({"columns": []}, "the header is damaged"),
         ({"every": "often"}, "every is 'often'"),
-        ({"part": 0}, "part is 0"),
-        ({"part": -1}, "part is -1"),
-        ({"part": 10**9}, "part is 1000000000"),
-        ({"part": 10**40}, "part is 1"),
+        ({"part": 0}, "part must be .*, found 0"),
+        ({"part": -1}, "part must be .*, found -1"),
+        ({"part": 10**9}, "part must be .*, found 1000000000"),
+        ({"part": 10**40}, "part must be .*, found 1"),
         ({"part": True}, "part is True"),
         ({"part": 1.0}, "part is 1.0"),
         ({"part": "1"}, "part is '1'"),
         ({"part": None}, "part is None"),
-        ({"part": 1, "through": 5}, "through is 5"),
-        ({"part": 1, "every": 2.0, "through": 5}, "part is 1"),
-        ({"part": 0, "every": 2.0}, "through is 0"),
-        ({"part": 0, "every": 2.0, "through": 0}, "through is 0"),
+        ({"part": 1, "through": 5}, "through must be .*, found 5"),
+        ({"part": 1, "every": 2.0, "through": 5}, "part must be .*, found 1"),
+        ({"part": 0, "every": 2.0}, "through must be .*, found 0"),
+        ({"part": 0, "every": 2.0, "through": 0}, "through must be .*, found 0"),
         ({"part": 0, "every": 2.0, "through": True}, "through is True"),
         ({"part": 0, "every": 0, "through": 1}, "every is 0"),
         ({"part": 0, "every": -1.0, "through": 1}, "every is -1.0"),
         ({"part": 0, "every": False, "through": 1}, "every is False"),
-        ({"pid": -1}, "pid is -1"),
-        ({"rank": -1}, "rank is -1"),
+        ({"pid": -1}, "pid must be .*, found -1"),
+        ({"rank": -1}, "rank must be .*, found -1"),
     ],
 )  # fmt: skip
 def test_wrong_headers_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -678,7 +678,7 @@ def test_an_older_part_with_a_damaged_number_is_left_out(tmp_path: Path) -> None
     change_header(tmp_path / "0.1.jsonl", lambda header: header.update(part=0))
     timeline = load_timeline(path)
     assert list(timeline.samples()) == whole[first:]
-    assert [note for note in timeline.notes if "0.1.jsonl:1: the header is damaged: " in note and "part is 0" in note]
+    assert [note for note in timeline.notes if "0.1.jsonl:1: the header is damaged: " in note and "found 0" in note]
 
 
 def test_a_part_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
@@ -752,7 +752,7 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
         assert timeline.notes == ((f"{path}: the last line was cut short, and is left out",) if torn else ())
     for cut in (0, 1, first - 2):
         path.write_bytes(whole[:cut])
-        with pytest.raises(TimelineError, match=r"no line of it is whole\n    fix: "):
+        with pytest.raises(TimelineError, match=r"it has no complete line\n    fix: "):
             load_timeline(path)
 
 

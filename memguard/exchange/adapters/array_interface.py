@@ -38,7 +38,7 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
     if min(shape, default=0) < 0 or (given is not None and len(given) != len(shape)):
         raise Malformed(f"its array interface is not valid: shape {shape}, strides {given}")
     if given is not None and any(stride % itemsize for stride in given):
-        raise Malformed("its strides are no multiples of its elements' size", "make it contiguous in its own framework")
+        raise Malformed("its strides are not multiples of its item size", "make it contiguous in its own framework")
     strides = row_major(shape) if given is None else tuple([stride // itemsize for stride in given])
     found = streams.place(int(address or 0)) if address and 0 not in shape else None
     view = View(int(address or 0), shape, strides, dtype, found[0] if found else 0, bool(readonly))

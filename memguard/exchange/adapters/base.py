@@ -115,9 +115,7 @@ class Arrays(ABC):
         if dtype not in DTYPES or not x.dtype.isnative:
             raise self.unknown_dtype(x.dtype, "cast it with x.astype")
         if any(stride % itemsize for stride in x.strides):
-            raise self.refusal(
-                "its strides are no multiples of its elements' size", f"{self.name}.ascontiguousarray(x)"
-            )
+            raise self.refusal("its strides are not multiples of its item size", f"{self.name}.ascontiguousarray(x)")
         return dtype, tuple(stride // itemsize for stride in x.strides)
 
     def unknown_dtype(self, dtype: Any, remedy: str) -> CannotShare:

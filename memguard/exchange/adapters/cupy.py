@@ -13,7 +13,7 @@ from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NO_FLOAT8, View
 
 
-class CuPy(Arrays):
+class CuPyArrays(Arrays):
     """`cupy.ndarray`."""
 
     traits: ClassVar[Traits] = Traits("cupy", NO_FLOAT8, Layout.FORWARD)
@@ -37,7 +37,7 @@ class CuPy(Arrays):
         import cupy
 
         stream = cupy.cuda.get_current_stream(device)
-        return streams.Handle(stream.ptr, stream)
+        return streams.StreamHandle(stream.ptr, stream)
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         import cupy

@@ -21,7 +21,7 @@ _GPUS = ("gpu", "cuda")
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
-class JAX(Arrays):
+class JAXArrays(Arrays):
     """`jax.Array` with one shard."""
 
     traits: ClassVar[Traits] = Traits(

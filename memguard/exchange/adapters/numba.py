@@ -17,7 +17,7 @@ from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NUMPY_DTYPES, View
 
 
-class Numba(Arrays):
+class NumbaArrays(Arrays):
     """Arrays of `numba.cuda`."""
 
     traits: ClassVar[Traits] = Traits("numba", NUMPY_DTYPES, Layout.FORWARD, repeats=False, strided=False)

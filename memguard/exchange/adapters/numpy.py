@@ -14,7 +14,7 @@ from memguard.exchange.view import NUMPY_DTYPES, View
 _ALIGNED = 64
 
 
-class NumPy(Arrays):
+class NumPyArrays(Arrays):
     """`numpy.ndarray`."""
 
     traits: ClassVar[Traits] = Traits(

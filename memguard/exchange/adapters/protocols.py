@@ -62,6 +62,6 @@ class DLPack(ProducerOnly):
             ) from error
         try:
             view = dlpack.read(capsule)
-        except dlpack.Unreadable as error:
+        except dlpack.BadCapsule as error:
             raise self.refusal(str(error), "hand over an array of a plain dtype and layout") from error
         return Offer(type(x).__module__.partition(".")[0], view, capsule)

@@ -17,7 +17,7 @@ from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import NUMPY_DTYPES, View
 
 
-class PyCUDA(Arrays):
+class PyCUDAArrays(Arrays):
     """`pycuda.gpuarray.GPUArray`."""
 
     traits: ClassVar[Traits] = Traits("pycuda", NUMPY_DTYPES, Layout.FORWARD, strided=False)

@@ -13,13 +13,13 @@ from memguard.errors import CannotShare
 from memguard.exchange.adapters.base import Arrays
 
 _CLASSES = {
-    "torch": "memguard.exchange.adapters.torch:Torch",
-    "tensorflow": "memguard.exchange.adapters.tensorflow:TensorFlow",
-    "cupy": "memguard.exchange.adapters.cupy:CuPy",
-    "jax": "memguard.exchange.adapters.jax:JAX",
-    "pycuda": "memguard.exchange.adapters.pycuda:PyCUDA",
-    "numba": "memguard.exchange.adapters.numba:Numba",
-    "numpy": "memguard.exchange.adapters.numpy:NumPy",
+    "torch": "memguard.exchange.adapters.torch:TorchArrays",
+    "tensorflow": "memguard.exchange.adapters.tensorflow:TensorFlowArrays",
+    "cupy": "memguard.exchange.adapters.cupy:CuPyArrays",
+    "jax": "memguard.exchange.adapters.jax:JAXArrays",
+    "pycuda": "memguard.exchange.adapters.pycuda:PyCUDAArrays",
+    "numba": "memguard.exchange.adapters.numba:NumbaArrays",
+    "numpy": "memguard.exchange.adapters.numpy:NumPyArrays",
 }
 _PROTOCOLS = (
     "memguard.exchange.adapters.attached:OtherProcess",

@@ -19,7 +19,7 @@ from memguard.exchange.view import DTYPES, NO_FLOAT8, View
 _EAGER = "EagerTensor"
 
 
-class TensorFlow(Arrays):
+class TensorFlowArrays(Arrays):
     """Eager tensors, which are also the arguments of graphs."""
 
     traits: ClassVar[Traits] = Traits(
@@ -63,7 +63,7 @@ class TensorFlow(Arrays):
         try:
             capsule = tf.experimental.dlpack.to_dlpack(x)
             view = dlpack.read(capsule)
-        except (dlpack.Unreadable, tf.errors.OpError) as error:
+        except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
         device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's own number
         if device != view.device:
@@ -124,7 +124,7 @@ def _logical(ordinal: int) -> int:
     for number, name in enumerate(names):
         if name.endswith(wanted):
             return number
-    raise TensorFlow().refusal(
+    raise TensorFlowArrays().refusal(
         f"it lies on cuda:{ordinal}, and TensorFlow may use {', '.join(names) or 'no GPU'}",
         "tf.config.set_visible_devices before TensorFlow's first operation, or copy=True with device=",
     )

@@ -13,7 +13,7 @@ from memguard.exchange.lifetimes import Lifetime, Offer
 from memguard.exchange.view import DTYPES, View
 
 
-class Torch(Arrays):
+class TorchArrays(Arrays):
     """Strided tensors, on a GPU or the host."""
 
     traits: ClassVar[Traits] = Traits("torch", frozenset(DTYPES), Layout.FORWARD, on_host=True)
