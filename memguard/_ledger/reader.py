@@ -183,7 +183,7 @@ class LedgerReader:
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
-        """What each framework lends to others. Lent memory counts with the lender's."""
+        """What each framework lends to others. Lent memory counts with the producer's."""
         loans = sys.modules.get(_LOANS)
         ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
         if loans is None or ordinal is None:
