@@ -18,7 +18,7 @@ from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._policy import modules
-from memguard._specs import SECOND_CONTEXT
+from memguard._specs import SECOND_CONTEXT, setting
 from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
@@ -216,7 +216,7 @@ class LedgerReader:
         fix = f"device: {{reserve: {-(-state.total // MIB)}MiB}}"
         communicators = sum(1 for name in state.appeared if name.startswith("nccl "))
         if part.reserve_source == "auto" and communicators:
-            fix = f"frameworks.torch.nccl: {communicators} in the budget"
+            fix = f"{setting('nccl')}: {communicators} in the budget"
         elif part.reserve_source == "auto" and state.second:
             fix = f"avoid the {SECOND_CONTEXT} (memguard.ledger() shows what made it); or {fix}"
         self._warn(

@@ -10,7 +10,7 @@ from math import ceil
 
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
-from memguard._specs import NEVER_GIVE_BACK, SPECS
+from memguard._specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._types import DevicePlan, Plan
 from memguard._units import GRANULE, MIB, format_size, round_up
 
@@ -200,7 +200,7 @@ def _outside(case: Case) -> Iterator[Remedy]:
     if size >= 2 * WORKSPACE and case.part.process is not None:
         yield Remedy(
             f"{format_size(size)} of this process belong to no framework: an extension's own cudaMalloc, or a second "
-            "CUDA context (pycuda.autoinit)",
+            f"CUDA context ({CONTEXT_MAKER.context_module})",
             size,
         )
 
