@@ -45,7 +45,7 @@ def prepare(kind: str) -> str:
     return name if variant in ("", "async") else kind
 
 
-def taker(kind: str, name: str) -> Callable[[int], Any]:
+def allocating_call(kind: str, name: str) -> Callable[[int], Any]:
     load(name)
     if kind == "cupy async":
         import cupy
@@ -61,7 +61,7 @@ def taker(kind: str, name: str) -> Callable[[int], Any]:
     return take
 
 
-def told(error: BaseException, asked: int, started: float) -> dict[str, Any]:
+def outcome_of(error: BaseException, asked: int, started: float) -> dict[str, Any]:
     """What memguard made of the error that a block let through."""
     import memguard
 
@@ -104,7 +104,7 @@ def beside_sibling(kind: str, limit: str, cap: str, siblings_cap: str, held: int
     frameworks = {name: {"limit": cap}, sibling: {"limit": siblings_cap}}
     guard = memguard.init({"version": 1, "device": {"limit": limit}, "frameworks": frameworks})
     beside = idle_sibling(sibling, held, idle)
-    outcome = drive(guard, kind, name, taker(kind, name))
+    outcome = drive(guard, kind, name, allocating_call(kind, name))
     return {**outcome, "sibling": sibling, "beside": len(beside)}
 
 
@@ -122,7 +122,7 @@ def drive(guard: Any, kind: str, name: str, take: Callable[[int], Any]) -> dict[
                 started = time.monotonic()
                 live.append(take(STEP))
     except Exception as error:
-        outcome.update(told(error, STEP, started))
+        outcome.update(outcome_of(error, STEP, started))
     ledger = memguard.ledger().devices[0]
     outcome["rows"] = {
         row.name: {"bytes": row.bytes, "in_use": row.in_use, "reclaimable": row.reclaimable}

@@ -118,6 +118,7 @@ class FrameworkSpec:
     rounds_up         the most by which its allocator rounds a request up, as a part of the request
     install           what `pip install` takes, if it is not `module`: the same as memguard's extra of that name
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
+    context_module    the module whose import makes a CUDA context beside the primary one
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
     """
 
@@ -140,6 +141,7 @@ class FrameworkSpec:
     rounds_up: Fraction = Fraction(0)
     install: str = ""
     own_trim: str | None = None
+    context_module: str = ""
     unfragment: str | None = None
 
     def __post_init__(self) -> None:
@@ -331,6 +333,7 @@ _ROWS = (
             ErrorPattern("gpu", True, "PyCUDA's own type", type=r"^pycuda\._driver\.MemoryError$"),
             ErrorPattern("gpu", False, "a context takes half a GiB", "wasn't able to create a context"),
         ),
+        context_module="pycuda.autoinit",
         rounds_up=Fraction(1, 16),  # its bins: 256 MiB asked, 272 MiB taken
     ),
     FrameworkSpec(
@@ -353,3 +356,12 @@ SPECS: Mapping[str, FrameworkSpec] = MappingProxyType({row.name: row for row in 
 
 NEVER_GIVE_BACK = frozenset(row.name for row in _ROWS if row.never_gives_back)
 """The frameworks whose pools return nothing to the driver while the process lives."""
+
+CONTEXT_MAKER = next(row for row in _ROWS if row.context_module)
+"""The framework that can make a CUDA context beside the primary one."""
+
+
+def setting(option: str) -> str:
+    """The place in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
+    owner = next(row.name for row in _ROWS if any(own.name == option for own in row.options))
+    return f"frameworks.{owner}.{option}"

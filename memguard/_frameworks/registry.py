@@ -8,8 +8,6 @@ from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._specs import SPECS
 
-NAMES = tuple(SPECS)
-
 
 def create(name: str, host: Host) -> Framework:
     """The named framework on this host; on simulated GPUs, its simulated stand-in. KeyError if it has no row."""

@@ -18,7 +18,7 @@ from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._policy import modules
-from memguard._specs import SECOND_CONTEXT
+from memguard._specs import SECOND_CONTEXT, setting
 from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
@@ -183,7 +183,7 @@ class LedgerReader:
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
-        """What each framework lends to others. Lent memory counts with the lender's."""
+        """What each framework lends to others. Lent memory counts with the producer's."""
         loans = sys.modules.get(_LOANS)
         ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
         if loans is None or ordinal is None:
@@ -216,7 +216,7 @@ class LedgerReader:
         fix = f"device: {{reserve: {-(-state.total // MIB)}MiB}}"
         communicators = sum(1 for name in state.appeared if name.startswith("nccl "))
         if part.reserve_source == "auto" and communicators:
-            fix = f"frameworks.torch.nccl: {communicators} in the budget"
+            fix = f"{setting('nccl')}: {communicators} in the budget"
         elif part.reserve_source == "auto" and state.second:
             fix = f"avoid the {SECOND_CONTEXT} (memguard.ledger() shows what made it); or {fix}"
         self._warn(

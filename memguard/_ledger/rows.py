@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
 from memguard._policy import modules
-from memguard._specs import SECOND_CONTEXT
+from memguard._specs import CONTEXT_MAKER, SECOND_CONTEXT
 from memguard._types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._units import format_size
 
@@ -104,6 +104,6 @@ def _of_contexts(owners: Sequence[str], charged: bool) -> str:
     where = "" if charged else "; its cost is in unaccounted"
     return (
         f"{many}made by {' and '.join(names)}, about {format_size(modules(SECOND_CONTEXT))} each (measured on an "
-        f"H200){where}; fix: import pycuda.autoinit after memguard.init, with `context: primary` for pycuda in the "
-        "budget, or use memguard.exchange.pycuda_context"
+        f"H200){where}; fix: import {CONTEXT_MAKER.context_module} after memguard.init, with `context: primary` for "
+        f"{CONTEXT_MAKER.name} in the budget, or use memguard.exchange.pycuda_context"
     )

@@ -10,7 +10,7 @@ from math import ceil
 
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
-from memguard._specs import NEVER_GIVE_BACK, SPECS
+from memguard._specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._types import DevicePlan, Plan
 from memguard._units import GRANULE, MIB, format_size, round_up
 
@@ -200,7 +200,7 @@ def _outside(case: Case) -> Iterator[Remedy]:
     if size >= 2 * WORKSPACE and case.part.process is not None:
         yield Remedy(
             f"{format_size(size)} of this process belong to no framework: an extension's own cudaMalloc, or a second "
-            "CUDA context (pycuda.autoinit)",
+            f"CUDA context ({CONTEXT_MAKER.context_module})",
             size,
         )
 
@@ -230,11 +230,11 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     idle = {
         r.name: (r.cap - (r.bytes or 0), r) for r in case.frameworks if r is not row and r.cap and r.at_least is None
     }
-    donor = max(idle, key=lambda other: idle[other][0], default=None)
+    other = max(idle, key=lambda key: idle[key][0], default=None)
     text = f"{name} would need a cap of {format_size(wanted)}, {format_size(missing)} more than the budget has left: "
-    if donor is not None and idle[donor][0] >= missing:
-        used, most = format_size(idle[donor][1].bytes), format_size(idle[donor][1].cap)
-        yield Remedy(f"{text}lower frameworks.{donor}, which holds {used} of its {most}", missing)
+    if other is not None and idle[other][0] >= missing:
+        used, most = format_size(idle[other][1].bytes), format_size(idle[other][1].cap)
+        yield Remedy(f"{text}lower frameworks.{other}, which holds {used} of its {most}", missing)
     elif part.device.usable - part.limit >= missing:
         limits = f"from {format_size(part.limit)} to {format_size(part.limit + missing)}"
         yield Remedy(f"{text}raise device.limit {limits}", missing)

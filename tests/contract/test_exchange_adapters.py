@@ -33,7 +33,7 @@ ORDERS_ITSELF = {"tensorflow", "jax"}
 ON_THE_HOST = {"tensorflow", "pycuda", "numba"}
 """As consumers: which of their streams comes next is not known."""
 TELLS = {"torch", "cupy"}
-"""Lenders whose memory is used next on a stream that is known."""
+"""Producers whose memory is used next on a stream that is known."""
 
 pairs = pytest.mark.parametrize(("producer", "consumer"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 

@@ -72,7 +72,7 @@ print("RESULT", json.dumps(result))
 
 
 def test_the_registry_knows_what_a_budget_may_name() -> None:
-    assert set(registry.NAMES) == set(_config.FRAMEWORKS)
+    assert set(SPECS) == set(_config.FRAMEWORKS)
     assert all(0 < row.modules <= row.workspace for row in SPECS.values()), "measured, and a reserve for it"
     assert all(row.allocator in adapter.MODELS for row in SPECS.values()), "a model of each allocator"
     with pytest.raises(KeyError):
@@ -87,7 +87,7 @@ def test_the_import_contract_lists_every_adapter() -> None:
         assert f'"{row.adapter.partition(":")[0].removesuffix(".adapter")}"' in listed
 
 
-@pytest.mark.parametrize("name", registry.NAMES)
+@pytest.mark.parametrize("name", SPECS)
 class TestEvery:
     """Without a GPU, and whether the framework is installed or not."""
 
@@ -126,8 +126,8 @@ result["grown"] = sorted(set(sys.modules) - before)
 
     def test_creating_it_imports_no_other_framework(self, name: str) -> None:
         modules = loaded_by(f"registry.create({name!r}, host)")["modules"]
-        others = {f"memguard._frameworks.{other}" for other in registry.NAMES if other != name}
-        assert not others & set(modules) and not set(registry.NAMES) & set(modules)
+        others = {f"memguard._frameworks.{other}" for other in SPECS if other != name}
+        assert not others & set(modules) and not set(SPECS) & set(modules)
 
     def test_not_installed_it_is_absent_and_says_so(self, name: str) -> None:
         found = loaded_by(
@@ -309,7 +309,7 @@ class JAXOnItsModel(Subject):
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
-    **{f"simulated {name}": lambda name=name: Simulated(name) for name in registry.NAMES},  # type: ignore[misc]
+    **{f"simulated {name}": lambda name=name: Simulated(name) for name in SPECS},  # type: ignore[misc]
     "pycuda on its model": PyCUDAOnItsModel,
     "numba on its model": NumbaOnItsModel,
     "cupy on its model": CuPyOnItsModel,

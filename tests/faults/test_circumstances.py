@@ -251,7 +251,7 @@ result["count"] = len(memguard.init(BUDGET).plan.devices)
 
 
 def test_cudas_order_comes_from_a_child_without_any_extra_package(run: Run, shown: Shown, tmp_path: Path) -> None:
-    """The child imports no framework and no cuda-bindings, and this process neither loads libcuda nor runs cuInit."""
+    """The child imports no framework and no `cuda` package, and this process neither loads libcuda nor runs cuInit."""
     extra = tmp_path / "extra"
     extra.mkdir()
     for name in ("cuda", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba"):

@@ -115,8 +115,8 @@ class Loans(ModuleType):
     def lent(self) -> dict[int, dict[str, dict[str, int]]]:
         return self.open
 
-    def lent_by(self, lender: str, device: int) -> int:
-        return self.once[lender] if lender in self.open.get(device, {}) else 0
+    def lent_by(self, producer: str, device: int) -> int:
+        return self.once[producer] if producer in self.open.get(device, {}) else 0
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 # lent
 
 
-def test_what_is_lent_is_in_the_lenders_row_and_charged_once(loans: Loans) -> None:
+def test_what_is_lent_is_in_the_producers_row_and_charged_once(loans: Loans) -> None:
     setting = Setting()
     setting.live()
     setting.allocate(2 * GIB)
@@ -174,7 +174,7 @@ def test_tables_and_json_say_what_is_lent(loans: Loans) -> None:
     assert rows["torch"]["lent"] == GIB and rows["pycuda"]["lent"] is None and rows["free"]["lent"] is None
 
 
-def test_a_lender_that_is_no_framework_of_the_ledger_is_not_shown(loans: Loans) -> None:
+def test_a_producer_that_is_no_framework_of_the_ledger_is_not_shown(loans: Loans) -> None:
     setting = Setting()
     setting.live()
     names = [row.name for row in setting.read().devices[0].rows]
