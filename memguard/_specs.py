@@ -116,7 +116,7 @@ class FrameworkSpec:
     size_attribute    the attribute of its errors that holds the bytes asked for
     never_gives_back  its pool returns nothing to the driver while the process lives (measured)
     rounds_up         the most by which its allocator rounds a request up, as a part of the request
-    install           what `pip install` takes, if it is not `module`: the same as memguard's extra of that name
+    install           the package that brings it, if it is not `module`: what the extra of that name has
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
     context_module    the module whose import makes a CUDA context beside the primary one
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
