@@ -100,10 +100,10 @@ def doctor(
     loaded = None if budget is None else _config.of(budget)
     silent = known(left_out)
     facts = gather.facts(loaded, frameworks=wanted or None, timeout=timeout, this_process=True)
-    return diagnose(facts, loaded, silent)
+    return report_on(facts, loaded, silent)
 
 
-def diagnose(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> DoctorReport:
+def report_on(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> DoctorReport:
     """The report on these facts, without the findings that `ignore` or the budget names."""
     from memguard._doctor.examine import examine
 

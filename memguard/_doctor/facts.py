@@ -65,7 +65,7 @@ class CudaDevice(_Fact):
     peers: tuple[int, ...] = ()
 
 
-class Nvml(_Fact):
+class NvmlFacts(_Fact):
     """NVML. `path` is the library's file, links resolved; `error` is the name of its error (NVMLError_NoPermission)."""
 
     path: str | None = None
@@ -105,7 +105,7 @@ class Driver(_Fact):
     pci: tuple[str, ...] = ()
     files: dict[str, str] = {}
     cuda: Cuda = Cuda()
-    nvml: Nvml = Nvml()
+    nvml: NvmlFacts = NvmlFacts()
 
 
 class Stage(_Fact):
@@ -146,7 +146,7 @@ class Probe(_Fact):
         return next((stage for stage in self.stages if stage.error is not None), None)
 
 
-class Framework(_Fact):
+class FrameworkFacts(_Fact):
     """One framework: what is installed, what it was built for, and how its probe went.
 
     `distributions`: versions by name of the distributions that install its module; `folder` is where they install it,
@@ -241,7 +241,7 @@ class Facts(_Fact):
     tools: dict[str, str | None] = {}
     packages: dict[Name, str] = {}
     driver: Driver = Driver()
-    frameworks: dict[Name, Framework] = {}
+    frameworks: dict[Name, FrameworkFacts] = {}
     together: tuple[Together, ...] = ()
     namesakes: Namesakes | None = None
     process: Process | None = None
@@ -289,4 +289,4 @@ class Facts(_Fact):
 
 
 Cuda.model_rebuild()
-Nvml.model_rebuild()
+NvmlFacts.model_rebuild()

@@ -13,7 +13,7 @@ from memguard._doctor.checks.failures import STEPS, step
 from memguard._doctor.checks.phrases import listing
 from memguard._doctor.checks.probe_outcomes import computes, did_not_finish, died
 from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts, Framework, Probe
+from memguard._doctor.facts import Facts, FrameworkFacts, Probe
 from memguard._doctor.finding import Finding, Severity
 from memguard._specs import SPECS
 from memguard._units import format_size
@@ -130,13 +130,13 @@ def _found(report: DoctorReport, bad: list[str]) -> str:
     return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
 
 
-def _off(framework: Framework, facts: Facts, name: str) -> bool:
+def _off(framework: FrameworkFacts, facts: Facts, name: str) -> bool:
     """Whether a variable keeps it off the GPU, and nothing else fails."""
     probe = framework.probe
     return probe is not None and not framework.gpus and not did_not_finish(probe) and kept_off(facts, name)
 
 
-def works(framework: Framework) -> bool | None:
+def works(framework: FrameworkFacts) -> bool | None:
     """Whether it computed on a GPU in its probe; None if it was not tried."""
     probe = framework.probe
     if probe is None:
@@ -144,7 +144,7 @@ def works(framework: Framework) -> bool | None:
     return computes(framework) and not did_not_finish(probe)
 
 
-def state(framework: Framework, facts: Facts | None = None, name: str = "") -> str:
+def state(framework: FrameworkFacts, facts: Facts | None = None, name: str = "") -> str:
     """How its probe went, in a few words. `facts` and `name` are needed to recognise one that is kept off the GPU."""
     probe = framework.probe
     if probe is None:

@@ -86,7 +86,7 @@ def doctor(
     written.
     """
     from memguard import _config, _findings
-    from memguard._doctor import diagnose, explain
+    from memguard._doctor import explain, report_on
     from memguard._doctor.facts import Facts
 
     if list_names or explained is not None:
@@ -112,11 +112,11 @@ def doctor(
     with _not_run(context):
         silent = _findings.known(ignore)
         if facts_file is not None:
-            report = diagnose(Facts.from_json(_read(facts_file), facts_file), None, silent)
+            report = report_on(Facts.from_json(_read(facts_file), facts_file), None, silent)
         else:
             path = budget if budget is not None else config_file
             loaded = None if path is None else _config.load(path)
-            report = diagnose(_gather(loaded, frameworks, timeout, script), loaded, silent)
+            report = report_on(_gather(loaded, frameworks, timeout, script), loaded, silent)
     unread(report.facts)
     with _printing(context):
         if dump_facts:

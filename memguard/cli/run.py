@@ -73,7 +73,7 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
     """Exit if the frameworks that the budget names do not work in the Python of the command."""
-    from memguard._doctor import diagnose
+    from memguard._doctor import report_on
     from memguard._doctor.collect import gather
     from memguard.cli import doctor
     from memguard.cli.support import program, signals
@@ -95,7 +95,7 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
             say=doctor.progress(),
         )
     doctor.unread(facts)
-    report = diagnose(facts, budget)
+    report = report_on(facts, budget)
     if not report.healthy:
         doctor.show(report, brief=True, err=True)
     if report.errors:

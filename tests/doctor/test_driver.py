@@ -6,7 +6,7 @@ import pytest
 from doctor_facts import FILES, edited, findings, load, plain
 
 from memguard._doctor.checks import driver, explanations, probe_outcomes, versions
-from memguard._doctor.facts import Cuda, Driver, Facts, Framework, Nvml, Probe, Stage, System
+from memguard._doctor.facts import Cuda, Driver, Facts, FrameworkFacts, NvmlFacts, Probe, Stage, System
 from memguard._doctor.finding import Finding, Severity
 from memguard._findings import Name
 
@@ -36,7 +36,7 @@ def test_where_no_framework_can_have_a_gpu_one_error_says_why(name: str) -> None
 
 
 def test_what_was_not_read_is_no_finding() -> None:
-    facts = Facts(frameworks={"torch": Framework(gpu=True, cuda="13.0")})
+    facts = Facts(frameworks={"torch": FrameworkFacts(gpu=True, cuda="13.0")})
     assert explanations.blocked_by(facts) is None
     assert [finding for check in driver.CHECKS for finding in check(facts)] == []
 
@@ -128,16 +128,16 @@ def test_too_old_names_driver_cuda_frameworks_and_the_oldest_that_will_do() -> N
 )
 def test_a_major_decides(built: str | None, driver_has: int, old: bool) -> None:
     facts = Facts(driver=Driver(cuda=Cuda(version=driver_has)))
-    assert probe_outcomes.too_old(facts, Framework(gpu=True, cuda=built)) is old
-    assert not probe_outcomes.too_old(facts, Framework(gpu=False, cuda=built))
+    assert probe_outcomes.too_old(facts, FrameworkFacts(gpu=True, cuda=built)) is old
+    assert not probe_outcomes.too_old(facts, FrameworkFacts(gpu=False, cuda=built))
 
 
 def test_what_computes_is_not_too_old() -> None:
     """As with cuda-compat, whatever the numbers say."""
     works = Probe(stages=(Stage(name="compute", seconds=1.0),))
     facts = Facts(driver=Driver(cuda=Cuda(version=12020)))
-    assert not probe_outcomes.too_old(facts, Framework(gpu=True, cuda="13.0", gpus=1, probe=works))
-    assert probe_outcomes.too_old(facts, Framework(gpu=True, cuda="13.0", gpus=0, probe=works))
+    assert not probe_outcomes.too_old(facts, FrameworkFacts(gpu=True, cuda="13.0", gpus=1, probe=works))
+    assert probe_outcomes.too_old(facts, FrameworkFacts(gpu=True, cuda="13.0", gpus=0, probe=works))
 
 
 def test_the_minima_are_those_of_the_release_notes() -> None:
@@ -232,5 +232,5 @@ def test_device_files_say_what_is_wrong_with_which() -> None:
 
 
 def test_nvml_is_no_finding_where_nothing_works() -> None:
-    facts = Facts(driver=Driver(cuda=Cuda(error=NOTHING), nvml=Nvml(error="NVMLError_LibraryNotFound")))
+    facts = Facts(driver=Driver(cuda=Cuda(error=NOTHING), nvml=NvmlFacts(error="NVMLError_LibraryNotFound")))
     assert list(driver.nvml(facts)) == []

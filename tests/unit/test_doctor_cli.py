@@ -21,7 +21,18 @@ import memguard
 from memguard import _config, _findings
 from memguard._doctor import explain
 from memguard._doctor.collect import gather
-from memguard._doctor.facts import Cuda, CudaDevice, Driver, Facts, Framework, Nvml, Probe, Script, Stage, System
+from memguard._doctor.facts import (
+    Cuda,
+    CudaDevice,
+    Driver,
+    Facts,
+    FrameworkFacts,
+    NvmlFacts,
+    Probe,
+    Script,
+    Stage,
+    System,
+)
 from memguard.cli import main
 from memguard.cli.support import program, signals
 from memguard.errors import FactsError
@@ -41,8 +52,8 @@ HEALTHY = Facts(
         ),
     ),
     frameworks={
-        "jax": Framework(version="0.11.2", gpu=True, gpus=1, probe=Probe(stages=STAGES, seconds=3.0, exit=0)),
-        "torch": Framework(version="2.11.0", gpu=True, gpus=1, probe=Probe(stages=STAGES, seconds=3.0, exit=0)),
+        "jax": FrameworkFacts(version="0.11.2", gpu=True, gpus=1, probe=Probe(stages=STAGES, seconds=3.0, exit=0)),
+        "torch": FrameworkFacts(version="2.11.0", gpu=True, gpus=1, probe=Probe(stages=STAGES, seconds=3.0, exit=0)),
     },
     seconds={"jax": 3.0, "torch": 3.0},
 )
@@ -50,7 +61,7 @@ FRACTIONS = {"XLA_CLIENT_MEM_FRACTION": ".3", "XLA_PYTHON_CLIENT_MEM_FRACTION": 
 NO_JAX = {"jax": HEALTHY.frameworks["jax"].model_copy(update={"gpus": 0}), "torch": HEALTHY.frameworks["torch"]}
 NO_DRIVER = Driver(
     cuda=Cuda(error="libcuda.so.1: cannot open shared object file: No such file or directory"),
-    nvml=Nvml(error="NVMLError_LibraryNotFound"),
+    nvml=NvmlFacts(error="NVMLError_LibraryNotFound"),
 )
 SICK = HEALTHY.model_copy(update={"environment": FRACTIONS, "frameworks": NO_JAX})
 """An error: xla-fractions."""
@@ -161,7 +172,7 @@ def test_no_framework_at_all_is_2_and_one_that_was_asked_for_1(gathered: Gathere
         "memguard doctor: None of PyTorch, TensorFlow, CuPy, JAX, PyCUDA and Numba is\n"
         "  installed for ~/other/bin/python: is it the right environment?\n"
     )
-    gathered.facts = HEALTHY.model_copy(update={"frameworks": {**HEALTHY.frameworks, "cupy": Framework()}})
+    gathered.facts = HEALTHY.model_copy(update={"frameworks": {**HEALTHY.frameworks, "cupy": FrameworkFacts()}})
     done = doctor("--framework", "cupy", "--framework", "jax", "--framework", "torch")
     assert done.exit_code == 1 and "; cupy is not installed for\n  this Python: is it the right" in done.stdout
     data = json.loads(doctor("budget.yaml", "--json").stdout)
@@ -460,7 +471,7 @@ def test_what_no_program_survives_is_not_offered_to_be_left_out(gathered: Gather
 def test_a_framework_that_is_not_installed_is_said_and_the_program_starts(
     gathered: Gathered, started: list[Any]
 ) -> None:
-    gathered.facts = HEALTHY.model_copy(update={"frameworks": {"jax": Framework()}})
+    gathered.facts = HEALTHY.model_copy(update={"frameworks": {"jax": FrameworkFacts()}})
     done = run("--doctor", "--", sys.executable, "train.py")
     assert done.exit_code == 0 and started
     assert done.stderr == ("memguard doctor: jax is not installed for this Python: is it the right\n  environment?\n")

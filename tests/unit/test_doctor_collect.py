@@ -20,7 +20,7 @@ from memguard import _config
 from memguard._doctor.collect import answers, gather, machine, missing_libraries, script, this_process
 from memguard._doctor.collect.processes import Ended
 from memguard._doctor.examine import examine
-from memguard._doctor.facts import Cuda, CudaDevice, Driver, Facts, Nvml, NvmlDevice
+from memguard._doctor.facts import Cuda, CudaDevice, Driver, Facts, NvmlDevice, NvmlFacts
 from memguard._doctor.finding import Severity
 from memguard.errors import FactsError
 
@@ -34,7 +34,9 @@ SIX = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
 def h200(**changes: Any) -> Driver:
     gpu = CudaDevice(ordinal=0, uuid=UUID, capability=(9, 0), multiprocessors=132)
     seen = {"uuid": UUID, "capability": (9, 0), "total": 140 * GIB, "used": GIB, "free": 138 * GIB, **changes}
-    return Driver(cuda=Cuda(init="CUDA_SUCCESS", devices=(gpu,)), nvml=Nvml(devices=(NvmlDevice(index=0, **seen),)))
+    return Driver(
+        cuda=Cuda(init="CUDA_SUCCESS", devices=(gpu,)), nvml=NvmlFacts(devices=(NvmlDevice(index=0, **seen),))
+    )
 
 
 @pytest.fixture
@@ -237,7 +239,7 @@ def test_a_budget_that_does_not_fit_its_gpu() -> None:
 
 def test_a_budget_is_of_the_gpus_that_cuda_shows() -> None:
     shown = h200().nvml.devices[0]
-    driver = h200().model_copy(update={"nvml": Nvml(devices=(shown.model_copy(update={"uuid": OTHER}), shown))})
+    driver = h200().model_copy(update={"nvml": NvmlFacts(devices=(shown.model_copy(update={"uuid": OTHER}), shown))})
     assert [
         (device.uuid, device.ordinal, device.architecture, device.reserved) for device in answers.devices(driver)
     ] == [(UUID, 0, "hopper", GIB)]

@@ -20,14 +20,14 @@ import memguard
 from memguard._doctor.collect import answers, processes
 from memguard._doctor.collect.processes import descendants, lines, watch
 from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.facts import Facts, FrameworkFacts
 from memguard._doctor.finding import Severity
 from memguard._doctor.probes import main
 
 IMPORTED, USED = 0, 1
 
 
-def torch(tmp_path: Path, bad: str = "", when: int = USED, timeout: float = 30) -> Framework:
+def torch(tmp_path: Path, bad: str = "", when: int = USED, timeout: float = 30) -> FrameworkFacts:
     """What is told of a PyTorch that runs `bad` when it is imported, or when a tensor is made."""
     body = "import os, signal, sys, time\n" + "".join(f"    {line}\n" for line in bad.splitlines())
     hook = f"def _bad():\n    {body}\n"
@@ -389,8 +389,8 @@ def test_which_mapped_files_are_told(path: str, counts: bool) -> None:
 
 
 def test_versions_as_they_are_written() -> None:
-    assert [main.Report.cudnn_version(number) for number in (91900, 90100, 8902)] == ["9.19.0", "9.1.0", "8.9.2"]
-    assert [main.Report.cuda_version(number) for number in (13020, 12040, 11080)] == ["13.2", "12.4", "11.8"]
+    assert [main.ProbeReport.cudnn_version(number) for number in (91900, 90100, 8902)] == ["9.19.0", "9.1.0", "8.9.2"]
+    assert [main.ProbeReport.cuda_version(number) for number in (13020, 12040, 11080)] == ["13.2", "12.4", "11.8"]
 
 
 def test_probes_need_nothing_of_memguards() -> None:

@@ -15,9 +15,9 @@ from memguard._doctor.facts import (
     CudaDevice,
     Driver,
     Facts,
-    Framework,
-    Nvml,
+    FrameworkFacts,
     NvmlDevice,
+    NvmlFacts,
     Probe,
     Stage,
     System,
@@ -38,7 +38,7 @@ def step(name: str, error: str | None = None) -> Stage:
 
 
 THROUGH = probed(step("import"), step("devices"), step("compute"))
-TORCH = Framework(version="2.11.0+cu130", gpu=True, cuda="13.0", gpus=1, probe=THROUGH)
+TORCH = FrameworkFacts(version="2.11.0+cu130", gpu=True, cuda="13.0", gpus=1, probe=THROUGH)
 DRIVER = Driver(
     module="580.159.04",
     cuda=Cuda(
@@ -46,11 +46,11 @@ DRIVER = Driver(
         init="CUDA_SUCCESS",
         devices=(CudaDevice(ordinal=0, uuid=UUID, name="NVIDIA H200", capability=(9, 0), multiprocessors=132),),
     ),
-    nvml=Nvml(driver="580.159.04", devices=(NvmlDevice(index=0, uuid=UUID, free=100 * GIB),)),
+    nvml=NvmlFacts(driver="580.159.04", devices=(NvmlDevice(index=0, uuid=UUID, free=100 * GIB),)),
 )
 NO_DRIVER = Driver(
     cuda=Cuda(error="libcuda.so.1: cannot open shared object file: No such file or directory"),
-    nvml=Nvml(error="NVMLError_LibraryNotFound"),
+    nvml=NvmlFacts(error="NVMLError_LibraryNotFound"),
 )
 MISSING = Finding(
     "library-missing",
@@ -64,7 +64,7 @@ CONTEXT = Finding("second-context", Severity.WARNING, "PyCUDA makes a second con
 MINOR = Finding("driver-minor-version", Severity.INFO, "cupy was built for a newer CUDA", ("evidence",), "nothing", "")
 
 
-def report(*findings: Finding, ignored: tuple[str, ...] = (), **frameworks: Framework) -> DoctorReport:
+def report(*findings: Finding, ignored: tuple[str, ...] = (), **frameworks: FrameworkFacts) -> DoctorReport:
     facts = Facts(driver=DRIVER, frameworks=frameworks or {"torch": TORCH}, seconds={"torch": 4.2, "driver": 0.3})
     return DoctorReport(facts, findings, ignored)
 
@@ -126,40 +126,43 @@ def test_before_a_run_only_what_is_wrong_is_shown() -> None:
     ("framework", "works", "state"),
     [
         (TORCH, True, "works"),
-        (Framework(), None, "is not installed"),
-        (Framework(path="/venv/torch/__init__.py"), None, "not tried"),
+        (FrameworkFacts(), None, "is not installed"),
+        (FrameworkFacts(path="/venv/torch/__init__.py"), None, "not tried"),
         (TORCH.model_copy(update={"gpus": 0}), False, "sees no GPU"),
-        (Framework(gpu=False, probe=THROUGH), False, "is a build without CUDA"),
-        (Framework(gpus=1, probe=probed(step("import"), step("devices", "no"))), False, "fails in devices"),
+        (FrameworkFacts(gpu=False, probe=THROUGH), False, "is a build without CUDA"),
+        (FrameworkFacts(gpus=1, probe=probed(step("import"), step("devices", "no"))), False, "fails in devices"),
         (
-            Framework(gpus=1, probe=probed(step("import"), exit=None, signal="SIGFPE")),
+            FrameworkFacts(gpus=1, probe=probed(step("import"), exit=None, signal="SIGFPE")),
             False,
             "dies of SIGFPE in devices",
         ),
         (
-            Framework(gpus=1, probe=probed(step("import"), step("devices"), exit=None, hung=True)),
+            FrameworkFacts(gpus=1, probe=probed(step("import"), step("devices"), exit=None, hung=True)),
             False,
             "hangs in compute",
         ),
         (
-            Framework(gpus=1, probe=probed(step("import"), step("devices"), step("compute"), exit=134)),
+            FrameworkFacts(gpus=1, probe=probed(step("import"), step("devices"), step("compute"), exit=134)),
             False,
             "exits with 134 at its end",
         ),
-        (Framework(gpus=1, probe=probed(step("import"))), False, "sees no GPU"),
-        (Framework(probe=probed(exit=1)), False, "exits with 1 in import"),
-        (Framework(distributions={"torch": "2.11.0"}), None, "is not installed"),
+        (FrameworkFacts(gpus=1, probe=probed(step("import"))), False, "sees no GPU"),
+        (FrameworkFacts(probe=probed(exit=1)), False, "exits with 1 in import"),
+        (FrameworkFacts(distributions={"torch": "2.11.0"}), None, "is not installed"),
     ],
 )
-def test_the_state_of_a_framework(framework: Framework, works: bool | None, state: str) -> None:
+def test_the_state_of_a_framework(framework: FrameworkFacts, works: bool | None, state: str) -> None:
     assert render.works(framework) is works
     assert render.state(framework) == state
 
 
 def test_verdicts() -> None:
-    errors = render.verdict(report(MISSING, MISSING, torch=Framework(probe=probed(exit=1))))
+    errors = render.verdict(report(MISSING, MISSING, torch=FrameworkFacts(probe=probed(exit=1))))
     assert errors == "2 errors: torch does not work on the GPU"
-    assert render.verdict(report(torch=Framework(path="/venv/torch/__init__.py"))) == "healthy: no framework was tried"
+    assert (
+        render.verdict(report(torch=FrameworkFacts(path="/venv/torch/__init__.py")))
+        == "healthy: no framework was tried"
+    )
 
 
 def test_the_wrong_environment_is_not_healthy() -> None:
@@ -171,9 +174,9 @@ def test_the_wrong_environment_is_not_healthy() -> None:
     assert "healthy" not in str(seen)
     ill = DoctorReport(Facts(), (MISSING,))
     assert render.verdict(ill) == f"1 error. {none} this Python: is it the right environment?"
-    asked = report(torch=Framework())
+    asked = report(torch=FrameworkFacts())
     assert render.verdict(asked) == "torch is not installed for this Python: is it the right environment?"
-    asked = report(torch=TORCH, jax=Framework(), cupy=Framework())
+    asked = report(torch=TORCH, jax=FrameworkFacts(), cupy=FrameworkFacts())
     assert render.verdict(asked) == (
         "torch works on NVIDIA H200; jax and cupy are not installed for this Python: is it the right environment?"
     )
@@ -233,7 +236,7 @@ def test_the_table_and_the_finding_name_the_same_step(probe: Probe) -> None:
 
 def test_the_table_keeps_to_the_screen() -> None:
     long = TORCH.model_copy(update={"version": "2.11.0a0+gitdeadbeef" * 5, "cuda": "13.0." * 20})
-    absent = Framework()
+    absent = FrameworkFacts()
     rows = str(report(torch=long, jax=TORCH, cupy=absent)).splitlines()
     (row,) = [row for row in rows if row.startswith("torch  works")]
     assert len(row) <= render.WIDTH + 10 and "2.11.0a0+gitdeadbeef2.1…  CUDA 13.0.13.0.13.0.13.…  " in row
@@ -282,7 +285,7 @@ def test_in_a_terminal_it_is_the_same_text_with_colours() -> None:
 
 
 def test_plain_data() -> None:
-    seen = report(MISSING, MINOR, ignored=("mig",), torch=TORCH, jax=Framework())
+    seen = report(MISSING, MINOR, ignored=("mig",), torch=TORCH, jax=FrameworkFacts())
     data = seen.as_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["memguard_doctor"] == 1 and data["healthy"] is False and data["ignored"] == ["mig"]

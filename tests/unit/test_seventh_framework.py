@@ -221,6 +221,14 @@ def test_it_is_in_the_schema_and_in_the_errors_that_name_the_frameworks(seventh:
     refused(seventh, "cupy: {share: 50%, tidy: true}", "tidy is a setting of toy", "cupy frees its cache by itself")
 
 
+def test_the_doctor_examines_it(seventh: Path) -> None:
+    """It has no probe of its own: the doctor tries the import."""
+    for chosen in (["--framework", "toy"], ["budget.yaml"]):
+        done = run(seventh, "-m", "memguard", "doctor", "--json", *chosen)
+        found = json.loads(done.stdout)["frameworks"]["toy"]
+        assert found["seconds"] is not None and "not installed" not in found["state"], "its import was tried"
+
+
 def refused(folder: Path, line: str, *words: str) -> str:
     """The message about a budget with this line."""
     (folder / "wrong.yaml").write_text(f"version: 1\nframeworks:\n  {line}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from memguard._doctor.checks.probe_outcomes import computes, failed_stage
-from memguard._doctor.facts import CudaDevice, Facts, Framework
+from memguard._doctor.facts import CudaDevice, Facts, FrameworkFacts
 
 _NO_KERNEL = re.compile(r"no kernel image is available|NO_BINARY_FOR_GPU|NO_KERNEL_IMAGE|NoKernelImage", re.IGNORECASE)
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
@@ -36,7 +36,7 @@ def oldest(architectures: tuple[str, ...]) -> tuple[int, int]:
     return min(((int(found[2]), int(found[3])) for found in parsed), default=(0, 0))
 
 
-def without_code(facts: Facts, framework: Framework) -> tuple[CudaDevice, ...]:
+def without_code(facts: Facts, framework: FrameworkFacts) -> tuple[CudaDevice, ...]:
     """The visible GPUs that it has no code for, by its list of architectures, or by its probe's error."""
     stage = failed_stage(framework)
     if not framework.architectures:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from memguard._doctor.checks.cuda_libraries import major, mapped
 from memguard._doctor.checks.phrases import full_name
 from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
-from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.facts import Facts, FrameworkFacts
 from memguard._doctor.finding import Finding, Severity
 
 Version = tuple[int, ...]
@@ -38,7 +38,7 @@ def version(text: str | None) -> Version:
     return tuple(numbers)
 
 
-def _pair(found: Framework) -> tuple[Version, Version, str] | None:
+def _pair(found: FrameworkFacts) -> tuple[Version, Version, str] | None:
     """The version found, the version compiled with, and the message that says so, if any."""
     stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
     for text in (*messages(found.probe), stderr):
@@ -50,7 +50,7 @@ def _pair(found: Framework) -> tuple[Version, Version, str] | None:
     return (loaded, built, "") if loaded and built else None
 
 
-def too_old(found: Framework) -> bool:
+def too_old(found: FrameworkFacts) -> bool:
     """Whether the loaded cuDNN does not fit the one that it was compiled with."""
     pair = _pair(found)
     if pair is None:

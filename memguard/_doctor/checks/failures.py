@@ -15,7 +15,7 @@ from memguard._doctor.checks.numpy import fails_of_numpy
 from memguard._doctor.checks.phrases import full_name, how_it_ended, last_line, listing
 from memguard._doctor.checks.probe_outcomes import died, killed, out_of_memory
 from memguard._doctor.collect.missing_libraries import libraries_not_opened
-from memguard._doctor.facts import Facts, Framework, Probe, Stage
+from memguard._doctor.facts import Facts, FrameworkFacts, Probe, Stage
 from memguard._doctor.finding import Finding, Severity
 
 NO_NVCC = re.compile(r"nvcc was not found|No such file or directory: '[^']*nvcc'|error invoking '[^']*nvcc")
@@ -28,7 +28,7 @@ _APART = "run them in separate processes, or try another order of their imports"
 _OUTSIDE = "usually for lack of host memory: check `dmesg | grep -i oom` and the container's memory limit"
 
 
-def elsewhere(found: Framework) -> bool:
+def elsewhere(found: FrameworkFacts) -> bool:
     """Whether it was imported from outside the folder that its package is installed in."""
     if found.path is None or not found.folder:
         return False
@@ -49,7 +49,7 @@ def _known(facts: Facts, name: str) -> bool:
     )
 
 
-def _lacks_a_tool(found: Framework) -> bool:
+def _lacks_a_tool(found: FrameworkFacts) -> bool:
     failed = found.probe.failed if found.probe is not None else None
     error = failed.error or "" if failed is not None else ""
     return NO_NVCC.search(error) is not None or NO_COMPILER.search(error) is not None

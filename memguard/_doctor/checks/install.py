@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from memguard._doctor.checks import shell
 from memguard._doctor.checks.cuda_libraries import parse
 from memguard._doctor.checks.version_numbers import cuda_of_driver, numbers
-from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.facts import Facts, FrameworkFacts
 
 _PYTORCH = ((13, 0), (12, 8), (12, 6), (11, 8))
 """CUDA versions that download.pytorch.org has builds for, one for each minimum driver."""
@@ -52,13 +52,13 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
     return pytorch(numbers(found.cuda)) if framework == "torch" else f"pip install --force-reinstall {framework}"
 
 
-def finds_packages(cupy: Framework) -> bool:
+def finds_packages(cupy: FrameworkFacts) -> bool:
     """Whether this CuPy opens CUDA's libraries in pip's packages, as 14 and newer do; older ones need the toolkit."""
     release = numbers(cupy.version)
     return not release or release >= (14,)
 
 
-def cupy_wheel(found: Framework, cuda: int, release: str = "") -> str:
+def cupy_wheel(found: FrameworkFacts, cuda: int, release: str = "") -> str:
     """CuPy with CUDA's libraries. A wheel for another CUDA is uninstalled first, as it uses the same folder."""
     wheel = f"cupy-cuda{cuda}x"
     others = [name for name in found.distributions if re.match(r"cupy(-|$)", name) and name != wheel]
@@ -121,7 +121,7 @@ def _by_conda(framework: str, cuda: int | None) -> str:
     return f"conda install -c conda-forge {_CONDA.get(framework, framework)}{version}"
 
 
-def maybe_conda(facts: Facts, found: Framework) -> bool:
+def maybe_conda(facts: Facts, found: FrameworkFacts) -> bool:
     """Whether it is in the active conda environment, with no sign that pip installed it."""
     prefix = facts.environment.get("CONDA_PREFIX", "").rstrip("/")
     if not prefix or not (found.folder or "").startswith(prefix + "/"):

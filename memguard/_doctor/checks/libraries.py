@@ -13,7 +13,7 @@ from memguard._doctor.checks.explanations import no_gpu
 from memguard._doctor.checks.install import libraries_for, pip_packages
 from memguard._doctor.checks.phrases import built_for, few, full_name, listing
 from memguard._doctor.checks.probe_outcomes import did_not_finish, messages
-from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.facts import Facts, FrameworkFacts
 from memguard._doctor.finding import Finding, Severity
 
 # NVRTC opens the builtins of its own version, so a second copy is never called.
@@ -74,7 +74,7 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _wrong(found: Framework) -> tuple[Mapped, ...]:
+def _wrong(found: FrameworkFacts) -> tuple[Mapped, ...]:
     """Mapped files for another CUDA than it was built for, if no other file of that library fits."""
     built = major(found.cuda)
     if built is None or found.probe is None:

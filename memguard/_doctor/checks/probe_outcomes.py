@@ -5,37 +5,37 @@ from __future__ import annotations
 import re
 
 from memguard._doctor.checks.version_numbers import cuda_of, cuda_of_driver
-from memguard._doctor.facts import Facts, Framework, Probe, Stage
+from memguard._doctor.facts import Facts, FrameworkFacts, Probe, Stage
 from memguard._oom import classify
 
 _UNSUPPORTED_PTX = re.compile(r"UNSUPPORTED_PTX_VERSION|unsupported toolchain|Unsupported \.version", re.IGNORECASE)
 _BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable", re.IGNORECASE)
 
 
-def failed_stage(framework: Framework) -> Stage | None:
+def failed_stage(framework: FrameworkFacts) -> Stage | None:
     """The first step of its probe that raised."""
     return framework.probe.failed if framework.probe is not None else None
 
 
-def fails_at(framework: Framework, stage: str) -> bool:
+def fails_at(framework: FrameworkFacts, stage: str) -> bool:
     """Whether that step of its probe is the one that raised."""
     failed = failed_stage(framework)
     return failed is not None and failed.name == stage
 
 
-def computes(framework: Framework) -> bool:
+def computes(framework: FrameworkFacts) -> bool:
     """Whether its probe computed on a GPU."""
     stages = framework.probe.stages if framework.probe is not None else ()
     return bool(framework.gpus) and any(stage.name == "compute" and stage.error is None for stage in stages)
 
 
-def too_old(facts: Facts, framework: Framework) -> bool:
+def too_old(facts: Facts, framework: FrameworkFacts) -> bool:
     """Whether the driver's CUDA major is lower than the framework's and it did not compute."""
     built, driver = cuda_of(framework), cuda_of_driver(facts)
     return bool(built and driver) and built[0] > driver[0] and not computes(framework)
 
 
-def unsupported_ptx(framework: Framework) -> bool:
+def unsupported_ptx(framework: FrameworkFacts) -> bool:
     """Whether the driver refused code of a newer compiler."""
     stage = failed_stage(framework)
     return stage is not None and _UNSUPPORTED_PTX.search(stage.error or "") is not None
@@ -50,7 +50,7 @@ def out_of_memory(stage: Stage | None) -> bool:
     return classify.classify(classify.ErrorFacts(kind, mro, stage.error, {})).memory == "gpu"
 
 
-def busy(framework: Framework) -> bool:
+def busy(framework: FrameworkFacts) -> bool:
     """Whether its probe got the error that the GPU is busy, as under compute mode Exclusive_Process."""
     stage = failed_stage(framework)
     return stage is not None and _BUSY.search(stage.error or "") is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memguard._doctor.facts import Facts, Framework
+from memguard._doctor.facts import Facts, FrameworkFacts
 
 Version = tuple[int, ...]
 
@@ -21,7 +21,7 @@ def cuda_of_driver(facts: Facts) -> Version:
     return (number // 1000, number % 1000 // 10) if number else ()
 
 
-def cuda_of(framework: Framework) -> Version:
+def cuda_of(framework: FrameworkFacts) -> Version:
     """The CUDA that it was built for, as two numbers; empty if unknown or not built for CUDA."""
     return numbers(framework.cuda)[:2] if framework.gpu is not False else ()
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from memguard._doctor.collect import broken_python
 from memguard._doctor.collect.missing_libraries import libraries_not_opened, shown
-from memguard._doctor.facts import NAME, Driver, Framework, Namesakes, Probe, Stage, Together
+from memguard._doctor.facts import NAME, Driver, FrameworkFacts, Namesakes, Probe, Stage, Together
 from memguard._types import Device
 from memguard.errors import FactsError
 
@@ -60,13 +60,13 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
     )
 
 
-def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> Framework:
+def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> FrameworkFacts:
     """A framework from the inventory's facts and its probe. `level`: the user's own TF_CPP_MIN_LOG_LEVEL."""
     if ended is None:
-        return _checked(Framework, found)
+        return _checked(FrameworkFacts, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
-    return _checked(Framework, {**facts, "missing": libraries_not_opened(texts), "probe": probe(ended, level)})
+    return _checked(FrameworkFacts, {**facts, "missing": libraries_not_opened(texts), "probe": probe(ended, level)})
 
 
 def together(order: tuple[str, ...], ended: Ended, level: int = 0) -> Together:

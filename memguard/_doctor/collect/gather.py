@@ -17,15 +17,17 @@ from memguard._doctor.bounds import clip, printable
 from memguard._doctor.collect import answers, machine
 from memguard._doctor.facts import BudgetFacts, Driver, Facts
 from memguard._doctor.probes import main
+from memguard._specs import SPECS
 from memguard.errors import FactsError, PlanError
 
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._doctor.collect.processes import Ended
 
-ORDER = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")
+_FIRST = ("torch", "tensorflow", "jax")
+ORDER = (*_FIRST, *(name for name in SPECS if name not in _FIRST))
 """The order in which they work in one process: PyTorch before TensorFlow."""
-_LONGEST = ("tensorflow", "jax", "torch", "numba", "cupy", "pycuda")
+_LONGEST = ("tensorflow", "jax", "torch", "numba")
 _TENSORFLOW_FIRST = ("tensorflow", "torch")
 _EACH = 1536 << 20
 """Bytes of a GPU that a probe may take: context, modules and libraries of all frameworks at once."""
@@ -120,7 +122,14 @@ class _Runner:
         """Run probes in one process of the interpreter to examine."""
         # As in many programs: importing TensorFlow is enough to load its CUDA runtime.
         until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
-        spec = {"probes": list(probes), "until": until, "path": list(self.path), "first": self.first}
+        modules = {name: SPECS[name].module for name in ORDER}
+        spec = {
+            "probes": list(probes),
+            "modules": modules,
+            "until": until,
+            "path": list(self.path),
+            "first": self.first,
+        }
         command = (*self.python, "-c", main.BOOT, main.__file__)
         return self._watched(name, command, spec, timeout or self.timeout)
 
@@ -184,7 +193,7 @@ def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[
         several.append(tuple(names))
         if "torch" in names and "tensorflow" in names:
             several.append(_TENSORFLOW_FIRST)
-    orders = [*several, *((name,) for name in sorted(names, key=_LONGEST.index))]
+    orders = [*several, *((name,) for name in sorted(names, key=_by_length))]
     with ThreadPoolExecutor(at_once(driver, len(orders), _cpus())) as pool:
         try:
             waiting: dict[tuple[str, ...], Future[Ended]] = {
@@ -201,6 +210,11 @@ def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[
             runner.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _by_length(name: str) -> int:
+    """The longest probes first: they decide when all are done."""
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
 
 
 def at_once(driver: Driver, probes: int, cpus: int) -> int:

@@ -6,10 +6,10 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._doctor.probes.main import Report
+    from memguard._doctor.probes.main import ProbeReport
 
 
-def probe(report: Report) -> None:
+def probe(report: ProbeReport) -> None:
     """Also compiles a small kernel (NVRTC), without writing to the user's cache."""
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     with report.stage("import"):

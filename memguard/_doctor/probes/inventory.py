@@ -16,13 +16,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from memguard._doctor.probes.main import Report
+    from memguard._doctor.probes.main import ProbeReport
 
 _PACKAGES = re.compile(
     r"^(torch|pytorch|tensorflow|tf-nightly|tf-keras|keras|jax|cupy|pycuda|numba|numpy|triton|nvidia-|cuda-|rmm|librmm"
     r"|cudnn|cupti|onnxruntime|memguard)"
 )
-_MODULES = {
+_DISTRIBUTIONS = {
     "torch": r"torch",
     "tensorflow": r"tensorflow|tf-nightly",
     "jax": r"jax",
@@ -32,22 +32,23 @@ _MODULES = {
 }
 
 
-def probe(report: Report) -> None:
+def probe(report: ProbeReport) -> None:
     with report.stage("inventory"):
         report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
         distributions = list(_distributions())  # in the order of sys.path: of one name the first is imported
         report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
-        for module, pattern in _MODULES.items():
+        for framework, module in (report.modules or {name: name for name in _DISTRIBUTIONS}).items():
+            pattern = _DISTRIBUTIONS.get(framework, re.escape(framework))
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
             # `import` does not find those further down the path.
             ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
-            report.framework(module, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
+            report.framework(framework, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
         _namesakes(report, distributions)
 
 
-def _namesakes(report: Report, distributions: Any) -> None:
+def _namesakes(report: ProbeReport, distributions: Any) -> None:
     """Other distributions that install a package memguard, as PyPI's `memguard` does, which is another project."""
     ours = "memguard-gpu"
     found = {n: d for n, d in reversed(distributions) if n == ours or ("memguard" in n and _installs(d, "memguard", n))}

@@ -6,10 +6,10 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._doctor.probes.main import Report
+    from memguard._doctor.probes.main import ProbeReport
 
 
-def probe(report: Report) -> None:
+def probe(report: ProbeReport) -> None:
     """An error about the environment's settings, for example both memory fractions, is one of the step `devices`."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with report.stage("import"):
@@ -49,7 +49,7 @@ def _plugin() -> bool:
     )
 
 
-def _versions(report: Report) -> dict[str, str]:
+def _versions(report: ProbeReport) -> dict[str, str]:
     """The versions that JAX compares when its plugin starts. The module is private: what it lacks stays unknown."""
     try:
         from jax._src.lib import cuda_versions

@@ -45,11 +45,15 @@ class Stopped(Exception):
     """A step failed, which is reported already, or was the last one wanted."""
 
 
-class Report:
+class ProbeReport:
     """Sends what one probe finds. `of`: the framework, if several share a process; `until`: the last step to run."""
 
-    def __init__(self, fd: int, of: str = "", until: str | None = None) -> None:
+    def __init__(
+        self, fd: int, of: str = "", until: str | None = None, modules: Mapping[str, str] | None = None
+    ) -> None:
         self._fd, self._of, self._until = fd, of, until
+        self.modules = modules or {}
+        """What is imported to have a framework, by its name."""
         self._libraries: list[str] = []
 
     @staticmethod
@@ -65,7 +69,7 @@ class Report:
         return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
 
     def put(self, **facts: Any) -> None:
-        """Facts of the framework, by their names in `_doctor.facts.Framework`."""
+        """Facts of the framework, by their names in `_doctor.facts.FrameworkFacts`."""
         self._send(facts=facts)
 
     def framework(self, name: str, **facts: Any) -> None:
@@ -91,7 +95,7 @@ class Report:
             raise Stopped
 
     def loaded(self) -> None:
-        """Report the cuDNN that is loaded."""
+        """ProbeReport the cuDNN that is loaded."""
         found = cudnn()
         if found is not None:
             self.put(cudnn_loaded=found)
@@ -143,13 +147,15 @@ def cudnn() -> str | None:
             with contextlib.suppress(OSError, AttributeError):
                 library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4))
                 library.cudnnGetVersion.restype = ctypes.c_size_t
-                return Report.cudnn_version(library.cudnnGetVersion())
+                return ProbeReport.cudnn_version(library.cudnnGetVersion())
     return None
 
 
 def load(name: str) -> Any:
-    """The probe of that name beside this file, loaded under a name that no framework has."""
+    """The probe of that name beside this file, loaded under a name that no framework has; None if it has none."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    if not os.path.exists(path):
+        return None
     spec = importlib.util.spec_from_file_location(f"_memguard_probe_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -157,9 +163,17 @@ def load(name: str) -> Any:
     return module
 
 
+def imports(report: ProbeReport, name: str) -> None:
+    """The probe of a framework that has none of its own: whether it can be imported."""
+    with report.stage("import"):
+        module = importlib.import_module(report.modules.get(name, name))
+        report.put(path=module.__file__, version=getattr(module, "__version__", None))
+
+
 def main(spec: Mapping[str, Any]) -> None:
-    """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `until`, the last step of
-    each probe, and `path`, the whole `sys.path`, or `first`, its first entry."""
+    """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `modules`, what is imported
+    to have a framework, `until`, the last step of each probe, and `path`, the whole `sys.path`, or `first`, its first
+    entry."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -177,10 +191,15 @@ def main(spec: Mapping[str, Any]) -> None:
         sys.path[0] = spec["first"]
     probes = spec["probes"]
     for name in probes:
-        report = Report(spec["fd"], name if len(probes) > 1 else "", spec.get("until", {}).get(name))
+        report = ProbeReport(
+            spec["fd"], name if len(probes) > 1 else "", spec.get("until", {}).get(name), spec.get("modules")
+        )
         module = load(name)
         with contextlib.suppress(Stopped), report.stage("probe", quiet=True):
-            module.probe(report)
+            if module is None:
+                imports(report, name)
+            else:
+                module.probe(report)
         report.done(name)
 
 

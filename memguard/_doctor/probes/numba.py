@@ -8,10 +8,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from memguard._doctor.probes.main import Report
+    from memguard._doctor.probes.main import ProbeReport
 
 
-def probe(report: Report) -> None:
+def probe(report: ProbeReport) -> None:
     os.environ["NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS"] = "0"
     with report.stage("import"):
         import numba
@@ -30,7 +30,7 @@ def probe(report: Report) -> None:
     except Exception:
         if hasattr(np, "row_stack"):
             raise
-        # NumPy 2.5 removed it and numba-cuda 0.30 needs it. Report the error, and whether putting it back helps.
+        # NumPy 2.5 removed it and numba-cuda 0.30 needs it. ProbeReport the error, and whether putting it back helps.
         np.row_stack = np.vstack
         with report.stage("compute with numpy.row_stack"):
             _compute(cuda, np)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._doctor.probes.main import Report
+    from memguard._doctor.probes.main import ProbeReport
 
 
-def probe(report: Report) -> None:
+def probe(report: ProbeReport) -> None:
     """Works in the primary context and pops it: a context that is left current aborts the process at exit."""
     with report.stage("import"):
         import pycuda

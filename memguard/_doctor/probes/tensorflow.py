@@ -6,10 +6,10 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._doctor.probes.main import Report
+    from memguard._doctor.probes.main import ProbeReport
 
 
-def probe(report: Report) -> None:
+def probe(report: ProbeReport) -> None:
     """If TensorFlow finds no GPU it logs why and raises nothing, so the probe ends there."""
     os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # else it takes the whole GPU
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
