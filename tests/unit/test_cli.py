@@ -142,9 +142,15 @@ def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: s
     (tmp_path / "memguard" / file).unlink()
     if content is not None:
         (tmp_path / "memguard" / file).write_text(content)
+    others = tmp_path / "others"  # what lies beside memguard: of a wheel these are all the packages
+    others.mkdir()
+    for entry in HOME.iterdir():
+        if entry.name != "memguard":
+            (others / entry.name).symlink_to(entry)
     code = (
-        "import sys, click, yaml\nfrom pydantic import BaseModel\n"
-        f"sys.path[:] = [{str(tmp_path)!r}, *(entry for entry in sys.path if entry != {str(HOME)!r})]\n"
+        "import sys\n"
+        f"places = [{str(others)!r} if entry == {str(HOME)!r} else entry for entry in sys.path]\n"
+        f"sys.path[:] = [{str(tmp_path)!r}, *places]\n"
         "from memguard.cli import main\nmain(['check', 'budget.yaml'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
