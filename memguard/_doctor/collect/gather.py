@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _FIRST = ("torch", "tensorflow", "jax")
 ORDER = (*_FIRST, *(name for name in SPECS if name not in _FIRST))
 """The order in which they work in one process: PyTorch before TensorFlow."""
+_MODULES = {name: SPECS[name].module for name in ORDER}
 _LONGEST = ("tensorflow", "jax", "torch", "numba")
 _TENSORFLOW_FIRST = ("tensorflow", "torch")
 _EACH = 1536 << 20
@@ -122,10 +123,9 @@ class _Runner:
         """Run probes in one process of the interpreter to examine."""
         # As in many programs: importing TensorFlow is enough to load its CUDA runtime.
         until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
-        modules = {name: SPECS[name].module for name in ORDER}
         spec = {
             "probes": list(probes),
-            "modules": modules,
+            "modules": _MODULES,
             "until": until,
             "path": list(self.path),
             "first": self.first,

@@ -87,10 +87,16 @@ def _recorded(distribution: Any, path: str) -> str | None:
 
 def _url(distribution: Any) -> Any:
     """Where a distribution was installed from, if that was no index (PEP 610): a URL, or the path of a `file:` URL."""
-    with contextlib.suppress(ValueError, AttributeError, TypeError):
-        url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url")
-        return re.sub("^file://", "", url)
-    return None
+    url = _origin(distribution).get("url")
+    return re.sub("^file://", "", url) if isinstance(url, str) else None
+
+
+def _origin(distribution: Any) -> dict[str, Any]:
+    """What the distribution's direct_url.json says (PEP 610); empty if there is none, or it is damaged."""
+    with contextlib.suppress(ValueError, AttributeError):
+        found = json.loads(distribution.read_text("direct_url.json") or "{}")
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _distributions() -> Any:
@@ -118,8 +124,8 @@ def _installs(distribution: Any, module: str, name: str) -> bool:
 
 def _folder(distribution: Any, module: str, path: str | None) -> str | None:
     """Where the distribution installs modules, spelled as in `path`; None for an editable one, whose are elsewhere."""
-    with contextlib.suppress(ValueError, AttributeError):
-        if json.loads(distribution.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"):
+    with contextlib.suppress(AttributeError):
+        if _origin(distribution).get("dir_info", {}).get("editable"):
             return None
     folder = os.path.normpath(str(distribution.locate_file("")))
     with contextlib.suppress(OSError):  # the same folder by another name: lib64 for lib, links that uv makes
