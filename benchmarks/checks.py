@@ -591,3 +591,38 @@ def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
     check("two GPUs: copied from one to the other, all six", set(good) == six, _of(good, found))
     refused = [name for name, one in found.items() if one.get("without_copy", "").startswith("CannotShare")]
     check("two GPUs: not shared across them", set(refused) == six, _of(refused, found))
+
+
+QUIET_SECONDS = 120
+
+
+def moment_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `moment.py`: every field of every report right, advice that helps where it promises to, no alarm."""
+    from _moment import ARRANGED, QUIET, verdict
+
+    found: dict[str, tuple[bool, str]] = {}
+    for name in ARRANGED:
+        one = result["programs"].get(name)
+        if one is None:
+            found[f"{name}: reason, requester, bytes, holder and advice"] = (False, "not run")
+            continue
+        wrong = list(verdict(one))
+        right = "; ".join(f"{field} {figure.partition(' (')[0]}" for field, (_, figure) in one["fields"].items())
+        found[f"{name}: reason, requester, bytes, holder and advice"] = (
+            not wrong and len(one["fields"]) >= 6, "; ".join(wrong) or right
+        )  # fmt: skip
+        followed = one["followed"]
+        if followed["tried"]:
+            found[f"{name}: followed advice helps"] = (
+                bool(followed["helped"]), f"{followed['advice'][:100]}: {followed['figure']}"
+            )  # fmt: skip
+    for name in QUIET:
+        one = result["quiet"].get(name)
+        if one is None or "alarms" not in one:
+            found[f"{name}: no alarm"] = (False, "not run" if one is None else one.get("failed", "failed"))
+            continue
+        long_enough = one["done"] and one["returncode"] == 0 and one["asked_seconds"] >= QUIET_SECONDS
+        said = " | ".join(one["alarms"][:3])
+        figure = f"{one['asked_seconds']:.0f} s, rc {one['returncode']}, {len(one['alarms'])} alarms {said}".rstrip()
+        found[f"{name}: two minutes, no alarm"] = (long_enough and not one["alarms"] and not one["report"], figure)
+    return found
