@@ -626,3 +626,31 @@ def moment_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
         figure = f"{one['asked_seconds']:.0f} s, rc {one['returncode']}, {len(one['alarms'])} alarms {said}".rstrip()
         found[f"{name}: two minutes, no alarm"] = (long_enough and not one["alarms"] and not one["report"], figure)
     return found
+
+
+def their_tests_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `their_tests.py`: every test run both ways, and no difference without a reason."""
+    found: dict[str, tuple[bool, str]] = {}
+    for name in ("pycuda", "numba"):
+        suite = result["suites"].get(name)
+        if suite is None:
+            found[f"{name}: its own tests"] = (False, "not run")
+            continue
+        left = [*suite["not_run"], *suite["not_collected"]]
+        some = ", ".join(left[:3])
+        found[f"{name}: every test of its own run both ways"] = (
+            suite["run"] > 0 and not left and not result["simulated"],
+            f"{suite['run']} of {suite['collected']}" + (f", left {len(left)}: {some} ..." if left else ""),
+        )
+        found[f"{name}: under memguard a budget is active"] = (
+            suite["run"] > 0 and not suite["inactive"],
+            f"{len(suite['inactive'])} processes without one {', '.join(suite['inactive'][:3])}".rstrip(),
+        )
+        unexplained = [one for one in suite["differences"] if one["reason"] is None]
+        reasons = ", ".join(f"{one['test']}: {one['reason']}" for one in suite["differences"] if one["reason"])
+        found[f"{name}: no difference without a reason"] = (
+            suite["run"] > 0 and not unexplained,
+            f"{len(unexplained)} of {len(suite['differences'])} differences have none: "
+            f"{', '.join(one['test'] for one in unexplained[:6]) or '-'}; {reasons or 'none has one'}",
+        )
+    return found
