@@ -313,8 +313,8 @@ def edited(budget: Mapping[str, Any], text: str) -> dict[str, Any] | None:
     elif found := re.search(r"raise frameworks\.(\w+)\.limit to ([\d.]+) ?([KMGT]iB)", text):
         cap(found[1], {"limit": f"{found[2]}{found[3]}"})
     elif found := re.search(r"(\w+) would need a cap of ([\d.,]+) ?([KMGT]iB), ([\d.,]+) ?([KMGT]iB) more", text):
-        needed, missing = (size_of(f"{found[at]} {found[at + 1]}") for at in (2, 4))
-        cap(found[1], {"limit": f"{-(-needed // MIB)}MiB"})
+        missing = size_of(f"{found[4]} {found[5]}")
+        cap(found[1], {"limit": f"{found[2].replace(',', '')}{found[3]}"})  # as printed: so would a person
         if lower := re.search(r"lower frameworks\.(\w+)", text):
             limit = frameworks.get(lower[1], {}).get("limit")
             if limit is None:
