@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CRASHED, NOT_RUN = "crashed", "not run"
+CRASHED, HUNG = "crashed", "hung"
 _RANK = ("passed", "xpassed", "xfailed", "skipped", "failed", "error")
 """A test has a report for its setup, its call and its teardown: the last of these is its outcome."""
 

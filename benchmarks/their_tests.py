@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _run import GIB, ROOT, conclude, header
-from _their_tests import CRASHED, Outcome, Read, differing, parts, read, reason, summary
+from _their_tests import CRASHED, HUNG, Outcome, Read, differing, parts, read, reason, summary
 
 CAP = 4 * GIB
 AGAIN = 3
@@ -39,6 +39,8 @@ AGAIN_SECONDS = 45
 """What those may take beyond the time limit."""
 MOST_AGAIN = 40
 """Tests that are run again; more of them mean that something else is wrong."""
+GRACE = 10
+"""Seconds that a process may take beyond the time limit."""
 INI = "[pytest]\nconsider_namespace_packages = true\n"
 """As numba-cuda's own: its modules lie in a namespace package."""
 
@@ -69,7 +71,7 @@ class Runner:
         (folder / "budget.yaml").write_text(json.dumps(suite.budget))
         command = [
             sys.executable, "-m", "pytest", "-q", "-c", str(folder / "pytest.ini"), "--rootdir", str(suite.root),
-            "-p", "_outcomes", "-p", "no:cacheprovider", "-p", "no:benchmark", *options,
+            "-p", "_outcomes", "-p", "memguard.pytest_plugin", "-p", "no:cacheprovider", *options,
             *(str(suite.root / test) for test in tests),
         ]  # fmt: skip
         if under:
@@ -81,6 +83,7 @@ class Runner:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PYTHONFAULTHANDLER": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # memguard's own is named: it may not be installed, only on the path
             "OUTCOMES": str(folder / "outcomes.jsonl"),
             # PyCUDA keeps what it compiles: each way has its own, so that neither waits for the other's.
             "XDG_CACHE_HOME": str(self.where / ("cache-under" if under else "cache-plain")),
@@ -89,13 +92,21 @@ class Runner:
             child = subprocess.Popen(
                 command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
+            seconds = max(min(self.timeout, self.left() + GRACE), 5)
+            killed = True
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(min(self.timeout, self.left() + 10), 5))
+                child.wait(seconds)
+                killed = False
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         lines = (folder / "outcomes.jsonl").read_text().splitlines() if (folder / "outcomes.jsonl").exists() else []
         found = read(lines)
+        if killed and found.crashed is not None:
+            if seconds < self.timeout:  # the time is over: nobody knows how that test would have ended
+                del found.outcomes[found.crashed]
+            else:
+                found.outcomes[found.crashed] = Outcome(HUNG)
         if not lines:
             found.not_collected["pytest"] = (folder / "output").read_text(errors="replace")[-1500:]
         return found
@@ -112,7 +123,7 @@ class Runner:
             outcomes.update(found.outcomes)
             if under and found.outcomes and found.crashed is None and not found.active:
                 self.inactive.append(left[0])
-            if not found.outcomes:  # nothing was even collected
+            if not found.outcomes and self.left() > 0:  # nothing was even collected
                 why = next(iter(found.not_collected.values()), "no outcome")
                 outcomes.update({test: Outcome(CRASHED, why[-300:]) for test in left})
                 break

@@ -176,6 +176,19 @@ def test_a_real_suite_survives_a_crash_and_differences_are_named(tmp_path: Path)
     assert one["plain"] == ["passed"] * 4 and one["under"] == ["failed"] * 4
 
 
+def test_a_test_that_hangs_is_named_and_one_that_the_time_limit_ends_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text("import time\ndef test_one(): pass\ndef test_sleeps(): time.sleep(90)\n")
+    both = ["test_theirs.py::test_one", "test_theirs.py::test_sleeps"]
+    theirs = benchmark.Suite("torch", tmp_path, ["test_theirs.py"], 20)
+    hanging = benchmark.Runner(tmp_path, time.monotonic() + 100, 10, "h200")
+    late = benchmark.Runner(tmp_path, time.monotonic(), 60, "h200")
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(runner.pytest, theirs, both, False) for runner in (hanging, late))
+        hung, cut = first.result().outcomes, second.result().outcomes
+    assert {test: one.outcome for test, one in hung.items()} == {both[0]: "passed", both[1]: "hung"}
+    assert both[1] not in cut  # nobody knows how it would have ended
+
+
 def test_what_ran_before_is_not_run_again(tmp_path: Path) -> None:
     tests = tmp_path / "theirs"
     tests.mkdir()
