@@ -591,3 +591,66 @@ def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
     check("two GPUs: copied from one to the other, all six", set(good) == six, _of(good, found))
     refused = [name for name, one in found.items() if one.get("without_copy", "").startswith("CannotShare")]
     check("two GPUs: not shared across them", set(refused) == six, _of(refused, found))
+
+
+QUIET_SECONDS = 120
+
+
+def moment_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `moment.py`: every field of every report right, advice that helps where it promises to, no alarm."""
+    from _moment import ARRANGED, QUIET, verdict
+
+    found: dict[str, tuple[bool, str]] = {}
+    for name in ARRANGED:
+        one = result["programs"].get(name)
+        if one is None:
+            found[f"{name}: reason, requester, bytes, holder and advice"] = (False, "not run")
+            continue
+        wrong = list(verdict(one))
+        right = "; ".join(f"{field} {figure.partition(' (')[0]}" for field, (_, figure) in one["fields"].items())
+        found[f"{name}: reason, requester, bytes, holder and advice"] = (
+            not wrong and len(one["fields"]) >= 6, "; ".join(wrong) or right
+        )  # fmt: skip
+        followed = one["followed"]
+        if followed["tried"]:
+            found[f"{name}: followed advice helps"] = (
+                bool(followed["helped"]), f"{followed['advice'][:100]}: {followed['figure']}"
+            )  # fmt: skip
+    for name in QUIET:
+        one = result["quiet"].get(name)
+        if one is None or "alarms" not in one:
+            found[f"{name}: no alarm"] = (False, "not run" if one is None else one.get("failed", "failed"))
+            continue
+        long_enough = one["done"] and one["returncode"] == 0 and one["asked_seconds"] >= QUIET_SECONDS
+        said = " | ".join(one["alarms"][:3])
+        figure = f"{one['asked_seconds']:.0f} s, rc {one['returncode']}, {len(one['alarms'])} alarms {said}".rstrip()
+        found[f"{name}: two minutes, no alarm"] = (long_enough and not one["alarms"] and not one["report"], figure)
+    return found
+
+
+def their_tests_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `their_tests.py`: every test run both ways, and no difference without a reason."""
+    found: dict[str, tuple[bool, str]] = {}
+    for name in ("pycuda", "numba"):
+        suite = result["suites"].get(name)
+        if suite is None:
+            found[f"{name}: its own tests"] = (False, "not run")
+            continue
+        left = [*suite["not_run"], *suite["not_collected"]]
+        some = ", ".join(left[:3])
+        found[f"{name}: every test of its own run both ways"] = (
+            suite["run"] > 0 and not left and not result["simulated"],
+            f"{suite['run']} of {suite['collected']}" + (f", left {len(left)}: {some} ..." if left else ""),
+        )
+        found[f"{name}: under memguard a budget is active"] = (
+            suite["run"] > 0 and not suite["inactive"],
+            f"{len(suite['inactive'])} processes without one {', '.join(suite['inactive'][:3])}".rstrip(),
+        )
+        unexplained = [one for one in suite["differences"] if one["reason"] is None]
+        reasons = ", ".join(f"{one['test']}: {one['reason']}" for one in suite["differences"] if one["reason"])
+        found[f"{name}: no difference without a reason"] = (
+            suite["run"] > 0 and not unexplained,
+            f"{len(unexplained)} of {len(suite['differences'])} differences have none: "
+            f"{', '.join(one['test'] for one in unexplained[:6]) or '-'}; {reasons or 'none has one'}",
+        )
+    return found

@@ -312,6 +312,78 @@ def exchange() -> list[str]:
     ]
 
 
+def measured(name: str) -> bool:
+    return (RESULTS / name).exists()
+
+
+def moment() -> list[str]:
+    """Nothing before it was measured: these tables are newer than the others."""
+    if not measured("h200-moment.json"):
+        return []
+    result = load("h200-moment.json")
+    rows = []
+    for name, one in result["programs"].items():
+        report, followed = one.get("report"), one["followed"]
+        wrong = ", ".join(field for field, (right, _) in one["fields"].items() if not right)
+        if report is None:
+            said, asked = "no report", "–"
+        else:
+            said, asked = report["why"], report["requested"]
+            asked = "not said" if asked is None else f"{asked / MIB:,.0f} MiB"
+        helped = "not tried"
+        if followed["tried"]:
+            helped = f"{followed['advice'].partition(', or ')[0]}: {'helps' if followed['helped'] else '**no help**'}"
+        judged = f"**wrong: {wrong}**" if wrong else "all right"
+        rows.append(f"| {name.replace('_', ' ')} | {asked} | {said} | {judged} | {helped} |")
+    quiet = [
+        f"| {name.replace('_', ' ')} | {one.get('asked_seconds', 0):.0f} s | {len(one.get('alarms', ()))} |"
+        for name, one in result["quiet"].items()
+    ]
+    return [
+        "## The moment of an out-of-memory error",
+        "",
+        f"{len(rows)} ordinary programs ([moment_programs](../benchmarks/moment_programs)) run out of memory. Reason,",
+        "requester, bytes, largest holder and advice are judged against what was arranged. Then the advice is",
+        "followed:",
+        "",
+        "| program | asked for | why, as memguard says it | judged | advice, followed |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        "Programs that are in order, under a monitor with its defaults:",
+        "",
+        "| program | ran for | alarms |",
+        "| --- | --- | --- |",
+        *quiet,
+        "",
+        *origin("h200-moment.json", result),
+    ]
+
+
+def their_tests() -> list[str]:
+    if not measured("h200-their-tests.json"):
+        return []
+    result = load("h200-their-tests.json")
+    versions = result["about"]["versions"]
+    rows = []
+    for name, suite in result["suites"].items():
+        package = {"numba": "numba-cuda"}.get(name, name)
+        label = f"{'Numba-CUDA' if name == 'numba' else LABELS[name]} {versions.get(package, '')}".strip()
+        differ = "; ".join(f"`{one['test']}`: {one['reason'] or '**no reason**'}" for one in suite["differences"])
+        rows.append(f"| {label} | {suite['run']} | {len(suite['passed'])} | {differ or 'none'} |")
+    return [
+        "## The frameworks' own tests",
+        "",
+        "Without memguard and under `memguard run`, outcome by outcome:",
+        "",
+        "| | tests run both ways | pass both ways | differ |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+        *origin("h200-their-tests.json", result),
+    ]
+
+
 def exchange_document() -> str:
     """What stands between the markers of docs/exchange.md."""
     result = load("h200-exchange.json")
@@ -334,8 +406,8 @@ def overview() -> list[str]:
 
 def results() -> str:
     """What stands between the markers of docs/results.md."""
-    parts = (overview, main_job, all_frameworks, watch, exchange, doctor, gpu_tests, light)
-    return "\n\n".join("\n".join(part()) for part in parts)
+    parts = (overview, main_job, all_frameworks, watch, moment, exchange, doctor, their_tests, gpu_tests, light)
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
 
 
 def readme_ledger() -> str:

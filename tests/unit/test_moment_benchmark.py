@@ -1,0 +1,309 @@
+"""The judge of `benchmarks/moment.py` without a GPU: made-up reports and runs, and real reports on simulated GPUs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memguard
+from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
+from memguard._oom import hooks
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+_moment, benchmark, checks, table = (importlib.import_module(name) for name in ("_moment", "moment", "checks", "table"))
+MIB, GIB = 1 << 20, 1 << 30
+PROGRAMS = ROOT / "benchmarks" / "moment_programs"
+ALONE = [name for name, one in _moment.ARRANGED.items() if one.alone]
+BESIDE = [name for name, one in _moment.ARRANGED.items() if not one.alone]
+TORCH = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total of 139.80 GiB "
+    "of which 90.00 GiB is free. 3.50 GiB allowed; Of the allocated memory 3.40 GiB is allocated by PyTorch, and "
+    "{} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+)
+
+
+def advice_of(name: str) -> str:
+    """One text for each kind of advice that a program expects."""
+    framework = _moment.ARRANGED[name].holder
+    return {
+        "cap": f"raise frameworks.{framework}.share to 71% (3.55 GiB), or memguard.resize({framework!r}, '3640MiB')",
+        "device.limit": "cupy would need a cap of 2.20 GiB, 240.00 MiB more than the budget has left: "
+        "raise device.limit from 2.97 GiB to 3.20 GiB",
+        "lower": "torch would need a cap of 2.11 GiB, 84.00 MiB more than the budget has left: "
+        "lower frameworks.cupy, which holds 0 B of its 3.00 GiB",
+        "trim": "torch holds 14.00 GiB reclaimable: memguard.trim('torch') frees it, which is enough",
+        "process": "process 77 holds 120.00 GiB of this GPU: end it, or use another GPU",
+    }[_moment.ARRANGED[name].advice[0]]
+
+
+def right(name: str) -> tuple[Any, dict[str, Any]]:
+    """A run of a program as it should be, and its report."""
+    one = _moment.ARRANGED[name]
+    asked = 256 * MIB if one.requested == _moment.TEXT else one.requested
+    holders = [{"kind": "framework", "name": "torch" if one.alone else one.holder, "bytes": 3 * GIB}]
+    # Beside others the rest of the card is held by programs that have nothing to do with this one.
+    holders.append({"kind": "process", "name": "process 77", "bytes": 100 * GIB})
+    report = {
+        "memory": "gpu",
+        "reason": "cap" if one.reason == _moment.TEXT else one.reason,
+        "requester": one.requester,
+        "requested": asked,
+        "why": "its cap is reached",
+        "holders": holders,
+        "remedies": [{"text": advice_of(name), "bytes": 20 * GIB}],
+    }
+    out = "done" if one.caught else f"{one.stage}\n"
+    return _moment.Ran(0 if one.caught else 1, out, TORCH.format("20.00 MiB"), report, 3 * GIB, 77), report
+
+
+@pytest.mark.parametrize("name", _moment.ARRANGED)
+def test_a_right_report_is_right_and_each_wrong_field_is_wrong(name: str) -> None:
+    one = _moment.ARRANGED[name]
+    ran, report = right(name)
+    fields = _moment.judge(one, ran)
+    assert all(passed for passed, _ in fields.values()), fields
+    wrong = {
+        "memory": ("memory", "host"),
+        "reason": ("reason", "unknown"),
+        "requester": ("requester", "nobody"),
+        "bytes": ("requested", 7 if one.requested is None else report["requested"] + 64 * MIB),
+        "largest holder": ("holders", [{"kind": "framework", "name": "numpy", "bytes": 200 * GIB}]),
+        "advice": ("remedies", [{"text": "buy a larger GPU", "bytes": 1}]),
+    }
+    for field, (key, value) in wrong.items():
+        judged = _moment.judge(one, replace(ran, report={**report, key: value}))
+        assert [name for name, (passed, _) in judged.items() if not passed] == [field]
+    missing = _moment.judge(one, replace(ran, report=None, returncode=None))
+    assert missing["reported"][0] is False and "time limit" in missing["reported"][1]
+    if not one.caught:
+        elsewhere = _moment.judge(one, replace(ran, stdout="done\n"))
+        assert not elsewhere["failed as arranged"][0]
+
+
+def test_bytes_that_a_library_says_and_memguard_does_not_are_wrong() -> None:
+    ran, report = right("generate")
+    assert not _moment.judge(_moment.ARRANGED["generate"], replace(ran, report={**report, "requested": None}))["bytes"][
+        0
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("Tried to allocate 256.00 MiB. GPU", 256 * MIB),
+        ("Out of memory allocating 1,073,741,824 bytes (allocated so far: 0 bytes)", GIB),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 536870912 bytes.", 512 * MIB),
+        ("Out of memory while trying to allocate 1.50GiB.", 1536 * MIB),
+        ("Tried to allocate 2.00 GiB. ... Tried to allocate 20.00 MiB.", 20 * MIB),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED", None),
+    ],
+)
+def test_the_size_in_a_library_s_own_text(text: str, size: int | None) -> None:
+    assert _moment.asked_by_text(text) == size
+
+
+@pytest.mark.parametrize(
+    ("idle", "reasons"),
+    [
+        ("20.00 MiB", ("cap",)),
+        ("1.20 GiB", ("fragmented",)),
+        ("250.00 MiB", ("cap", "fragmented")),
+    ],
+)
+def test_the_reason_in_torch_s_own_text(idle: str, reasons: tuple[str, ...]) -> None:
+    assert _moment.torch_reason(TORCH.format(idle)) == reasons
+    assert _moment.torch_reason("no such words") is None
+
+
+def test_a_reason_that_torch_s_text_contradicts_is_wrong() -> None:
+    ran, _ = right("generate")
+    judged = _moment.judge(_moment.ARRANGED["generate"], replace(ran, stderr=TORCH.format("1.20 GiB")))
+    assert [name for name, (passed, _) in judged.items() if not passed] == ["reason"]
+
+
+@pytest.mark.parametrize("name", _moment.ARRANGED)
+def test_each_program_s_advice_can_be_followed(name: str) -> None:
+    ran, _ = right(name)
+    deed, skipped = _moment.follow(_moment.ARRANGED[name], ran)
+    assert deed is not None and not skipped
+    kind = _moment.ARRANGED[name].advice[0]
+    assert (deed.end, deed.call) == {"process": (77, None), "trim": (None, "memguard.trim('torch')")}.get(
+        kind, (None, None)
+    )
+    if deed.budget is not None:
+        assert deed.budget != _moment.ARRANGED[name].budget
+        memguard.Budget.from_mapping(deed.budget)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "why"),
+    [
+        ({"text": "torch has 3 GiB in live arrays: free some, or make the batch smaller", "bytes": None}, "no bytes"),
+        ({"text": "process 4242 holds 9.00 GiB of this GPU: end it, or use another GPU", "bytes": GIB}, "arrangement"),
+        ({"text": "torch holds 1.00 GiB reclaimable: memguard.trim('torch') frees it", "bytes": MIB}, "enough"),
+        ({"text": "something new", "bytes": GIB}, "would have to change"),
+        ({"text": "torch would need a cap of 9 GiB, 1 GiB more than the budget has left: raise device.limit from 1 GiB",
+          "bytes": GIB}, "no figure"),
+    ],
+)  # fmt: skip
+def test_advice_that_is_not_tried_says_why(remedy: dict[str, Any], why: str) -> None:
+    ran, report = right("comprehension")
+    both = {**report, "remedies": [remedy, *report["remedies"]]}
+    deed, skipped = _moment.follow(_moment.ARRANGED["comprehension"], replace(ran, report=both))
+    assert deed is not None and len(skipped) == 1 and skipped[0].startswith("not tried: ") and why in skipped[0]
+
+
+def test_a_call_stands_before_the_line_that_failed() -> None:
+    program = "import torch\n\nif True:\n    x = big()\n"
+    trace = 'Traceback:\n  File "program.py", line 4, in <module>\n  File "torch/x.py", line 1, in big\n'
+    changed = _moment.with_call(program, "program.py", trace, "memguard.trim('torch')")
+    assert changed == "import torch\n\nif True:\n    import memguard; memguard.trim('torch')\n    x = big()\n"
+    assert _moment.with_call(program, "program.py", "no traceback", "f()") is None
+    assert _moment.with_call(program, "program.py", 'File "program.py", line 40', "f()") is None
+
+
+def test_past_the_request_by_its_end_a_step_or_memory() -> None:
+    one = _moment.ARRANGED["comprehension"]
+    before, _ = right("comprehension")
+    for after, helped in (
+        (replace(before, stdout="done 12\n", returncode=0), True),
+        (replace(before, stdout="step 13\n"), True),
+        (replace(before, peak=before.peak + 256 * MIB), True),
+        (replace(before, peak=before.peak + 2 * MIB), False),
+        (replace(before, stdout="done\n", returncode=None), False),
+    ):
+        assert _moment.got_past(one, before, after)[0] is helped
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_reports_on_simulated_gpus_are_judged_right_and_their_advice_helps(name: str, gpu: str) -> None:
+    """The same budget and sizes, by memguard's own report: what `moment.py` does with real programs."""
+    one = _moment.ARRANGED[name]
+    size = one.requested if isinstance(one.requested, int) else 192 * MIB
+    before, count = simulated(one.budget, one, size, gpu)
+    judged = _moment.judge(replace(one, reason="cap", requested=size), before)
+    assert all(passed for passed, _ in judged.values()), judged
+    deed, _ = _moment.follow(one, before)
+    assert deed is not None, before.report
+    budget = deed.budget if deed.budget is not None else one.budget
+    assert simulated(budget, one, size, gpu)[1] > count
+
+
+def simulated(budget: Any, one: Any, size: int, gpu: str) -> tuple[Any, int]:
+    """One framework asks for `size` until it is refused: the run, and how many times it got it."""
+    with memguard.guard(dict(budget), simulate=gpu) as guard:
+        framework: Any = guard.frameworks[one.holder]
+        count = 0
+        try:
+            while count < 200:
+                framework.allocate(size)
+                count += 1
+        except FrameworkOutOfMemory as error:
+            report = hooks.seen(error, show=False)
+            assert report is not None
+            return _moment.Ran(1, one.stage, "", report.as_dict(), count * size), count
+    return _moment.Ran(0, "done", "", None), count
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+def test_every_budget_fits_the_card(gpu: str) -> None:
+    for name, budget in {**{n: one.budget for n, one in _moment.ARRANGED.items()}, **_moment.QUIET}.items():
+        with memguard.guard(dict(budget), simulate=gpu) as guard:
+            part = guard.plan.devices[0]
+            for framework, row in budget["frameworks"].items():
+                if "limit" in row:  # not rounded away, nor cut to what is left
+                    assert part.caps[framework] >= _moment.size_of(row["limit"]) - 2 * MIB, name
+            beside = sum(one.plan.devices[0].limit for one in [guard])
+            assert beside <= part.device.usable
+
+
+def test_there_is_a_program_for_each_name_and_it_asks_for_nothing_of_memguard() -> None:
+    files = {path.stem for path in PROGRAMS.glob("*.py")}
+    assert files == {*_moment.ARRANGED, *_moment.QUIET} and len(_moment.ARRANGED) == 21 and len(_moment.QUIET) == 4
+    for path in PROGRAMS.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        # A forked child has no budget: its function calls memguard.init itself.
+        assert ("memguard" in names) == (path.stem == "forked_worker")
+
+
+def good() -> dict[str, Any]:
+    """A result in which everything is right."""
+    programs = {}
+    for name, one in _moment.ARRANGED.items():
+        ran, report = right(name)
+        followed = {"tried": True, "skipped": [], "advice": advice_of(name), "helped": True, "figure": "ran to its end"}
+        programs[name] = {"fields": _moment.judge(one, ran), "report": report, "followed": followed, "returncode": 1}
+    quiet = {
+        name: {
+            "done": True,
+            "returncode": 0,
+            "asked_seconds": 120.0,
+            "alarms": [],
+            "report": False,
+            "printed": "step 5",
+        }
+        for name in _moment.QUIET
+    }
+    return {"programs": programs, "quiet": quiet}
+
+
+def test_the_bars_pass_when_all_is_right_and_name_what_is_not() -> None:
+    result = good()
+    bars = checks.moment_checks(result)
+    assert len(bars) == 2 * 21 + 4 and all(passed for passed, _ in bars.values())
+
+    result["programs"]["backward"]["fields"]["reason"] = (False, "unknown, expected cap")
+    result["programs"]["forward"]["followed"].update(helped=False, figure="rc 1")
+    del result["programs"]["caught"]
+    result["programs"]["keras_fit"] = benchmark.safely(lambda name: 1 / 0, "keras_fit")
+    result["quiet"]["quiet_jax"]["alarms"] = ["forecast: in 5 s"]
+    result["quiet"]["quiet_images"]["asked_seconds"] = 3.0
+    del result["quiet"]["quiet_generate"]
+    failed = {name for name, (passed, _) in checks.moment_checks(result).items() if not passed}
+    what = "reason, requester, bytes, holder and advice"
+    assert failed == {
+        f"backward: {what}", "forward: followed advice helps", f"caught: {what}", f"keras_fit: {what}",
+        "quiet_jax: two minutes, no alarm", "quiet_images: two minutes, no alarm", "quiet_generate: no alarm",
+    }  # fmt: skip
+
+
+def test_alarms_are_what_asks_for_attention() -> None:
+    kinds = [("pressure", "warn"), ("pressure", "ok"), ("forecast", None), ("leak", None), ("oom", None)]
+    kinds += [("trim", None), ("probe", None), ("note", None)]
+    events = [{"kind": kind, "level": level, "text": "x"} for kind, level in kinds]
+    assert [text.partition(":")[0] for text in _moment.alarms(events)] == ["pressure", "forecast", "leak", "oom"]
+
+
+def test_the_table_has_a_row_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {**good(), "about": {"command": "c", "date": "2026-11-22", "memguard_hash": "0", "gpus": 1, "gpu": "G"}}
+    result["checks"] = checks.moment_checks(result)
+    monkeypatch.setattr(table, "load", lambda name: result)
+    monkeypatch.setattr(table, "measured", lambda name: True)
+    lines = table.moment()
+    for name in (*_moment.ARRANGED, *_moment.QUIET):
+        assert sum(line.startswith(f"| {name.replace('_', ' ')} |") for line in lines) == 1
+
+
+def test_a_program_that_hangs_or_dies_is_a_result(tmp_path: Path) -> None:
+    """Its children are killed with it, and what it printed is kept, without this machine's paths."""
+    budget = {"version": 1, "frameworks": {"torch": {"limit": "1GiB"}}}
+    folder = benchmark.Folder(tmp_path / "dies", "raise SystemExit(3)", budget)
+    ran, lines = folder.run({}, 60)
+    assert ran.returncode in (1, 3) and ran.report is None and str(ROOT) not in ran.stderr  # 1: there is no GPU
+    assert all(line["report"] is None for line in lines)
+    child = tmp_path / "sleeps.py"
+    child.write_text("import time\ntime.sleep(60)\n")
+    hanging = benchmark.Folder(tmp_path / "hangs", "", budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "CHILD", child)
+        ran, _ = hanging.run({}, 0.5)
+    assert ran.returncode is None
