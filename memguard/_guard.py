@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 import threading
@@ -102,6 +103,9 @@ class Guard:
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
+            for name, entry in entries.items():
+                entry.framework.on_warning = functools.partial(self._met_the_cap, name)
+                entry.framework.on_change = functools.partial(self._find_drift, wait=False)
             states = {name: entry.framework.state() for name, entry in entries.items()}
             with self._lock:
                 for note in self.plan.notes:
@@ -212,6 +216,11 @@ class Guard:
             self._warn_once(sentence)
         text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
+
+    def _met_the_cap(self, name: str, sentence: str) -> None:
+        """A setting that the user made later met the cap of a framework, which has logged it."""
+        if self._on_event is not None:
+            self._on_event(Event(time.time(), "note", sentence, framework=name))
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""

@@ -205,7 +205,8 @@ class Event(NamedTuple):
     """Something that the monitor or the guard noticed, or that was done.
 
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds, or holds again).
+    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds,
+    or holds again; a setting made later met it).
     """
 
     time: float

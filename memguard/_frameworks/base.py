@@ -16,6 +16,9 @@ The rules for every method:
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
   returns an undo, or says why there is none. If it raises, nothing stays applied.
+- A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
+  holds, and `_warn` says so at once (`replacements.py` is how). Where it cannot be held, `_changed` has `drift` tell it
+  at once. The undo gives the user what was asked for meanwhile.
 - `usage` reports what the framework knows: None if it holds nothing or is not live. A figure that it does not give is
   None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
@@ -51,6 +54,10 @@ class Framework(ABC):
         self.host = host
         self.notes: list[str] = []
         """What was learned after `apply`, as sentences: the guard shows them with its own notes."""
+        self.on_warning: Callable[[str], None] | None = None
+        """Called with what `_warn` says, on the thread whose call led to it."""
+        self.on_change: Callable[[], None] | None = None
+        """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
 
     @property
     def name(self) -> str:
@@ -139,6 +146,19 @@ class Framework(ABC):
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s", note)
+
+    def _warn(self, sentence: str) -> None:
+        """Say at once, and once, that a setting which the user made after `apply` met the cap."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+            _log.warning("%s", sentence)
+            if self.on_warning is not None:
+                self.on_warning(sentence)
+
+    def _changed(self) -> None:
+        """The user has changed what the cap rests on: it is checked now, not at the next reading."""
+        if self.on_change is not None:
+            self.on_change()
 
     def about(self) -> dict[str, str]:
         """What a trace records about the framework beside its version, such as its allocator."""

@@ -988,3 +988,187 @@ def test_torchs_history_as_a_trace() -> None:
         TraceEvent(2.5, "torch", "alloc", 3, 7, device=1),
         TraceEvent(2.6, "torch", "free", 3, device=1),
     ]
+
+
+# settings that the user makes later
+
+LATER = (
+    SETUP
+    + """
+import logging
+heard = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING: heard.append(record.getMessage())
+logging.getLogger("memguard").addHandler(Handler())
+found = card(host)
+torch.cuda.current_device = lambda: 0
+changed = []
+framework.on_change = lambda: changed.append(framework.drift())
+"""
+)
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("asked", [1.0, 0.9, 0.5, 0.0287, 0.01, 0.0])
+def test_a_later_fraction_meets_the_cap_by_every_name(with_torch: Run, live: bool, asked: float) -> None:
+    found = with_torch(
+        LATER
+        + f"""
+import inspect
+from torch.cuda import set_per_process_memory_fraction as taken_before
+named = [torch.cuda.set_per_process_memory_fraction, torch.cuda.memory.set_per_process_memory_fraction]
+signatures = [inspect.signature(f) for f in named]
+if {live}: torch.cuda.init()
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+for setter in (*named, taken_before, torch._C._cuda_setMemoryFraction):
+    setter({asked}, 0)
+result["exact"], result["drift"], result["heard"] = exact(found), framework.drift(), heard
+result["same"] = named[0] is torch.cuda.set_per_process_memory_fraction is named[1] is taken_before
+framework.resize({{uuid: 8 * GIB}})
+result["resized"] = exact(found)
+applied.undo()
+result["undone"] = found.fractions[0]
+setter(1.0, 0)
+result["free"] = [found.fractions[0], len(heard)]
+"""
+    )
+    cap, total = 4 << 30, 143_156 << 20
+    assert found["exact"] == min(cap, int(asked * total)) and found["drift"] == [] and found["same"]
+    assert found["resized"] == min(2 * cap, int(asked * total))
+    assert found["undone"] == asked, "what the user asked for"
+    larger = int(asked * total) > cap
+    assert len(found["heard"]) == larger and found["free"] == [1.0, larger]
+    assert not larger or "more than its cap, which is 0.02861: the cap holds" in found["heard"][0]
+
+
+def test_lower_and_back_up_again(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+steps = []
+for fraction in (0.01, 0.02, 0.9, 0.001, 1.0):
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    steps.append(exact(found))
+result["steps"], result["drift"], result["heard"] = steps, framework.drift(), len(heard)
+found.fractions[0] = 0.5  # past all calls
+result["poked"] = framework.drift()
+"""
+    )
+    total = 143_156 << 20
+    assert found["steps"] == [int(0.01 * total), int(0.02 * total), 4 << 30, int(0.001 * total), 4 << 30]
+    assert found["drift"] == [] and found["heard"] == 2 and "raised from 0.02861 to 0.5" in found["poked"][0]
+
+
+def test_a_gpu_without_a_cap_takes_every_fraction(with_torch: Run) -> None:
+    found = with_torch(
+        LATER.replace("Host()", 'Host("h200", "h200")')
+        + """
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+torch.cuda.set_per_process_memory_fraction(0.9, 1)
+result["fractions"], result["heard"] = found.fractions[1], heard
+"""
+    )
+    assert found == {"fractions": 0.9, "heard": []}
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("per_process_memory_fraction:0.9", 4 << 30),
+        ("per_process_memory_fraction:0.001", int(0.001 * (143_156 << 20))),
+        ("expandable_segments:True", (4 << 30) - (20 << 20)),
+        ("expandable_segments:True,per_process_memory_fraction:0.9", (4 << 30) - (20 << 20)),
+        ("max_split_size_mb:64", 4 << 30),
+    ],
+)
+def test_the_allocators_settings_meet_the_cap(with_torch: Run, live: bool, text: str, holds: int) -> None:
+    found = with_torch(
+        LATER
+        + f"""
+import re, warnings
+def configure(env):
+    match = re.search(r"fraction:([0-9.]+)", env)
+    if match: found.fractions[0] = float(match[1])
+    if "expandable" in env:
+        torch._C._cuda_memorySnapshot = lambda _: {{"allocator_settings": {{"expandable_segments": True}}}}
+torch._C._accelerator_setAllocatorSettings = configure
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+if {live}: torch.cuda.init()
+warnings.simplefilter("ignore")
+torch.cuda.memory._set_allocator_settings({text!r})
+torch.cuda.init()
+result["exact"], result["drift"], result["heard"] = exact(found), framework.drift(), len(heard)
+applied.undo()
+result["undone"], result["back"] = found.fractions[0], torch._C._accelerator_setAllocatorSettings is configure
+"""
+    )
+    assert found["exact"] == holds and found["drift"] == [] and found["heard"] == ("0.9" in text) and found["back"]
+    assert found["undone"] == (0.9 if "0.9" in text else 0.001 if "0.001" in text else 1.0)
+
+
+def test_an_allocator_that_cannot_be_limited_is_an_error_at_the_call(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+import types
+swapped = []
+torch._C._cuda_changeCurrentAllocator = swapped.append
+allocator = types.SimpleNamespace(allocator=lambda: "theirs")
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["setting"] = setting(lambda: torch.cuda.memory.change_current_allocator(allocator))
+result["swapped"] = list(swapped)
+torch.cuda.init()
+result["exact"] = exact(found)
+torch.cuda.memory.change_current_allocator(allocator)  # live: torch's own refusal, which is not modelled
+applied.undo()
+torch.cuda.memory.change_current_allocator(allocator)
+result["free"] = swapped
+"""
+    )
+    assert found["setting"] == "torch.cuda.memory.change_current_allocator" and found["swapped"] == []
+    assert found["exact"] == 4 << 30 and found["free"] == ["theirs", "theirs"]
+
+
+def test_switching_the_cache_off_is_told_at_once(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+torch._C._cuda_cudaCachingAllocator_enable = lambda value: None
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+torch.cuda.caching_allocator_enable(False)
+torch.cuda.caching_allocator_enable(True)
+result["changed"] = changed
+"""
+    )
+    assert "caching_allocator_enable(False)" in found["changed"][0][0] and found["changed"][1] == []
+
+
+def test_an_interrupted_apply_leaves_nothing_replaced(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+from memguard._frameworks.replacements import Replacements
+torch._C._cuda_changeCurrentAllocator = torch._C._cuda_cudaCachingAllocator_enable = lambda value: None
+names = ["_cuda_setMemoryFraction", "_cuda_changeCurrentAllocator", "_cuda_cudaCachingAllocator_enable",
+    "_accelerator_setAllocatorSettings"]
+before, put = [getattr(torch._C, name) for name in names], Replacements.put
+for step in range(5):
+    left = [step]
+    def interrupted(self, *args):
+        if not left[0]: raise KeyboardInterrupt
+        left[0] -= 1
+        return put(self, *args)
+    Replacements.put = interrupted
+    try:
+        Torch(host).apply({uuid: GIB}, {})
+    except KeyboardInterrupt:
+        result[str(step)] = [getattr(torch._C, name) for name in names] == before
+"""
+    )
+    assert found == {str(step): True for step in range(5)}

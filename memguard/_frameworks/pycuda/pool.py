@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from memguard._devices import contexts
@@ -51,6 +52,15 @@ class Pitched:
         self._pages.gone(address, size)
 
 
+@dataclass(frozen=True)
+class RawPool:
+    """PyCUDA's own `DeviceMemoryPool`: its class, and its methods as they were before they were replaced."""
+
+    make: Callable[[], Any]
+    allocate: Callable[[Any, int], Any]
+    free_held: Callable[[Any], None]
+
+
 class Pool:
     """A PyCUDA pool, and what it does not report: which blocks it has, and which of them are handed out.
 
@@ -59,7 +69,7 @@ class Pool:
     """
 
     def __init__(
-        self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: Any, made_in: Any = None
+        self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: RawPool, made_in: Any = None
     ) -> None:
         """`made_in` is the context that was current when the pool was made, if it was made on this thread."""
         self.context, self.uuid = context, uuid
