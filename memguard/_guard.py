@@ -17,6 +17,7 @@ from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import Ledger
@@ -81,6 +82,7 @@ class Guard:
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
+        self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
     @property
@@ -99,6 +101,9 @@ class Guard:
             raise MemguardError("this guard was started before\n    fix: call memguard.init again")
         self._started = True
         try:
+            if self._real is not None:
+                self._undo.callback(self._real.stop)
+                self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
@@ -141,6 +146,8 @@ class Guard:
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._reader.forked()
         self._hook.clear()
+        if self._real is not None:
+            self._real.stop()
         for entry in self._entries.values():
             entry.framework.forked()
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from memguard._devices import survey
 from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
 
@@ -48,7 +49,7 @@ _FIXES = {
 }
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
-_LIBRARY = "NVMLError_LibraryNotFound"
+_LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None) -> str:
@@ -82,6 +83,27 @@ def _without_library() -> str:
         wsl=_exists("/dev/dxg"),
         amd=_amd(),
     )
+
+
+def _missing(error: str) -> bool:
+    """Whether that error means that there is no GPU here, rather than one that does not work."""
+    return no_gpu(
+        error,
+        control=_exists("/dev/nvidiactl"),
+        module=_exists("/proc/driver/nvidia/version"),
+        pci=error == _NOT_LOADED and bool(survey.pci()),
+    )
+
+
+def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
+    """Whether NVML's error means that this process has no GPU, judged by what the machine has.
+
+    `control`, `module`: as for `without_library`. `pci`: an NVIDIA GPU is on the PCI bus. A GPU whose driver is there
+    and does not work is not missing: a program that went on would use it without a cap, or not use it in silence.
+    """
+    if control:
+        return False
+    return error == _LIBRARY or (error == _NOT_LOADED and (module or not pci))
 
 
 def _exists(path: str) -> bool:
@@ -146,7 +168,7 @@ class Nvml:
         try:
             import pynvml  # not timed: it may come from a slow disk
         except ImportError as error:
-            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from error
+            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
         started = time.monotonic()
         try:
             with self._lock:
@@ -167,7 +189,7 @@ class Nvml:
                 self._doing = what
                 return work(n)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
-            raise DeviceError(self._text(error)) from None
+            raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__

@@ -31,7 +31,8 @@ class RealHost:
             here, fix = _ELSEWHERE.get(sys.platform, (f"this is {sys.platform}", "run on Linux"))
             raise DeviceError(
                 f"memguard budgets NVIDIA GPUs on Linux, and {here}\n"
-                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')"
+                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')",
+                missing=True,
             )
         self._nvml = Nvml()
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class RealHost:
         refused = self._nvml.refused
         if not all_of_them:
             nothing = "NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all"
-            raise DeviceError(refused[0] if refused else nothing)
+            raise DeviceError(refused[0] if refused else nothing, missing=not refused)
         found = self._visible(all_of_them, ordinals)
         for device in found:
             if self._nvml.mig(device.uuid):
@@ -56,7 +57,7 @@ class RealHost:
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
         if cuda_order.hides_all(hidden) and not contexts.initialised():  # an initialised CUDA read the variable before
-            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+            raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=True)
         alone = len(all_of_them) == 1 and not refused
         asked = self._ask(child=hidden is not None or (ordinals and not alone))
         if asked is None:
@@ -69,7 +70,8 @@ class RealHost:
                 )
             return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
         if not asked:
-            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+            # Without the variable something else keeps CUDA from a GPU that is there.
+            raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=hidden is not None)
         by_uuid = {device.uuid: device for device in all_of_them}
         for gpu in asked:
             if gpu.uuid not in by_uuid:  # a MIG part, or a GPU that NVML does not list: it would have no cap
