@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memguard")
 
+_SPILLS = (
+    "this is WSL: an allocation for which the GPU has no room may be served from the machine's memory, slowly and "
+    "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
+    "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
+)
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
@@ -112,6 +117,8 @@ class Guard:
                 for note in self.plan.notes:
                     self._warn(note)
                 self._warn_where_busy()
+                if self.host.spills:
+                    self._warn(_SPILLS)
                 self._entries = entries
                 self._cure(states)
                 for name, entry in entries.items():
@@ -252,9 +259,9 @@ class Guard:
                     framework,
                     needed,
                     memory.free,
-                    f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
-                    f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
-                    f"graph is being captured)\n"
+                    f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
+                    f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
+                    f"or a CUDA graph is being captured)\n"
                     f"    fix: call memguard.trim() on the thread that runs {names}",
                 )
             self._trim(admission.trim, part.device)

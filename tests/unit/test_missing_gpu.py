@@ -225,8 +225,12 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml._missing("NVMLError_LibraryNotFound") and not nvml._missing("NVMLError_DriverNotLoaded")
     there.add("/proc/driver/nvidia/version")
     assert nvml._missing("NVMLError_DriverNotLoaded")
-    there.add("/dev/nvidiactl")
-    assert not nvml._missing("NVMLError_LibraryNotFound") and not nvml._missing("NVMLError_DriverNotLoaded")
+    for path in ("/dev/nvidiactl", "/etc/nv_tegra_release", "/dev/nvgpu"):  # a Jetson's GPU works without NVML
+        there.add(path)
+        assert not nvml._missing("NVMLError_LibraryNotFound") and not nvml._missing("NVMLError_DriverNotLoaded")
+        there.remove(path)
+    there.add("/dev/nvhost-gpu")
+    assert "this is a Jetson without NVML: install the package nvidia-l4t-nvml" in nvml._without_library()
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32", "freebsd14", "aix"])
