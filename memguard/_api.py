@@ -9,13 +9,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard import _workers
+from memguard._frameworks import real_imports
 from memguard._guard import Guard
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
 from memguard._types import Event, WorkloadReport
+from memguard._workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memguard")
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
+MissingGpu = Literal["raise", "warn", "simulate"]
 
 _NONE = "no budget is active in this process\n    fix: call memguard.init('budget.yaml') first"
 _FORKED = (
@@ -33,32 +36,61 @@ _FORKED = (
     "process\n    fix: call memguard.init here, for a budget of its own"
 )
 _WITHOUT = '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+_MISSING = (
+    '    or: go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
+    f"{_workers.DISABLE}=1 or {_workers.SIMULATE}=h200"
+)
+_DISABLED = f"no budget is active, and nothing caps this program: {_workers.DISABLE} is set"
+_STAND_IN = "h200"
+"""What `missing_gpu="simulate"` simulates: the card whose figures were measured."""
 
 simulated_by_default: Sequence[str] | None = None
-"""The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: the program's own `init` uses them too."""
+"""The GPUs of `memguard run --simulate`: the program's own `init` uses them too."""
 from_environment: Guard | None = None
 """What MEMGUARD_CONFIG applied: the program's own `init` replaces it without `replace=True`."""
 _environment: Any = sys.modules.get("_memguard_environment")  # there if that variable was set when Python started
 _active: Session | None = None
 """The one place that says which budget is active."""
+_idle: IdleGuard | None = None
+"""Set while the functions below do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
+_stand_in: Guard | None = None
+"""The guard whose GPU is simulated because there was none: `init` with the same budget returns it."""
 _why_none = _NONE
 _lock = threading.RLock()
 
 
-def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Guard:
+def init(
+    budget: BudgetLike,
+    *,
+    replace: bool = False,
+    simulate: str | Sequence[str] | None = None,
+    missing_gpu: MissingGpu = "raise",
+) -> Guard:
     """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --simulate`, and with MEMGUARD_SIMULATE beside MEMGUARD_CONFIG, it need not be given again.
-    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
+    `memguard run --simulate`, and with MEMGUARD_SIMULATE=h200, it need not be given again.
+
+    Without `simulate`, MEMGUARD_DISABLE=1 makes it apply nothing. `missing_gpu` says what happens if this process has
+    no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one, an
+    H200, which a line on stderr says. A GPU whose driver is broken is not missing, and always raises DeviceError. Where
+    nothing is applied the guard is not active, `ledger()` is empty, and `require`, `workload`, `resize`, `trim` and
+    `checkpoint` do nothing.
+
+    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied;
+    ValueError for another `missing_gpu`.
 
     Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
     script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give a worker a
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _active, _why_none, from_environment
+    global _active, _idle, _why_none, from_environment
+    if missing_gpu not in get_args(MissingGpu):
+        raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
+    if simulate is None and simulated_by_default is None and _workers.disabled(os.environ):
+        return _stay_idle(_DISABLED)
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
         return _stay_passive()
     from memguard import _config
@@ -69,7 +101,9 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
         before = _active if _active is not None and _active.active else None
         if before is not None:
             now = before.guard
-            if now.budget == loaded and _simulated_names(now.host) == _names(simulate):
+            if now.budget == loaded and (
+                _simulated_names(now.host) == _names(simulate) or (now is _stand_in and simulate is None)
+            ):
                 return now
             if outlived(before):
                 raise AlreadyActive(
@@ -82,15 +116,17 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
                     f"another budget is active in this process{which}\n"
                     "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
                 )
-        host = _host(simulate)
+        why = None
         try:
-            session = Session(Guard(loaded, host))  # first: a budget that does not fit changes nothing
-            session.prepare(before)
-        except BaseException as error:
-            host.close()
-            if isinstance(error, DeviceError) and not host.simulated:
-                raise DeviceError(f"{error}\n{_WITHOUT}") from error
-            raise
+            session = _planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
+        except DeviceError as error:
+            if missing_gpu == "raise" or not error.missing:
+                raise
+            why = str(error).partition("\n    or: ")[0]
+        if why is not None:  # here, so that what this raises has one traceback
+            if missing_gpu == "warn":
+                return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loud=True)
+            session = _without_gpu(loaded, before, why)
         if before is not None:
             before.guard.stop()
         _active = session  # before it starts: an import in another thread may call memguard at once
@@ -103,10 +139,63 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
                 if before.guard is from_environment:
                     from_environment = _active.guard if _active is not None else None
             raise
-        _why_none, from_environment = _NONE, None
+        _why_none, from_environment, _idle = _NONE, None, None
         if _environment is not None:
             _environment.disarm()
         return session.guard
+
+
+def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
+    """The budget resolved on its GPUs, and not yet applied."""
+    host: Host | None = None
+    try:
+        host = _host(simulate)
+        session = Session(Guard(budget, host))
+        session.prepare(before)
+    except BaseException as error:
+        if host is not None:
+            host.close()
+        if isinstance(error, DeviceError) and (host is None or not host.simulated):
+            more = [_WITHOUT, _MISSING] if error.missing else [_WITHOUT]
+            raise DeviceError("\n".join([str(error), *more]), missing=error.missing) from None
+        raise
+    return session
+
+
+def _without_gpu(budget: Budget, before: Session | None, why: str) -> Session:
+    """The budget on a simulated GPU, as there is no real one. Says so, once."""
+    global _stand_in
+    session = _planned(budget, _STAND_IN, before)
+    _stand_in = session.guard
+    real_imports.said = True
+    real_imports.say(f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}")
+    return session
+
+
+def _stay_idle(why: str, *, loud: bool = False) -> Guard:
+    """Apply nothing, and let the program run through: the public functions do nothing."""
+    global _idle
+    if _active is not None and _active.active:
+        return _active.guard
+    if _idle is None or _idle.why != why:
+        _idle = IdleGuard(why)
+        if not loud:
+            _log.info("%s", why)
+        elif _is_heard():
+            _log.warning("%s", why)
+        else:
+            real_imports.say(why)
+    return _idle
+
+
+def _is_heard() -> bool:
+    """Whether somebody set up logging: memguard's own handler discards everything."""
+    logger: logging.Logger | None = _log
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def _stay_passive() -> Guard:
@@ -133,15 +222,22 @@ def _again(before: Guard) -> Session | None:
 
 
 @contextmanager
-def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
+def guard(
+    budget: BudgetLike,
+    *,
+    replace: bool = False,
+    simulate: str | Sequence[str] | None = None,
+    missing_gpu: MissingGpu = "raise",
+) -> Iterator[Guard]:
     """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
 
     If the same budget is active already, the block leaves it active. With `replace=True` the one that was active
-    before is not applied again at the end.
+    before is not applied again at the end. `missing_gpu` and the environment count as for `init`.
     """
+    global _idle
     with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
-        before = _active
-        active, mine = init(budget, replace=replace, simulate=simulate), _active
+        before, idle_before = _active, _idle
+        active, mine = init(budget, replace=replace, simulate=simulate, missing_gpu=missing_gpu), _active
     try:
         yield active
     except Exception as error:
@@ -152,6 +248,8 @@ def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence
         with _lock:
             if mine is not None and _active is mine and mine is not before:
                 shutdown()
+            elif idle_before is None and active is _idle:
+                _idle = None
 
 
 def shutdown() -> list[str]:
@@ -159,11 +257,12 @@ def shutdown() -> list[str]:
 
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
-    global _active
+    global _active, _idle
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
+        _idle = None
         if _environment is not None:
             _environment.disarm()
         guard = _active.guard if _active is not None else None
@@ -203,7 +302,8 @@ def trim(framework: str | None = None) -> int:
 
 def checkpoint() -> None:
     """Do now what `on_pressure` says: trim, or raise UnderPressure. For loops that have no `workload` in them."""
-    current_session().checkpoint()
+    if not _is_idle():
+        current_session().checkpoint()
 
 
 def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
@@ -224,8 +324,18 @@ def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def current() -> Guard:
-    """The active guard. Raises NotActive if there is none."""
-    return current_session().guard
+    """The active guard; the idle one while nothing is applied. Raises NotActive if there is none."""
+    idle = _is_idle()
+    return idle if idle is not None else current_session().guard
+
+
+def _is_idle() -> IdleGuard | None:
+    """The guard that does nothing, while that is the one that counts."""
+    if _active is not None:
+        return None
+    if _idle is None and _environment is not None and _workers.disabled(os.environ):
+        _stay_idle(_DISABLED)  # a program that has its budget from MEMGUARD_CONFIG alone
+    return _idle
 
 
 def current_session() -> Session:
@@ -249,10 +359,14 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _simulated_by_default() -> Sequence[str] | None:
-    global simulated_by_default
-    if simulated_by_default is None and _environment is not None:
-        simulated_by_default = _environment.simulated()
-    return simulated_by_default
+    """The GPUs of `memguard run --simulate`, else those of MEMGUARD_SIMULATE, which a line on stderr then names."""
+    if simulated_by_default is not None:
+        return simulated_by_default
+    names = _workers.simulated(os.environ)
+    if names is not None and not real_imports.said:
+        real_imports.said = True
+        real_imports.say(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")
+    return names
 
 
 def _simulated_names(host: Host) -> tuple[str, ...] | None:

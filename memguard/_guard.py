@@ -18,6 +18,7 @@ from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import Ledger
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memguard")
 
+_SPILLS = (
+    "this is WSL: an allocation for which the GPU has no room may be served from the machine's memory, slowly and "
+    "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
+    "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
+)
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
@@ -82,6 +88,7 @@ class Guard:
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
+        self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
     @property
@@ -100,6 +107,9 @@ class Guard:
             raise MemguardError("this guard was started before\n    fix: call memguard.init again")
         self._started = True
         try:
+            if self._real is not None:
+                self._undo.callback(self._real.stop)
+                self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
@@ -111,6 +121,8 @@ class Guard:
                 for note in self.plan.notes:
                     self._warn(note)
                 self._warn_where_busy()
+                if self.host.spills:
+                    self._warn(_SPILLS)
                 self._entries = entries
                 self._cure(states)
                 for name, entry in entries.items():
@@ -145,6 +157,8 @@ class Guard:
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._reader.forked()
         self._hook.clear()
+        if self._real is not None:
+            self._real.stop()
         for entry in self._entries.values():
             entry.framework.forked()
 
@@ -254,9 +268,9 @@ class Guard:
                     framework,
                     needed,
                     memory.free,
-                    f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
-                    f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
-                    f"graph is being captured)\n"
+                    f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
+                    f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
+                    f"or a CUDA graph is being captured)\n"
                     f"    fix: call memguard.trim() on the thread that runs {names}",
                 )
             self._trim(admission.trim, part.device)

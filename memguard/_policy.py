@@ -221,11 +221,19 @@ def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
     available = memory.free + (own or 0)
     if part.limit <= available:
         return None
-    who = "this process and others" if own is None else "other processes"
-    return (
+    left = (
         f"{part.device.name} ({part.device.uuid}) has {format_size(available)} left for this process, less than its "
-        f"limit of {format_size(part.limit)}: {who} hold {format_size(memory.used - (own or 0))}"
+        f"limit of {format_size(part.limit)}"
     )
+    if memory.used is None:  # unified memory
+        return f"{left}: it uses the machine's memory, of which programs and the system hold the rest"
+    who = "this process and others" if own is None else "other processes"
+    return f"{left}: {who} hold {format_size(memory.used - (own or 0))}"
+
+
+def card(memory: MemoryInfo) -> str:
+    """What sentences call the place that is full."""
+    return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 
 @dataclass(frozen=True)
@@ -275,7 +283,7 @@ def admit(
     return Admission(
         max(stuck, min(room, memory.free + found + idle)),
         refusal=(
-            f"{framework} needs {format_size(needed)} and its cap allows it, but the card has only "
+            f"{framework} needs {format_size(needed)} and its cap allows it, but {card(memory)} has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
             "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
         ),

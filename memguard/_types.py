@@ -35,6 +35,9 @@ class Device:
 
     `total` is NVML's total; `reserved` the part of it that the driver keeps (NVML v2; None on older
     drivers). `usable` is what CUDA reports as total: measured equal to total − reserved on an H200.
+
+    `unified`: the GPU has no memory of its own and allocates from the machine's (DGX Spark's GB10, Jetson), so that
+    NVML has no figures of it. `total` is then CUDA's (`cuDeviceTotalMem`), and `reserved` None.
     """
 
     uuid: str
@@ -45,6 +48,7 @@ class Device:
     architecture: str
     ordinal: int | None = None
     simulated: bool = False
+    unified: bool = False
 
     @property
     def usable(self) -> int:
@@ -55,12 +59,18 @@ class MemoryInfo(NamedTuple):
     """NVML's memory figures of one device. With v2, total = reserved + used + free to the byte.
 
     Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
+
+    Of a GPU with unified memory NVML knows nothing: `used` is None, `total` is CUDA's, and `free` what the machine can
+    give out, at most `total`. It is the larger of the kernel's `MemAvailable` and of `cuda_free`, CUDA's own figure
+    (`cuMemGetInfo`), which leaves out the file cache that the kernel would give up; None before this process has a
+    context. Nothing adds up to `total` there.
     """
 
     total: int
     reserved: int | None
-    used: int
+    used: int | None
     free: int
+    cuda_free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,11 +191,14 @@ class FrameworkSample(NamedTuple):
 
 
 class DeviceSample(NamedTuple):
-    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown."""
+    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown.
+
+    `used` is NVML's; None on a GPU with unified memory, where `free` is what the machine can give out.
+    """
 
     uuid: str
     total: int
-    used: int
+    used: int | None
     free: int
     process: int | None
     limit: int | None

@@ -75,9 +75,17 @@ class PlanError(ProblemsError):
 
 
 class DeviceError(MemguardError):
-    """No GPU to budget: no driver, no device, or NVML refused. The text says which and what to do."""
+    """No GPU to budget: no driver, no device, or NVML refused. The text says which and what to do.
+
+    `missing`: this process has no GPU at all, which `missing_gpu` of `memguard.init` is for. False if there is one that
+    cannot be used, such as one with a broken driver.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str = "", *, missing: bool = False) -> None:
+        self.missing = missing
+        super().__init__(message)
 
 
 class CapNotApplied(MemguardError):

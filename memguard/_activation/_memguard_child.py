@@ -38,7 +38,7 @@ def activate(folder: str) -> None:
         if lacking := [name for name, module in _NEEDED.items() if importlib.util.find_spec(module) is None]:
             _end_without(", ".join(lacking), folder)
         show_warnings()
-        apply(memguard.init, budget, simulated.split(",") if simulated else None)
+        _apply(memguard.init, budget, simulated.split(",") if simulated else None)
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:
@@ -59,13 +59,13 @@ def _end_without(lacking: str, folder: str) -> NoReturn:
     )
 
 
-def apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> Any:
-    """Call `init` with the budget. Later calls of the program use the same simulated GPUs."""
-    guard = init(budget, simulate=simulated)
+def _apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> None:
+    """Call `init` with the budget. `memguard run` has said already that the GPUs are simulated."""
     if simulated is not None:
         active: Any = importlib.import_module("memguard._api")
-        active.simulated_by_default = simulated
-    return guard
+        active.simulated_by_default = simulated  # the program's own `init` means them too
+        active.real_imports.said = True
+    init(budget, simulate=simulated)
 
 
 def _leave_path(folder: str) -> None:

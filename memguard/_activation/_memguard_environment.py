@@ -42,7 +42,6 @@ why: str | None = None
 _waiting: dict[str, _Finder] = {}
 _undo: list[Callable[[], None]] = []
 _applying = False
-_armed = False
 
 
 def arm() -> None:
@@ -51,7 +50,6 @@ def arm() -> None:
     It does so even if nothing is applied here: a child may start without MEMGUARD_DISABLE, and none inherits
     MEMGUARD_RUN.
     """
-    global _armed
     config = os.environ.get(CONFIG, "")
     if not config:
         return
@@ -62,7 +60,6 @@ def arm() -> None:
     # `memguard run` has its own budget, which is applied next.
     if _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
         return
-    _armed = True
     _wait(_Finder())
 
 
@@ -75,14 +72,6 @@ def disarm() -> None:
     _leave(_waiting.pop("finder", None))
     while _undo:
         _undo.pop()()
-
-
-def simulated() -> list[str] | None:
-    """The GPUs of MEMGUARD_SIMULATE for the program's own `init`, with a line on stderr; None if nothing was armed."""
-    names = _names() if _armed and not _is_set(DISABLE) else None
-    if names is not None:
-        _say_simulated(names)
-    return names
 
 
 def activate() -> None:
@@ -122,11 +111,12 @@ def _apply(config: str, names: list[str] | None) -> None:
             return
         raise
     from memguard._activation import _memguard_child as child
+    from memguard._frameworks import real_imports
     from memguard.errors import AlreadyActive
 
     hide = child.show_warnings()
     try:
-        _api.from_environment = child.apply(_api.init, config, names)
+        _api.from_environment = _api.init(config, simulate=names)
     except BaseException as error:
         hide()
         if isinstance(error, AlreadyActive):  # another thread was faster
@@ -134,15 +124,12 @@ def _apply(config: str, names: list[str] | None) -> None:
         raise
     _undo.append(hide)
     if names is not None:
-        _say_simulated(names)
+        real_imports.said = True
+        _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 
 def _names() -> list[str] | None:
     return [name for name in os.environ.get(SIMULATE, "").split(",") if name] or None
-
-
-def _say_simulated(names: list[str]) -> None:
-    _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 
 def _fail(error: Exception) -> None:

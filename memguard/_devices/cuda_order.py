@@ -11,6 +11,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import astuple
 
 from memguard._devices import contexts, libcuda
 from memguard._devices.contexts import VisibleDevice
@@ -58,7 +59,7 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
 def _answer_parent() -> None:
     """In the child: print the GPUs as JSON, or the reason on stderr."""
     try:
-        print(json.dumps([(gpu.ordinal, gpu.uuid, gpu.multiprocessors) for gpu in _initialise()]))
+        print(json.dumps([astuple(gpu) for gpu in _initialise()]))
     except (OSError, DeviceError) as error:
         raise SystemExit(str(error).partition("\n")[0]) from None
 

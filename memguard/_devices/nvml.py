@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from memguard._devices import survey
 from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
 
@@ -42,21 +43,22 @@ _FIXES = {
     "NVMLError_NoPermission": "run as a user who may open /dev/nvidia*",
     "NVMLError_GpuIsLost": "the GPU fell off the bus: reset it or reboot the machine (`dmesg | grep Xid` says why)",
     "NVMLError_ResetRequired": "reset the GPU (`nvidia-smi --gpu-reset`), or reboot the machine",
-    "NVMLError_NotSupported": "this GPU does not report it, as those that share the machine's memory do not: "
-    "choose another one with CUDA_VISIBLE_DEVICES",
+    "NVMLError_NotSupported": "this GPU does not report it: choose another one with CUDA_VISIBLE_DEVICES",
     "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: restart it",
 }
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
-_LIBRARY = "NVMLError_LibraryNotFound"
+_LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
 
 
-def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None) -> str:
+def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
     """The fix if NVML's library cannot be loaded, judged by what the machine has.
 
     `control`: /dev/nvidiactl exists. `module`: the kernel module is loaded. `amd`: what AMD hardware or software was
-    found, in words.
+    found, in words. `tegra`: it is a Jetson.
     """
+    if tegra:
+        return "this is a Jetson without NVML: install the package nvidia-l4t-nvml (JetPack 6 and later)"
     if control:
         return (
             "the driver is there (/dev/nvidiactl), but its library libnvidia-ml.so.1 is missing: start the container "
@@ -81,11 +83,38 @@ def _without_library() -> str:
         module=_exists("/proc/driver/nvidia/version"),
         wsl=_exists("/dev/dxg"),
         amd=_amd(),
+        tegra=_tegra(),
     )
+
+
+def _missing(error: str) -> bool:
+    """Whether that error means that there is no GPU here, rather than one that does not work."""
+    return no_gpu(
+        error,
+        control=_exists("/dev/nvidiactl") or _tegra(),
+        module=_exists("/proc/driver/nvidia/version"),
+        pci=error == _NOT_LOADED and bool(survey.pci()),
+    )
+
+
+def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
+    """Whether NVML's error means that this process has no GPU, judged by what the machine has.
+
+    `control`, `module`: as for `without_library`; a Jetson counts as `control`, as its GPU needs no NVML. `pci`: an
+    NVIDIA GPU is on the PCI bus. A GPU whose driver is there and does not work is not missing: a program that went on
+    would use it without a cap, or not use it in silence.
+    """
+    if control:
+        return False
+    return error == _LIBRARY or (error == _NOT_LOADED and (module or not pci))
 
 
 def _exists(path: str) -> bool:
     return os.path.exists(path)
+
+
+def _tegra() -> bool:
+    return any(map(_exists, ("/etc/nv_tegra_release", "/dev/nvhost-ctrl-gpu", "/dev/nvhost-gpu", "/dev/nvgpu")))
 
 
 def _amd() -> str | None:
@@ -111,7 +140,10 @@ class Nvml:
         self._doing = ""
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`."""
+        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`.
+
+        One whose memory NVML does not report, as none with unified memory, is `unified` and has a total of 0 here.
+        """
         return self._call("", self._devices)
 
     @property
@@ -124,7 +156,10 @@ class Nvml:
         return self._call(f"memory of {uuid}", lambda n: self._memory(n, uuid))
 
     def processes(self, uuid: str) -> dict[int, int | None]:
-        """Bytes by PID of every compute process; None if NVML gives no bytes. 40 µs on an H200."""
+        """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
+
+        40 µs on an H200.
+        """
         return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(n, uuid)))
 
     def mig(self, uuid: str) -> bool:
@@ -146,7 +181,7 @@ class Nvml:
         try:
             import pynvml  # not timed: it may come from a slow disk
         except ImportError as error:
-            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from error
+            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
         started = time.monotonic()
         try:
             with self._lock:
@@ -167,7 +202,7 @@ class Nvml:
                 self._doing = what
                 return work(n)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
-            raise DeviceError(self._text(error)) from None
+            raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__
@@ -235,8 +270,11 @@ class Nvml:
                     raise
                 self._refused[self._indices[uuid]] = divided(name, uuid)  # only root may read the whole GPU's memory
                 continue
+            except n.NVMLError_NotSupported:
+                info = MemoryInfo(0, None, None, 0)
             index, architecture = self._indices[uuid], self._architecture(n, handle)
-            found.append(Device(uuid, name, index, info.total, info.reserved, architecture))
+            unified = not info.total
+            found.append(Device(uuid, name, index, info.total, info.reserved, architecture, unified=unified))
         return tuple(found)
 
     def _memory(self, n: Any, uuid: str) -> MemoryInfo:
@@ -255,7 +293,11 @@ class Nvml:
 
     def _processes(self, n: Any, handle: Any) -> dict[int, int | None]:
         found: dict[int, int | None] = {}
-        for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
+        try:
+            processes = n.nvmlDeviceGetComputeRunningProcesses(handle)
+        except n.NVMLError_NotSupported:
+            return {}
+        for process in processes:
             size = process.usedGpuMemory if self._bytes_trusted else None
             before = found.get(process.pid, 0)
             found[process.pid] = None if size is None or before is None else before + size

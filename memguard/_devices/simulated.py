@@ -1,7 +1,8 @@
 """Simulated GPUs: the one place that holds their state.
 
 The H200's figures are measured. The other totals come from public nvidia-smi output and were not measured by us; their
-driver reserves vary with the driver version and are typical values.
+driver reserves vary with the driver version and are typical values. GB10's total is what CUDA gives on users' machines
+(121.69 GiB: unslothai/unsloth, pull request 10283), Orin's a typical one of a module with 64 GiB.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from memguard._types import Device, MemoryInfo
 from memguard._units import MIB, format_size
@@ -24,13 +26,20 @@ PID = (1 << 22) + 1
 
 @dataclass(frozen=True)
 class Model:
-    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes."""
+    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes.
+
+    `unified`: it uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's list of
+    them has. `spills`: as of `Host`.
+    """
 
     name: str
     architecture: str
     total: int
     reserved: int = 0
     multiprocessors: int | None = None
+    unified: bool = False
+    processes: Literal["bytes", "pids", "nothing"] = "bytes"
+    spills: bool = False
 
 
 CATALOGUE: Mapping[str, Model] = {
@@ -42,6 +51,8 @@ CATALOGUE: Mapping[str, Model] = {
     "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58),
     "t4": Model("Tesla T4", "turing", 15_360 * MIB, 449 * MIB, 40),
     "rtx4090": Model("NVIDIA GeForce RTX 4090", "ada", 24_564 * MIB, 381 * MIB, 128),
+    "gb10": Model("NVIDIA GB10", "blackwell", 124_610 * MIB, 0, 48, unified=True),
+    "jetson-agx-orin": Model("Orin (nvgpu)", "ampere", 62_841 * MIB, 0, 16, unified=True, processes="nothing"),
 }
 
 
@@ -68,7 +79,7 @@ def model(name: str) -> Model:
 @dataclass
 class _State:
     device: Device
-    multiprocessors: int | None
+    model: Model
     context: int | None = None
     taken: int = 0
     peak: int = 0
@@ -103,8 +114,12 @@ class SimulatedHost:
         for index, name in enumerate(names):
             kind = model(name) if isinstance(name, str) else name
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
-            device = Device(uuid, kind.name, index, kind.total, kind.reserved, kind.architecture, index, simulated=True)
-            self._states[uuid] = _State(device, kind.multiprocessors)
+            reserved = None if kind.unified else kind.reserved
+            device = Device(
+                uuid, kind.name, index, kind.total, reserved, kind.architecture, index, True, unified=kind.unified
+            )
+            self._states[uuid] = _State(device, kind)
+        self.spills = any(state.model.spills for state in self._states.values())
 
     @property
     def pid(self) -> int:
@@ -114,22 +129,27 @@ class SimulatedHost:
         return tuple(state.device for state in self._states.values())
 
     def memory(self, device: Device) -> MemoryInfo:
-        """As NVML v2 reports it: total = reserved + used + free, to the byte."""
+        """As NVML v2 reports it: total = reserved + used + free, to the byte. NVML says nothing of unified memory."""
         with self._state(device) as state:
             free, true = state.free, state.device
+            if true.unified:
+                return MemoryInfo(true.total, None, None, free, None if state.context is None else free)
             return MemoryInfo(true.total, true.reserved, true.usable - free, free)
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
         with self._state(device) as state:
             own = {PID: state.process} if state.context is not None or state.taken else {}
-            return {**own, **state.others}
+            found = {**own, **state.others}
+            if state.model.processes == "nothing":
+                return {}
+            return found if state.model.processes == "bytes" else dict.fromkeys(found)
 
     def context_active(self, device: Device) -> bool:
         with self._state(device) as state:
             return state.context is not None
 
     def multiprocessors(self, uuid: str) -> int | None:
-        return self._states[uuid].multiprocessors if uuid in self._states else None
+        return self._states[uuid].model.multiprocessors if uuid in self._states else None
 
     def close(self) -> None:
         """Nothing to release."""

@@ -153,12 +153,15 @@ class LedgerReader:
     def _charged(self, uuid: str) -> int:
         return self._overhead[uuid].charged if uuid in self._overhead else 0
 
-    def _own(self, device: Device, used: int, live: bool) -> int | None:
+    def _own(self, device: Device, used: int | None, live: bool) -> int | None:
         """This process's bytes. NVML's list is the slowest of the probes: it is asked when the card's figure has
-        changed, and every tenth time, for a page that changes hands."""
+        changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure."""
         before, own, age = self._owned.get(device.uuid, (None, None, 0))
-        if used != before or age >= _TRUSTED:
-            own, age = own_bytes(self._host.processes(device), self._host.pid, live), 0
+        if used is None or used != before or age >= _TRUSTED:
+            processes, pid = self._host.processes(device), self._host.pid
+            if pid not in processes and not live:
+                live = bool(self._host.context_active(device))
+            own, age = own_bytes(processes, pid, live), 0
         self._owned[device.uuid] = used, own, age + 1
         return own
 

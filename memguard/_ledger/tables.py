@@ -97,11 +97,17 @@ def _notes(part: DeviceLedger) -> list[str]:
 
 
 def _groups(part: DeviceLedger) -> list[list[list[str]]]:
-    """The cells in the order of `COLUMNS`: of the frameworks, of the other rows, and of the total."""
-    frameworks = [_cells(row) for row in part.rows if row.kind == "framework"]
-    others = [_cells(row) for row in part.rows if row.kind != "framework"]
-    total = _mib(sum(row.bytes or 0 for row in part.rows))
-    return [frameworks, others, [["total", total, *[""] * (len(COLUMNS) - 2)]]]
+    """The cells in the order of `COLUMNS`: of the frameworks, of the other rows, of the sum and what follows it."""
+    unified = part.device.unified
+    summed = part.own_rows if unified else part.rows
+    frameworks = [_cells(row) for row in summed if row.kind == "framework"]
+    others = [_cells(row) for row in summed if row.kind != "framework"]
+    empty = [""] * (len(COLUMNS) - 2)
+    last = [["this process" if unified else "total", _mib(part.sum), *empty]]
+    if unified:
+        last += [_cells(row) for row in part.rows if row not in summed]
+        last.append(["total by CUDA", _mib(part.device.total), *empty])
+    return [frameworks, others, last]
 
 
 def _cells(row: Row) -> list[str]:

@@ -1,6 +1,10 @@
 """The ledger: who holds what on each GPU, in rows that add up to what the driver reports. Pure.
 
 frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
+
+Of a GPU with unified memory (`Device.unified`), of which NVML has no figures, the first three add up to this process:
+
+frameworks + overhead + unaccounted = this process's bytes, to the byte
 """
 
 from __future__ import annotations
@@ -57,13 +61,28 @@ class Lent:
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """One GPU's rows. `process`: what this process holds by NVML, None if unknown; `moved`: it changed while read."""
+    """One GPU's rows. `process`: what this process holds by NVML, None if unknown; `moved`: it changed while read.
+
+    `sum`: what the rows that add up come to, in bytes. It is `device.total`; of a GPU with unified memory `process`,
+    without the rows `other processes`, `driver reserve` and `free`; and None there if `process` is unknown.
+    """
 
     device: Device
     rows: tuple[Row, ...]
     process: int | None
     limit: int | None = None
     moved: bool = False
+
+    @property
+    def own_rows(self) -> tuple[Row, ...]:
+        """What this process holds: frameworks, overhead, unaccounted."""
+        return tuple(row for row in self.rows if row.kind in ("framework", "overhead", "unaccounted"))
+
+    @property
+    def sum(self) -> int | None:
+        if not self.device.unified:
+            return sum(row.bytes or 0 for row in self.rows)
+        return None if self.process is None else sum(row.bytes or 0 for row in self.own_rows)
 
     def row(self, name: str) -> Row:
         """The row of that name. Raises KeyError if there is none."""
@@ -94,6 +113,7 @@ class Ledger:
                     "uuid": part.device.uuid,
                     "name": part.device.name,
                     "total": part.device.total,
+                    "unified": part.device.unified,
                     "process": part.process,
                     "limit": part.limit,
                     "moved": part.moved,

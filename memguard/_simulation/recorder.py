@@ -22,6 +22,7 @@ from memguard._frameworks.base import Framework
 from memguard._guard import Guard
 from memguard._simulation import trace
 from memguard._types import Device, State, TraceEvent, Usage
+from memguard._workers import IdleGuard
 from memguard.errors import TraceError
 
 _log = logging.getLogger("memguard")
@@ -47,6 +48,10 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
         raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
     guard = _api.current()
+    if isinstance(guard, IdleGuard):
+        _log.warning("no trace is recorded: %s", guard.why)
+        yield
+        return
     if _recording == os.getpid():
         raise TraceError("a trace is being recorded already\n    fix: end that block first")
     frameworks = dict(guard.frameworks)

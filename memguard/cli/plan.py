@@ -39,7 +39,7 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
             host = RealHost()
             found = host.devices(ordinals=True)
         except DeviceError as error:
-            raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from error
+            raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from None
     resolved = _policy.plan(loaded, found)
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))

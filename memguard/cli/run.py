@@ -53,11 +53,14 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
     Python that a shell script starts gets the budget. Processes that those start, such as the workers of torchrun and
     multiprocessing, do not: call memguard.init there.
     """
-    from memguard import _config
+    from memguard import _config, _workers
     from memguard.cli.support import ignored_environment
 
     if examine and gpus:
         raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
+    if not gpus and _workers.disabled(os.environ):
+        click.echo(f"memguard: {_workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
+        _exec(command, os.environ)
     path = _find(budget)
     loaded = _config.load(path)
     ignored_environment.check(command)

@@ -304,13 +304,14 @@ def test_its_init_means_them_after_a_file_that_is_missing_too(python: Path, fold
     [(None, "pass"), ("budget.yaml", "import os; os.environ['MEMGUARD_DISABLE'] = '1'")],
     ids=["no budget", "disabled"],
 )
-def test_its_init_means_the_real_ones_where_the_environment_does_nothing(
+def test_its_init_means_the_simulated_ones_unless_it_is_disabled(
     python: Path, folder: Path, config: str | None, first: str
 ) -> None:
     code = f"{first}\nimport memguard\nfrom memguard import _api\n"
     code += "def host(simulate):\n    print(simulate)\n    raise SystemExit\n"
-    done = run(python, folder, f"{code}_api._host = host\nmemguard.init('budget.yaml')", config=config)
-    assert said(done) == ["None"]
+    done = run(python, folder, f"{code}_api._host = host\nprint(memguard.init('budget.yaml').active)", config=config)
+    assert said(done) == (["['h200']"] if config is None else ["False"])
+    assert done.stderr == (SIMULATED if config is None else "")
 
 
 def test_a_timeline_without_a_folder_is_no_budget_and_says_so(python: Path, folder: Path) -> None:

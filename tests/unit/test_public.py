@@ -167,8 +167,8 @@ def test_arguments_of_the_public_functions() -> None:
     assert given == {
         "checkpoint": [],
         "doctor": ["budget", "frameworks", "ignore", "timeout"],
-        "guard": ["budget", "replace", "simulate"],
-        "init": ["budget", "replace", "simulate"],
+        "guard": ["budget", "replace", "simulate", "missing_gpu"],
+        "init": ["budget", "replace", "simulate", "missing_gpu"],
         "last_oom": [],
         "ledger": [],
         "load_ipython_extension": ["shell"],
