@@ -81,5 +81,8 @@ class PassiveGuard(Guard):
     def forked(self) -> None:
         pass
 
+    def __repr__(self) -> str:
+        return "<Guard, not active: print it for the reason>"
+
     def __str__(self) -> str:
         return WHY

@@ -19,10 +19,10 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
     """Show what each framework would get on this machine's GPUs, or on a named one, and how each cap holds."""
     import json
 
-    from rich.console import Console
-
     from memguard import _config, _policy
     from memguard._devices.host import Host
+    from memguard._text import visible
+    from memguard.cli.support import printing
     from memguard.errors import DeviceError
 
     loaded = _config.load(budget)
@@ -44,11 +44,13 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
-    console = Console(width=None if Console().is_terminal else 80, highlight=False, markup=False)
+    console = printing.console()
+    if not console.is_terminal:
+        console.width = 80
     for table in _tables(resolved, loaded):
         console.print(table)
     for note in resolved.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {visible(note)}")
 
 
 def _tables(resolved: Plan, budget: Budget) -> list[object]:

@@ -185,15 +185,3 @@ def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch)
     raising(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
     with pytest.raises(ModuleNotFoundError):
         cli.main.main(["schema"])
-
-
-def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "wb") as gone:
-        done = subprocess.run(
-            [sys.executable, "-m", "memguard", "schema"],
-            env=environment(), stdout=gone, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == ""
