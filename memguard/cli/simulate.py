@@ -6,11 +6,13 @@ import json
 
 import click
 
+from memguard.cli.support import gpus
+
 
 @click.command("simulate")
 @click.argument("budget")
 @click.argument("trace", required=False)
-@click.option("--device", "devices", multiple=True, help="GPU to simulate, for example h200; repeat for several.")
+@gpus.option("--device", "devices")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--without-budget", is_flag=True, help="Replay without caps; BUDGET may then be left out.")
 @click.pass_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -185,3 +186,72 @@ def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch)
     raising(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
     with pytest.raises(ModuleNotFoundError):
         cli.main.main(["schema"])
+
+
+NAMED = ["h200", "A10", "rtx5090", "h100-1g.10gb", "24GiB", "gpus.yaml", "./gpus.yaml"]
+
+
+@pytest.fixture
+def budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a budget and a file of devices, and one below it, which is the current one."""
+    (tmp_path / "budget.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "gpus.yaml").write_text("devices: [{name: Lab, total: 48GiB, count: 2}]\n")
+    monkeypatch.chdir(tmp_path / "below")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_plan_finds_the_budget_and_takes_every_kind_of_gpu(
+    name: str, budgets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("plan", "--device", name) == 0
+    assert "(simulated)" in capsys.readouterr().out
+    assert call("plan", "../budget.yaml", "--device", name, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["simulated"] is True
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_program_gets_every_kind_of_gpu_and_the_same_one_again(name: str, budgets: Path) -> None:
+    guard = memguard.init("../budget.yaml", simulate=name)
+    try:
+        assert memguard.init("../budget.yaml", simulate=name.replace("h200", " H200 ")) is guard
+    finally:
+        memguard.shutdown()
+
+
+def test_a_file_of_gpus_is_found_by_a_program_that_has_changed_its_folder(budgets: Path) -> None:
+    code = "import os; os.chdir('/'); import memguard; print(len(memguard.init({'version': 1, 'frameworks': {'torch': "
+    code += "{'share': '50%'}}}, replace=True).plan.devices))"
+    done = subprocess.run(
+        [sys.executable, "-m", "memguard", "run", "--simulate", "gpus.yaml", "--", sys.executable, "-c", code],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan --device {}", "plan ../budget.yaml --device h200 --device {}", "run --simulate {} -- true"],
+)
+@pytest.mark.parametrize("name", ["a100", "h20", "24GB", "10MiB", "absent.yaml", ""])
+def test_a_wrong_gpu_is_a_wrong_argument(
+    arguments: str, name: str, budgets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*(word.format(name) for word in arguments.split())) == 2
+    assert "\n    fix: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "run"])
+def test_help_lists_the_gpus(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "--help") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(name in said for name in ("b200", "v100-32gb", "rtx5090", "h200-1g.18gb", "24GiB", "gpus.yaml"))
+
+
+def test_plan_without_any_budget_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("plan", "--device", "h200") == 2
+    assert "name the file: memguard plan FILE" in capsys.readouterr().err

@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "check absent": (["check", f"{EVIL}.yaml"], 2),
     "plan": (["plan", "b.yaml", "--device", "h200"], 0),
     "plan --json": (["plan", "b.yaml", "--device", "h200", "--json"], 0),
-    "plan unknown": (["plan", "b.yaml", "--device", EVIL], 3),
+    "plan unknown": (["plan", "b.yaml", "--device", EVIL], 2),
     "schema": (["schema"], 0),
     "simulate": (["simulate", "b.yaml", "run.trace"], 0),
     "simulate --json": (["simulate", "b.yaml", "run.trace", "--json"], 0),
