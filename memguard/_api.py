@@ -355,7 +355,9 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
         if not isinstance(name, str):
             text = f"simulate names GPUs as text, found {name!r}"
             raise DeviceError(f"{text}\n    fix: simulate='h200', or a list of names")
-    return tuple(str(name).strip().lower() for name in names)
+    from memguard._devices.named import canonical
+
+    return tuple(canonical(str(name)) for name in names)
 
 
 def _simulated_by_default() -> Sequence[str] | None:

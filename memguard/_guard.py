@@ -24,6 +24,7 @@ from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import Ledger
 from memguard._oom import hooks
 from memguard._specs import SPECS
+from memguard._text import shown
 from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
 from memguard._units import format_size, parse_size
 from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
@@ -345,6 +346,15 @@ class Guard:
         own = self.host.processes(device).get(self.host.pid)
         return self.host.memory(device).free if own is None else device.total - own
 
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the plan."""
+        gpus = ", ".join(part.device.name for part in self.plan.devices)
+        mark = " (simulated)" if self.host.simulated else ""
+        state = "active" if self.active else "not active"
+        return shown(
+            f"<Guard {self.budget.source or 'of a mapping'}: {', '.join(self._entries)} on {gpus}{mark}, {state}>"
+        )
+
     def __str__(self) -> str:
         self._find_drift(wait=False)
         lines = []
@@ -358,7 +368,7 @@ class Guard:
             for name, cap in part.caps.items():
                 entry = self._entries.get(name)
                 lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self._all_notes())])
+        return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
 
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
         if state is State.ABSENT:

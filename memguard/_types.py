@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from memguard._text import shown, visible
+from memguard._units import format_size
+
 
 class State(Enum):
     """How far a framework has come in this process."""
@@ -49,6 +52,10 @@ class Device:
     ordinal: int | None = None
     simulated: bool = False
     unified: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("uuid", "name", "architecture"):  # from a driver or a file, and on their way to a terminal
+            object.__setattr__(self, name, visible(getattr(self, name), keep=""))
 
     @property
     def usable(self) -> int:
@@ -165,6 +172,16 @@ class WorkloadReport:
         """What the block left allocated."""
         return None if self.after is None or self.before is None else self.after - self.before
 
+    def __str__(self) -> str:
+        peak = "no higher than it had been" if self.peak is None else format_size(self.peak)
+        left = "what it left is unknown"
+        if self.delta is not None:
+            left = f"{format_size(abs(self.delta))} {'more' if self.delta >= 0 else 'less'} in use than before"
+        return shown(f"{self.name}: {self.framework} peak {peak}, {left}")
+
+    def __repr__(self) -> str:
+        return f"<WorkloadReport {self}>"
+
 
 class Pressure(str, Enum):
     """How close a framework is to its cap, or the process to its limit on a GPU. Equal to its name as text."""
@@ -230,3 +247,13 @@ class Event(NamedTuple):
     framework: str | None = None
     seconds: float | None = None
     bytes: int | None = None
+
+    def __str__(self) -> str:
+        """`critical pressure: torch: ...`, without the time."""
+        return shown(f"{f'{self.level} ' if self.level is not None else ''}{self.kind}: {self.text}")
+
+    def __repr__(self) -> str:
+        """The fields that it has."""
+        known = ((name, getattr(self, name)) for name in self._fields)
+        said = (f"{name}={(str(value) if name == 'level' else value)!r}" for name, value in known if value is not None)
+        return shown(f"<Event {' '.join(said)}>")

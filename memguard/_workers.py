@@ -98,6 +98,9 @@ class PassiveGuard(Guard):
     def forked(self) -> None:
         pass
 
+    def __repr__(self) -> str:
+        return "<Guard, not active: print it for the reason>"
+
     def __str__(self) -> str:
         return WHY
 

@@ -236,13 +236,7 @@ def _run(body: Any, last: Any, names: dict[str, Any]) -> Any:
 
 
 def _summary(report: WorkloadReport, failed: bool = False) -> str:
-    peak = "no higher than it had been" if report.peak is None else format_size(report.peak)
-    if report.delta is None:
-        left = "what it left is unknown"
-    else:
-        left = f"{format_size(abs(report.delta))} {'more' if report.delta >= 0 else 'less'} in use than before"
-        left += ", with what the traceback holds" if failed else ""
-    return f"{report.name}: {report.framework} peak {peak}, {left}"
+    return f"{report}{', with what the traceback holds' if failed and report.delta is not None else ''}"
 
 
 def _in_use() -> dict[str, int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from memguard._text import fitting, shown
 from memguard._types import Device
 from memguard._units import format_size
 
@@ -136,13 +137,15 @@ class Ledger:
 
         from rich.console import Console
 
+        from memguard._ledger.tables import LINE, rich_ledger
+
         out = StringIO()
         # Else rich would display it at once in a notebook, and in italics if FORCE_COLOR is set, as Jupyter does.
         plain = Console(
             file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
         )
-        plain.print(self)
-        return out.getvalue().rstrip("\n")
+        plain.print(rich_ledger(self, ascii_only=fitting(LINE) != LINE))
+        return shown(out.getvalue().rstrip("\n"))
 
     def _repr_html_(self) -> str:
         from memguard._ledger.tables import html_ledger

@@ -18,6 +18,7 @@ from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
 from memguard._oom.remedies import Case, Remedy, remedies
 from memguard._specs import NEVER_GIVE_BACK
+from memguard._text import shown, visible
 from memguard._types import Enforcement, Plan, Sample
 from memguard._units import MIB, format_size
 
@@ -114,17 +115,17 @@ class Report:
     def note(self) -> str:
         """For the exception itself: title, reason and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return "\n  ".join(part for part in parts if part)
+        return shown("\n  ".join(part for part in parts if part))
 
     def __str__(self) -> str:
-        return "\n".join(label + text for _, label, text in self._lines())
+        return shown("\n".join(label + text for _, label, text in self._lines()))
 
     def __rich__(self) -> RenderableType:
         from rich.text import Text
 
         out = Text(no_wrap=True)
         for number, (style, label, text) in enumerate(self._lines()):
-            out.append("\n" if number else "").append(label, "dim").append(text, style)
+            out.append("\n" if number else "").append(label, "dim").append(visible(text), style)
         return out
 
     def _repr_html_(self) -> str:
