@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard import _workers
+from memguard._blocks import Block, End
 from memguard._frameworks import real_imports
 from memguard._guard import Guard
 from memguard._monitor.session import Session, callbacks, outlived
@@ -221,35 +221,50 @@ def _again(before: Guard) -> Session | None:
     return session
 
 
-@contextmanager
 def guard(
     budget: BudgetLike,
     *,
     replace: bool = False,
     simulate: str | Sequence[str] | None = None,
     missing_gpu: MissingGpu = "raise",
-) -> Iterator[Guard]:
+) -> Block[Guard]:
     """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
 
     If the same budget is active already, the block leaves it active. With `replace=True` the one that was active
     before is not applied again at the end. `missing_gpu` and the environment count as for `init`.
     """
-    global _idle
-    with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
-        before, idle_before = _active, _idle
-        active, mine = init(budget, replace=replace, simulate=simulate, missing_gpu=missing_gpu), _active
+
+    def begin() -> tuple[Guard, End]:
+        with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
+            before, idle_before = _active, _idle
+            active, mine = init(budget, replace=replace, simulate=simulate, missing_gpu=missing_gpu), _active
+
+        def end(error: BaseException | None) -> None:
+            global _idle
+            try:
+                if error is not None and active.active:
+                    hooks.seen(error)
+            finally:
+                _end_of(mine if mine is not before else None, error)
+                with _lock:
+                    if idle_before is None and active is _idle:
+                        _idle = None
+
+        return active, end
+
+    return Block(begin)
+
+
+def _end_of(session: Session | None, error: BaseException | None) -> None:
+    """Shut the session down if it is still active. What fails in that does not replace the block's own error."""
     try:
-        yield active
-    except Exception as error:
-        if active.active:
-            hooks.seen(error)
-        raise
-    finally:
         with _lock:
-            if mine is not None and _active is mine and mine is not before:
+            if session is not None and _active is session:
                 shutdown()
-            elif idle_before is None and active is _idle:
-                _idle = None
+    except Exception as failure:
+        if error is None:
+            raise
+        _log.warning("the budget of a block could not be ended: %s", str(failure))
 
 
 def shutdown() -> list[str]:
@@ -283,11 +298,9 @@ def require(framework: str, size: int | str) -> None:
     current().require(framework, size)
 
 
-@contextmanager
-def workload(name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+def workload(name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
     """Admission before a block (`needs`), its peak and what it left behind after it."""
-    with current().workload(name, framework=framework, needs=needs) as report:
-        yield report
+    return Block(lambda: current().workload(name, framework=framework, needs=needs).begin())
 
 
 def resize(framework: str, size: int | str) -> None:

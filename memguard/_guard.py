@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memguard import _policy
+from memguard._blocks import Block, End
 from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
@@ -276,29 +277,35 @@ class Guard:
                 )
             self._trim(admission.trim, part.device)
 
-    @contextmanager
-    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
-        if needs is not None:
-            self.require(framework, needs)
-        else:
-            self._checkpoint()
-        report = WorkloadReport(name, framework)
-        report.before, earlier = totals(self._usages_of(framework))
+
+        def begin() -> tuple[WorkloadReport, End]:
+            if needs is not None:
+                self.require(framework, needs)
+            else:
+                self._checkpoint()
+            report = WorkloadReport(name, framework)
+            report.before, earlier = totals(self._usages_of(framework))
+            return report, lambda error: self._end_workload(report, earlier, error)
+
+        return Block(begin)
+
+    def _end_workload(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
         try:
-            yield report
-        except Exception as error:
-            hooks.seen(error)
-            raise
+            if error is not None:
+                hooks.seen(error)
         finally:
             try:
                 self._check_active()
-                report.after, peak = totals(self._usages_of(framework))
+                report.after, peak = totals(self._usages_of(report.framework))
                 report.peak = peak if peak is not None and peak > (earlier or 0) else None
-            except MemguardError as error:  # shut down in the block, or a GPU is lost: the user's own error goes first
-                text = str(error)  # the object would keep the block's frames alive in a log that keeps its records
-                _log.debug("workload %s: no figures at its end: %s", name, text)
-        if self._on_workload is not None:
+            except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
+                if error is None and not isinstance(failure, MemguardError):
+                    raise
+                text = str(failure)  # the object would keep the block's frames alive in a log that keeps its records
+                _log.debug("workload %s: no figures at its end: %s", report.name, text)
+        if self._on_workload is not None and error is None:
             self._on_workload(report)
 
     def _checkpoint(self) -> None:

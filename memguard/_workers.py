@@ -9,10 +9,10 @@ top would give every worker the whole budget once more, so it applies nothing th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memguard._blocks import Block
 from memguard._guard import Guard
 from memguard._ledger.types import Ledger
 from memguard._types import Device, Plan, Sample, WorkloadReport
@@ -99,7 +99,7 @@ class PassiveGuard(Guard):
         pass
 
     def __repr__(self) -> str:
-        return "<Guard, not active: print it for the reason>"
+        return "<PassiveGuard, not active: print it for the reason>"
 
     def __str__(self) -> str:
         return WHY
@@ -142,15 +142,17 @@ class IdleGuard(Guard):
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass
 
-    @contextmanager
-    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
-        yield WorkloadReport(name, framework)
+    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
+        return Block(lambda: (WorkloadReport(name, framework), lambda error: None))
 
     def resize(self, framework: str, size: int | str) -> None:
         pass
 
     def trim(self, framework: str | None = None) -> int:
         return 0
+
+    def __repr__(self) -> str:
+        return "<IdleGuard, not active: print it for the reason>"
 
     def __str__(self) -> str:
         return self.why

@@ -9,6 +9,8 @@ traceback, frame or array alive. Nothing here raises.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import itertools
 import logging
 import os
@@ -40,6 +42,10 @@ _TEXT = 4_000
 """Characters that are read of a text's beginning, and of its end: TensorFlow's lists the whole graph."""
 _WALKED = 100
 """Exceptions of one chain that are examined."""
+_CAUSE, _CONTEXT, _SUPPRESSED = (
+    vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
+)
+"""Python's own, whatever an exception's class calls so."""
 _KEPT = 8
 """Reports that are remembered, for exceptions that are seen again."""
 _AGAIN = 60.0
@@ -118,7 +124,9 @@ def facts_of(error: BaseException) -> ErrorFacts:
         text = str.__getitem__(str(error), slice(None))  # a plain one, whatever class of text it was
         if len(text) > 2 * _TEXT:
             text = f"{text[:_TEXT]}\n{text[-_TEXT:]}"
-    except Exception:  # its own code
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its own code, which may raise anything
         text = ""
     attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
     return ErrorFacts(
@@ -132,7 +140,7 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
         for one in _chain(error):
             if (number := _marked(one)) is not None:
                 return _reports.get(number), False
-            if not isinstance(one, Exception):
+            if not issubclass(type(one), Exception):  # not isinstance, which may run code of the exception's
                 continue
             # Not before: an import while KeyboardInterrupt ends a program hides it.
             from memguard._oom.classify import classify
@@ -146,8 +154,10 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
             if (installed := _installed) is None or _pid != os.getpid():
                 return None, False
             return _report(one, facts, verdict, installed), True
-    except Exception as failure:
-        _log.debug("an error could not be examined: %s: %s", type(failure).__name__, str(failure))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # the exception's own code may raise anything
+        _log_failure("an error could not be examined", failure)
     return None, False
 
 
@@ -162,8 +172,8 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
     _reports[number] = report
     for old in sorted(dict(_reports))[:-_KEPT]:
         _reports.pop(old, None)
-    if hasattr(error, "add_note"):  # Python 3.11
-        _quietly("no note on the error", error.add_note, report.note)
+    if hasattr(BaseException, "add_note"):  # Python 3.11
+        _quietly("no note on the error", _add_note, error, report.note)
     for sink in installed.sinks:
         _quietly("an out-of-memory error was not recorded", sink, report)
     return report
@@ -173,8 +183,14 @@ def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except Exception as failure:
-        _log.debug("%s: %s: %s", what, type(failure).__name__, str(failure))
+        _log_failure(what, failure)
         return None
+
+
+def _log_failure(what: str, failure: BaseException) -> None:
+    """Without the exception's own text, if that cannot be had: nothing here raises."""
+    with contextlib.suppress(Exception):
+        _log.debug("%s: %s: %s", what, *((facts := facts_of(failure)).type, facts.text))
 
 
 def _show(report: Report) -> None:
@@ -225,21 +241,41 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     waiting: list[BaseException | None] = [error]
     while waiting and len(known) < _WALKED:
         one = waiting.pop()
-        if one is None or id(one) in known or isinstance(one, (GeneratorExit, KeyboardInterrupt, SystemExit)):
+        if one is None or id(one) in known or issubclass(type(one), (GeneratorExit, KeyboardInterrupt, SystemExit)):
             continue
         known.add(id(one))
         yield one
-        context = None if one.__suppress_context__ else one.__context__
-        members = getattr(one, "exceptions", ())  # an ExceptionGroup, of Python 3.11 or a package's
-        members = [m for m in members if isinstance(m, BaseException)] if isinstance(members, (list, tuple)) else []
-        waiting += [context, one.__cause__, *reversed(members)]
+        cause, context, members = kin(one)
+        waiting += [None if _SUPPRESSED.__get__(one) else context, cause, *reversed(members)]
+
+
+def kin(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
+    """The exception's cause, its context and the members of a group, read without running its own code.
+
+    Its class may have properties of these names, which raise or never return.
+    """
+    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(  # Python 3.11, or the package for older ones
+        sys.modules.get("exceptiongroup"), "BaseExceptionGroup", None
+    )
+    members: Any = _own(error).get("exceptions")  # of another package's group, such as that of older versions of trio
+    if group is not None and issubclass(type(error), group):
+        members = vars(group)["exceptions"].__get__(error)
+    found = tuple(m for m in members if issubclass(type(m), BaseException)) if type(members) in (list, tuple) else ()
+    return _CAUSE.__get__(error), _CONTEXT.__get__(error), found
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause, left = error.__cause__, _WALKED
+    cause, left = _CAUSE.__get__(error), _WALKED
     while cause is not None and left:
         yield cause
-        cause, left = cause.__cause__, left - 1
+        cause, left = _CAUSE.__get__(cause), left - 1
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """As `add_note` does, without the code of the exception's class: one that is frozen refuses the attribute."""
+    notes = _own(error).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
 
 
 def _marked(error: BaseException) -> int | None:
@@ -262,7 +298,9 @@ def _plain(error: BaseException, name: str) -> int | str | None:
     """An attribute that is a number or a short text; None for any other."""
     try:
         value = getattr(error, name, None)
-    except Exception:  # a property of its own
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a property of its own
         return None
     if type(value) is int:
         return value

@@ -96,6 +96,7 @@ class Writer:
         self._every: float | None = None
         self._number = 1
         self._failure: str | None = None
+        self._news: str | None = None
         self._retry = 0.0
         if begin:
             self.begin()
@@ -180,7 +181,8 @@ class Writer:
                 self._unreported += one
                 return
             write()
-            message = self._works_again(when)
+            message = self._works_again(when) or self._news
+            self._news = None
         except _TooLong:
             self._unreported += one
         except Exception as error:  # no error here may break the user's program
@@ -224,10 +226,14 @@ class Writer:
         if self._fd is not None:
             about = os.fstat(self._fd)
             size = about.st_size
+            # No room: it is full, or somebody truncated it, or it ends in half a line that could not be removed.
+            room = size == self._size and size + len(line) <= self._most
             if about.st_nlink == 0:  # somebody removed the file: nobody could read what is written to it
                 self._shut()
-            elif size != self._size or size + len(line) > self._most:
-                # It is full, or somebody truncated it, or it ends in half a line that could not be removed.
+                self._news = f"the timeline {self.path} was removed: it is begun anew"
+            elif not self._in_place(about) and not self._follow(about):
+                self._replace_moved(room)
+            elif not room:
                 self._set_aside(size)
         if self._fd is None:
             self._begin()
@@ -264,9 +270,12 @@ class Writer:
 
     def _begin(self) -> None:
         self._make_room()
-        with contextlib.suppress(FileNotFoundError):
-            if os.lstat(self.path).st_size == 0 and not files.in_use(self.path):
-                files.remove(self.path)  # left by an attempt whose header could not be written
+        if files.is_ours(self.path) and not files.in_use(self.path):
+            # Left by an attempt whose header could not be written; or somebody put an earlier file back.
+            if size := os.lstat(self.path).st_size:
+                self._rename(size, mine=False)
+            else:
+                files.remove(self.path)
         self._fd = files.create(self.path)
         self._head = replace(self._head, part=self._number)
         line, self._size = self._header(self._number), 0
@@ -282,19 +291,53 @@ class Writer:
         head = replace(self._head, part=part, dropped=self._dropped + self._unreported)
         return records.header_line(head, self._columns)
 
-    def _set_aside(self, size: int) -> None:
-        """Make the full file a part."""
-        mine = os.fstat(self._require())
+    def _in_place(self, about: os.stat_result) -> bool:
+        """Whether the path still names the open file."""
         try:
-            there = os.lstat(self.path)
-        except FileNotFoundError:
-            os.stat(os.path.dirname(self.path))  # raises if the folder is gone: it may come back, and the file with it
-            there = None
+            return os.path.samestat(os.lstat(self.path), about)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # it cannot be looked at: it may well be there
+            return True
+
+    def _follow(self, about: os.stat_result) -> bool:
+        """If the folder was moved, go on where it is now. False if the file alone was moved, or it cannot be found."""
+        if os.path.isdir(os.path.dirname(self.path)):
+            return False
+        try:
+            where = os.readlink(f"/proc/self/fd/{self._require()}")
+            renamed = os.path.basename(where) != os.path.basename(self.path)  # moved by itself, without its parts
+            if renamed or not os.path.samestat(os.lstat(where), about):
+                return False
+        except OSError:
+            return False
+        self._news = f"the folder of the timeline {self.path} was moved: it is now written to {where}"
+        self.path = where
+        for part in (*self._parts, *([self._kept] if self._kept is not None else [])):
+            part.path = os.path.join(os.path.dirname(where), os.path.basename(part.path))
+        return True
+
+    def _replace_moved(self, room: bool) -> None:
+        """Begin a new file, as somebody moved the open one away. While that is impossible, the moved one is written."""
+        moved, size = self._require(), self._size
+        self._fd = None
+        self._number += 1  # the file that was moved keeps its number
+        try:
+            self._begin()
+        except OSError:
+            if not room:
+                os.close(moved)
+                raise
+            self._fd, self._size = moved, size
+            self._number -= 1
+            return
+        os.close(moved)
+        self._news = f"the timeline {self.path} was moved: it is begun anew"
+
+    def _set_aside(self, size: int) -> None:
+        """Make the full file a part. It stays open until it is one: else a failure would leave it in the way."""
+        self._rename(size, mine=True)
         self._shut()
-        if there is not None and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
-            self._rename(size, mine=True)
-        else:  # somebody moved the file away: it keeps its number
-            self._number += 1
 
     def _rename(self, size: int, mine: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):

@@ -80,6 +80,7 @@ def uses_the_guard(guard: Any) -> None:
     guard.forked()
     assert guard.trim() == 0 and guard.stop() == [] and guard.sample().devices == ()
     assert "nothing caps this program" in str(guard) and guard.ledger().devices == ()
+    assert repr(guard) == "<IdleGuard, not active: print it for the reason>"
 
 
 def test_raise_is_the_default_and_has_one_traceback(no_gpu: None) -> None:
