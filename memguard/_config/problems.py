@@ -374,7 +374,12 @@ def _problem(violation: Violation, document: Document) -> Problem:
     loc = violation.loc
     marks = document.keys if violation.at_key else document.values
     line, column = marks.get(loc) or document.values.get(_nearest(loc, document.values)) or (None, None)
-    return Problem(violation.message, violation.fix, line, column, _path(loc))
+    return Problem(_printable(violation.message), _printable(violation.fix), line, column, _path(loc))
+
+
+def _printable(text: str) -> str:
+    """What was written may hold anything, and a terminal obeys control characters."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:

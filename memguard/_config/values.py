@@ -207,6 +207,8 @@ def device_key(value: str) -> str:
         return "GPU-" + name[4:].lower()
     if ordinal := re.fullmatch(_ORDINAL, name):
         return ordinal[2]
+    if re.fullmatch(_UUID, name.replace(" ", "")):
+        raise ValueError(f"{shown} has a space in it; name the GPU '{name.replace(' ', '')}'")
     if name.upper().startswith("GPU-") and not re.fullmatch("[Gg][Pp][Uu]-[0-9]{1,4}", name):
         raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
