@@ -177,7 +177,8 @@ def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def _is_ordinal(key: object) -> bool:
-    return str(key).isdecimal()
+    text = str(key)
+    return text.isascii() and text.isdecimal()  # int() takes the digits of other alphabets too
 
 
 def _precedence(key: str) -> int:
