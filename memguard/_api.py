@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import sys
 import threading
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from memguard import _workers
 from memguard._guard import Guard
+from memguard._logs import log as _log
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
 from memguard._types import Event, WorkloadReport
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
 
-_log = logging.getLogger("memguard")
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 
@@ -217,8 +215,10 @@ def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
     callbacks.append(callback)
 
     def forget() -> None:
-        with contextlib.suppress(ValueError):
-            callbacks.remove(callback)
+        for position, one in enumerate(callbacks):
+            if one is callback:  # not `==`, which may be code of the program
+                del callbacks[position]
+                return
 
     return forget
 

@@ -20,6 +20,7 @@ from memguard._frameworks.import_hook import ImportHook
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import Ledger
+from memguard._logs import log as _log
 from memguard._oom import hooks
 from memguard._specs import SPECS
 from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
 
-_log = logging.getLogger("memguard")
 
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""

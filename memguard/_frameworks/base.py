@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -33,12 +32,11 @@ from types import ModuleType
 from typing import Any
 
 from memguard._devices.host import Host
+from memguard._logs import log as _log
 from memguard._specs import FrameworkSpec
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
-
-_log = logging.getLogger("memguard")
 
 
 class Framework(ABC):

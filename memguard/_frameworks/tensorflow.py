@@ -8,7 +8,6 @@ afterwards. With growth TensorFlow does not say how much it holds.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._logs import log as _log
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-_log = logging.getLogger("memguard")
 _standing: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"

@@ -7,7 +7,7 @@ plain data only. Of an exception it keeps the text, as the traceback would keep 
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import threading
 import time
@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._monitor import pressure
 from memguard._monitor.pressure import Action, Settings
 from memguard._types import Event, Sample
-
-_log = logging.getLogger("memguard")
 
 KEPT = 600
 """Samples that are kept: five minutes at the default interval."""
@@ -27,6 +27,8 @@ SLOWEST_RETRY = 30.0
 """Seconds between two attempts while samples fail, at most; or the interval, if that is longer."""
 BURST = 10.0
 """Seconds of its CPU share that the monitor may save up for an expensive sample."""
+_MOST = 60.0
+"""Seconds of CPU that one sample may cost. More, or less than nothing, comes of a clock that the program replaced."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
 
@@ -130,17 +132,32 @@ class Monitor:
     def _run(self, stop: threading.Event, pid: int) -> None:
         debt = 0.0  # seconds of CPU beyond the share
         share = max(self._settings.cpu, 1e-6)
-        while True:
-            begun = self._clock.cpu()
-            self._tick(lambda: stop.is_set() or os.getpid() != pid)
-            if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
-                return
-            debt += self._clock.cpu() - begun
-            wait = max(self._retry() if self._failures else self._settings.interval, debt / share)
-            self._interval = wait
-            if self._clock.wait(stop, wait):
-                return
+        while not stop.is_set():
+            wait = self._settings.interval
+            try:
+                begun = self._cpu()
+                self._tick(lambda: stop.is_set() or os.getpid() != pid)
+                if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
+                    return
+                cost = self._cpu() - begun
+                debt += cost if 0.0 <= cost <= _MOST else 0.0
+                wait = max(self._retry() if self._failures else wait, debt / share)
+                self._interval = wait
+                if self._clock.wait(stop, wait):
+                    return
+            except BaseException as error:  # what a program puts into the place of `time` or `logging`, say
+                self._complain("take a sample", error)
+                if _nap(stop, wait):
+                    return
             debt = max(debt - wait * share, -BURST * share)
+
+    def _cpu(self) -> float:
+        """The thread's CPU time; 0 if the clock does not tell, as in a program that has replaced `time`."""
+        try:
+            seconds = float(self._clock.cpu())
+        except BaseException:
+            return 0.0
+        return seconds if math.isfinite(seconds) else 0.0
 
     def _retry(self) -> float:
         """Seconds until the next attempt: twice as long each time, up to a bound."""
@@ -155,11 +172,11 @@ class Monitor:
         except BaseException as error:  # SystemExit would end the thread without a word
             if over():
                 return  # the budget ended during the sample
-            sample = Sample(self._clock.time(), ())
+            sample = Sample(self._now(), ())
             self._failures += 1
             if self._failures > 1:
                 return
-            actions = _both("warn", sample.time, f"the GPUs cannot be read, trying again later: {_text(error)}")
+            actions = _both("warn", sample.time, f"the GPUs cannot be read, trying again later: {text_of(error)}")
         else:
             if over():
                 return
@@ -190,18 +207,25 @@ class Monitor:
     def _complain(self, what: str, error: BaseException) -> None:
         if what not in self._complained:
             self._complained.add(what)
-            _log.warning("the monitor could not %s (logged once): %s", what, _text(error))
+            _log.warning("the monitor could not %s (logged once): %s", what, text_of(error))
+
+    def _now(self) -> float:
+        try:
+            return float(self._clock.time())
+        except BaseException:  # the program has replaced `time`
+            return self._ring[-1].time if self._ring else 0.0
+
+
+def _nap(stop: threading.Event, seconds: float) -> bool:
+    """Wait, whatever was replaced: by a lock, which is C. Returns whether `stop` is set."""
+    lock = threading.Lock()
+    lock.acquire()
+    while seconds > 0 and not stop.is_set():
+        lock.acquire(timeout=min(seconds, 0.2))
+        seconds -= 0.2
+    return stop.is_set()
 
 
 def _both(kind: str, when: float, text: str) -> list[Action]:
     event = Event(when, "probe", text)
     return [Action(kind, event), Action("callback", event)]
-
-
-def _text(error: BaseException) -> str:
-    """Type and text of an error, in one line: `str` of an exception may fail as well."""
-    try:
-        words = " ".join(str(error).split())[:300]
-    except Exception:
-        words = ""
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__

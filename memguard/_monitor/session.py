@@ -6,7 +6,6 @@ The monitor's thread notices and reports. What frees memory or raises waits for 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -16,6 +15,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from memguard._devices import contexts
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._monitor.leaks import Workloads
 from memguard._oom import hooks
 from memguard._types import Event, Pressure, Sample, WorkloadReport
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from memguard._oom.report import Report
     from memguard._timeline import Writer
 
-_log = logging.getLogger("memguard")
 
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
@@ -251,11 +251,17 @@ class Session:
             try:
                 callback(event)
             except (Exception, SystemExit) as error:
-                if callback not in self._failed:  # warn once for each: it is called again at the next event
-                    self._failed.append(callback)
-                    code = getattr(callback, "__code__", None)
-                    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-                    name = getattr(callback, "__qualname__", repr(callback))
-                    _log.warning(
-                        "memguard.on_pressure: %s%s failed: %s: %s", name, where, type(error).__name__, str(error)
-                    )
+                if any(one is callback for one in self._failed):
+                    continue  # warned once for each: it is called again at the next event
+                self._failed.append(callback)
+                _log.warning("memguard.on_pressure: %s failed: %s", _name_of(callback), text_of(error))
+
+
+def _name_of(callback: Callable[[Event], None]) -> str:
+    """The callback's name and place, which it may not tell."""
+    try:
+        code = getattr(callback, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"{getattr(callback, '__qualname__', None) or repr(callback)}{where}"
+    except Exception:
+        return "a function"

@@ -10,7 +10,6 @@ traceback, frame or array alive. Nothing here raises.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import sys
 import threading
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._specs import SPECS
 from memguard._types import Plan, Sample
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:  # what explains an error is loaded when there is one
     from memguard._ledger.types import Ledger
     from memguard._oom.report import ErrorFacts, Report, Verdict
 
-_log = logging.getLogger("memguard")
 
 _MARK = "_memguard_report"
 """The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
@@ -147,7 +147,7 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
                 return None, False
             return _report(one, facts, verdict, installed), True
     except Exception as failure:
-        _log.debug("an error could not be examined: %s: %s", type(failure).__name__, str(failure))
+        _log.debug("an error could not be examined: %s", text_of(failure))
     return None, False
 
 
@@ -173,7 +173,7 @@ def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except Exception as failure:
-        _log.debug("%s: %s: %s", what, type(failure).__name__, str(failure))
+        _log.debug("%s: %s", what, text_of(failure))
         return None
 
 
@@ -190,7 +190,7 @@ def _show(report: Report) -> None:
         else:
             sys.stderr.write(f"{shown}\n")
     except Exception as failure:  # closed, or missing under pythonw and services
-        _log.debug("the report could not be shown: %s", str(failure))
+        _log.debug("the report could not be shown: %s", text_of(failure))
 
 
 def _again(report: Report) -> str | None:

@@ -6,12 +6,11 @@ the process: whoever pushes a context must pop it.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-_log = logging.getLogger("memguard")
+from memguard._logs import log as _log
 
 _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 
