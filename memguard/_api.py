@@ -39,6 +39,8 @@ from_environment: Guard | None = None
 _environment: Any = sys.modules.get("_memguard_environment")  # there if that variable was set when Python started
 _active: Session | None = None
 """The one place that says which budget is active."""
+_starting: Session | None = None
+"""The one that `init` is starting."""
 _why_none = _NONE
 _lock = threading.RLock()
 
@@ -56,7 +58,7 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _active, _why_none, from_environment
+    global _why_none, from_environment
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
         return _stay_passive()
     from memguard import _config
@@ -64,7 +66,14 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
     with _lock:
-        before = _active if _active is not None and _active.active else None
+        if (starting := _starting) is not None:  # by a signal handler, a log handler or a finalizer on this thread
+            if starting.guard.budget == loaded and _simulated_names(starting.guard.host) == _names(simulate):
+                return starting.guard
+            raise AlreadyActive(
+                "memguard.init is applying another budget on this thread, and was called within\n"
+                "    fix: call it once that has returned, not in a signal handler, log handler or finalizer"
+            )
+        before = _settled()
         if before is not None:
             now = before.guard
             if now.budget == loaded and _simulated_names(now.host) == _names(simulate):
@@ -91,20 +100,45 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
             raise
         if before is not None:
             before.guard.stop()
-        _active = session  # before it starts: an import in another thread may call memguard at once
         try:
-            session.start()
+            _start(session)
         except BaseException:
-            _active = None
+            session.guard.stop()
+            _settled()
             if before is not None:
-                _active = _again(before.guard)
+                again = _again(before.guard)
                 if before.guard is from_environment:
-                    from_environment = _active.guard if _active is not None else None
+                    from_environment = again.guard if again is not None else None
             raise
         _why_none, from_environment = _NONE, None
         if _environment is not None:
             _environment.disarm()
         return session.guard
+
+
+def _start(session: Session) -> None:
+    """Make it the active one, and start it. Whatever interrupts that, `_settled` finds it. With the lock held."""
+    global _active, _starting
+    _active = session  # before it starts: an import in another thread may call memguard at once
+    try:
+        _starting = session
+        session.start()
+    finally:
+        _starting = None
+    if session.unwanted:  # by a `shutdown` of a signal handler meanwhile
+        session.guard.stop()
+
+
+def _settled() -> Session | None:
+    """The budget in effect. What an interrupted call left of another one is undone first. With the lock held."""
+    global _active
+    found = _active
+    if found is None or found.active:
+        return found
+    found.guard.stop()
+    if _active is found and found.guard.undone:
+        _active = None
+    return None
 
 
 def _stay_passive() -> Guard:
@@ -119,11 +153,15 @@ def _stay_passive() -> Guard:
 
 def _again(before: Guard) -> Session | None:
     """The budget that was active before a replacement failed, applied anew."""
+    session: Session | None = None
     try:
         session = Session(Guard(before.budget, before.host))
         session.guard.plan = before.plan  # as `resize` had left it
-        session.start()
+        _start(session)
     except MemguardError as error:
+        if session is not None:
+            session.guard.stop()
+        _settled()
         # As text: a log that keeps its records would keep the error, its causes, and their frames.
         _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
         return None
@@ -155,6 +193,8 @@ def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence
 def shutdown() -> list[str]:
     """Undo the active budget. Returns what stays, as sentences; an empty list if nothing does, or none is active.
 
+    If it is interrupted (Ctrl-C), the budget is no longer in effect, and the next `shutdown`, `init` or `guard` does
+    what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
     global _active
@@ -164,12 +204,15 @@ def shutdown() -> list[str]:
             return []
         if _environment is not None:
             _environment.disarm()
-        guard = _active.guard if _active is not None else None
-        try:
-            return guard.stop() if guard is not None and guard.active else []
-        finally:
-            if guard is None or not guard.active:  # else a Ctrl-C came first, and it can be tried again
-                _active = None
+        if (found := _active) is None:
+            return []
+        if found is _starting:  # called by a signal handler, say, within `init`, which is in the middle of it
+            found.unwanted = True
+            return []
+        stays = found.guard.stop()  # also what is left of one that was interrupted
+        if _active is found and found.guard.undone:
+            _active = None
+        return stays
 
 
 def ledger() -> Ledger:
@@ -272,9 +315,9 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-    global _active, _lock, _why_none
+    global _active, _starting, _lock, _why_none
     _lock = threading.RLock()
-    before, _active = _active, None
+    before, _active, _starting = _active, None, None
     if before is not None:
         before.forked()
         if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers

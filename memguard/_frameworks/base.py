@@ -15,7 +15,9 @@ The rules for every method:
 - Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  returns an undo, or says why there is none. If it raises, nothing stays applied.
+  returns an undo, or says why there is none. If it raises, nothing stays applied. A Ctrl-C may come at any point, also
+  right after the last change: so before each change it adds to `changes` what takes it back. An undo can be called
+  again, and does then what is left of it.
 - `usage` reports what the framework knows: None if it holds nothing or is not live. A figure that it does not give is
   None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
@@ -35,6 +37,7 @@ from memguard._devices.host import Host
 from memguard._logs import log as _log
 from memguard._specs import FrameworkSpec
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._undo import Undo
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
 
@@ -49,6 +52,8 @@ class Framework(ABC):
         self.host = host
         self.notes: list[str] = []
         """What was learned after `apply`, as sentences: the guard shows them with its own notes."""
+        self.changes = Undo()
+        """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
 
     @property
     def name(self) -> str:

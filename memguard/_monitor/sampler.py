@@ -7,6 +7,7 @@ plain data only. Of an exception it keeps the text, as the traceback would keep 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -29,8 +30,32 @@ BURST = 10.0
 """Seconds of its CPU share that the monitor may save up for an expensive sample."""
 _MOST = 60.0
 """Seconds of CPU that one sample may cost. More, or less than nothing, comes of a clock that the program replaced."""
+_BEGIN = 0.2
+"""Seconds that `stop` waits for a thread whose `start` was interrupted, and which may never begin."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
+
+
+class Flag:
+    """As a `threading.Event`, for a signal handler too: of an Event it may find the lock taken, for ever."""
+
+    def __init__(self) -> None:
+        self._lock, self._set = threading.Lock(), False
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        with contextlib.suppress(RuntimeError):  # released already
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most that long until it is set. Returns whether it is. For one thread."""
+        if not self._set and self._lock.acquire(timeout=max(min(seconds, threading.TIMEOUT_MAX), 0)):
+            self._lock.release()
+        return self._set
 
 
 class Clock(Protocol):
@@ -42,7 +67,7 @@ class Clock(Protocol):
     def cpu(self) -> float:
         """The CPU time of the calling thread so far."""
 
-    def wait(self, stop: threading.Event, seconds: float) -> bool:
+    def wait(self, stop: Flag, seconds: float) -> bool:
         """Wait, but not longer than until `stop` is set. Returns whether it is."""
 
 
@@ -55,7 +80,7 @@ class SystemClock:
     def cpu(self) -> float:
         return time.thread_time()
 
-    def wait(self, stop: threading.Event, seconds: float) -> bool:
+    def wait(self, stop: Flag, seconds: float) -> bool:
         return stop.wait(seconds)
 
 
@@ -79,9 +104,9 @@ class Monitor:
         self._clock: Clock = clock or SystemClock()
         self._state = pressure.START
         self._ring: deque[Sample] = deque(maxlen=KEPT)
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._thread: threading.Thread | None = None
+        self._begun = Flag()
         self._interval = settings.interval
         self._failures = 0
         self._complained: set[str] = set()
@@ -99,37 +124,40 @@ class Monitor:
 
     def start(self) -> None:
         """Begin, also again after `stop`. Does nothing if it runs already."""
-        with self._lock:
-            if self.alive:
-                return
-            self._stop = threading.Event()  # a new one: a thread that still hangs must not come back to life
-            self._thread = threading.Thread(
-                target=self._run, args=(self._stop, os.getpid()), name="memguard-monitor", daemon=True
-            )
-            self._thread.start()
+        if self.alive:
+            return
+        self._stop, self._begun = Flag(), Flag()  # new: a thread that hangs must not come back
+        self._thread = threading.Thread(
+            target=self._run, args=(self._stop, os.getpid(), self._begun), name="memguard-monitor", daemon=True
+        )
+        self._thread.start()
 
     def stop(self) -> None:
         """End, and wait for it at most `JOIN` seconds. Called on its own thread, by a callback, it does not wait."""
         self._stop.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.ident is None and not thread.is_alive():  # interrupted in `start`: if it begins, it ends at once
+            self._begun.wait(_BEGIN)
+        if self._begun.is_set():  # else `join` would raise
             thread.join(JOIN)
 
     def forked(self) -> None:
-        """In a forked child: no thread runs there, and the parent's lock may be held for ever."""
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        """In a forked child: no thread runs there."""
+        self._stop = Flag()
         self._thread = None
         self._ring = deque(maxlen=KEPT)
         self._state = pressure.START
 
     def last(self, seconds: float) -> list[Sample]:
         """The samples of that time before the newest one, oldest first."""
-        with self._lock:
-            samples = list(self._ring)
+        samples = self._ring.copy()  # one call, during which the monitor's thread cannot append
         return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
 
-    def _run(self, stop: threading.Event, pid: int) -> None:
+    def _run(self, stop: Flag, pid: int, begun_here: Flag | None = None) -> None:
+        if begun_here is not None:
+            begun_here.set()
         debt = 0.0  # seconds of CPU beyond the share
         share = max(self._settings.cpu, 1e-6)
         while not stop.is_set():
@@ -183,8 +211,7 @@ class Monitor:
             if self._failures:
                 self._failures = 0
                 actions = _both("log", sample.time, "the GPUs can be read again")
-            with self._lock:
-                self._ring.append(sample)
+            self._ring.append(sample)
             try:
                 self._state, decided = pressure.decide(self._settings, sample, self._state)
                 actions += decided
@@ -216,7 +243,7 @@ class Monitor:
             return self._ring[-1].time if self._ring else 0.0
 
 
-def _nap(stop: threading.Event, seconds: float) -> bool:
+def _nap(stop: Flag, seconds: float) -> bool:
     """Wait, whatever was replaced: by a lock, which is C. Returns whether `stop` is set."""
     lock = threading.Lock()
     lock.acquire()

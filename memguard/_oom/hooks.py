@@ -82,9 +82,18 @@ def install(
         _installed.undo()
     if _pid != os.getpid():  # a forked child: its parent's reports are not its own
         _reports.clear()
-    _installed, _pid = _Installed(read, sinks, clock), os.getpid()
+    installed = _installed = _Installed(read, sinks, clock)
+    _pid = os.getpid()
     in_full_again()
-    return _installed.undo
+    installed.set()  # last: an interruption leaves nothing that `uninstall` does not know
+    return installed.undo
+
+
+def uninstall(read: Callable[[], Scene]) -> None:
+    """Undo the `install` that was given `read`, also one that was interrupted; nothing if another took its place."""
+    installed = _installed
+    if installed is not None and installed.read == read:
+        installed.undo()
 
 
 def in_full_again() -> None:
@@ -275,7 +284,9 @@ class _Hook:
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name, self._live = module, name, True
         self._previous: Callable[..., Any] = getattr(module, name)
-        setattr(module, name, self)
+
+    def set(self) -> None:
+        setattr(self._module, self._name, self)
 
     def remove(self) -> None:
         self._live = False  # a hook that was set after ours still calls it: it then only passes on
@@ -302,6 +313,10 @@ class _Installed:
     ) -> None:
         self.read, self.sinks, self.clock = read, sinks, clock
         self._hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
+
+    def set(self) -> None:
+        for hook in self._hooks:
+            hook.set()
 
     def undo(self) -> None:
         global _installed

@@ -225,9 +225,6 @@ class SimulatedFramework(Framework):
                 remedy = "activate the budget before the first GPU operation"
                 raise CapNotApplied(self.name, f"too late: it is live, and {why}", remedy)
             before = dict(self._caps), self._growth
-            self._caps = dict(caps)
-            self._growth = bool(options.get("growth", True))
-            self._set()
 
             def undo() -> None:
                 with self._lock:
@@ -236,6 +233,10 @@ class SimulatedFramework(Framework):
                     self._caps, self._growth = before
                     self._set()
 
+            self.changes.add(self.name, undo)
+            self._caps = dict(caps)
+            self._growth = bool(options.get("growth", True))
+            self._set()
             return Applied(Enforcement.ENFORCED, undo, notes=("simulated",))
 
     def resize(self, caps: Mapping[str, int]) -> None:
