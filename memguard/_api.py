@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from memguard import _workers
 from memguard._blocks import Block, End
 from memguard._frameworks import real_imports
 from memguard._guard import Guard
+from memguard._logs import log as _log
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
 from memguard._types import Event, WorkloadReport
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
 
-_log = logging.getLogger("memguard")
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 MissingGpu = Literal["raise", "warn", "simulate"]
@@ -55,6 +54,8 @@ _idle: IdleGuard | None = None
 """Set while the functions below do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
 _stand_in: Guard | None = None
 """The guard whose GPU is simulated because there was none: `init` with the same budget returns it."""
+_starting: Session | None = None
+"""The one that `init` is starting."""
 _why_none = _NONE
 _lock = threading.RLock()
 
@@ -86,7 +87,7 @@ def init(
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _active, _idle, _why_none, from_environment
+    global _idle, _why_none, from_environment
     if missing_gpu not in get_args(MissingGpu):
         raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
     if simulate is None and simulated_by_default is None and _workers.disabled(os.environ):
@@ -98,7 +99,14 @@ def init(
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
     with _lock:
-        before = _active if _active is not None and _active.active else None
+        if (starting := _starting) is not None:  # by a signal handler, a log handler or a finalizer on this thread
+            if starting.guard.budget == loaded and _simulated_names(starting.guard.host) == _names(simulate):
+                return starting.guard
+            raise AlreadyActive(
+                "memguard.init is applying another budget on this thread, and was called within\n"
+                "    fix: call it once that has returned, not in a signal handler, log handler or finalizer"
+            )
+        before = _settled()
         if before is not None:
             now = before.guard
             if now.budget == loaded and (
@@ -129,15 +137,15 @@ def init(
             session = _without_gpu(loaded, before, why)
         if before is not None:
             before.guard.stop()
-        _active = session  # before it starts: an import in another thread may call memguard at once
         try:
-            session.start()
+            _start(session)
         except BaseException:
-            _active = None
+            session.guard.stop()
+            _settled()
             if before is not None:
-                _active = _again(before.guard)
+                again = _again(before.guard)
                 if before.guard is from_environment:
-                    from_environment = _active.guard if _active is not None else None
+                    from_environment = again.guard if again is not None else None
             raise
         _why_none, from_environment, _idle = _NONE, None, None
         if _environment is not None:
@@ -190,12 +198,37 @@ def _stay_idle(why: str, *, loud: bool = False) -> Guard:
 
 def _is_heard() -> bool:
     """Whether somebody set up logging: memguard's own handler discards everything."""
-    logger: logging.Logger | None = _log
+    logger: logging.Logger | None = logging.getLogger("memguard")
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
             return True
         logger = logger.parent if logger.propagate else None
     return False
+
+
+def _start(session: Session) -> None:
+    """Make it the active one, and start it. Whatever interrupts that, `_settled` finds it. With the lock held."""
+    global _active, _starting
+    _active = session  # before it starts: an import in another thread may call memguard at once
+    try:
+        _starting = session
+        session.start()
+    finally:
+        _starting = None
+    if session.unwanted:  # by a `shutdown` of a signal handler meanwhile
+        session.guard.stop()
+
+
+def _settled() -> Session | None:
+    """The budget in effect. What an interrupted call left of another one is undone first. With the lock held."""
+    global _active
+    found = _active
+    if found is None or found.active:
+        return found
+    found.guard.stop()
+    if _active is found and found.guard.undone:
+        _active = None
+    return None
 
 
 def _stay_passive() -> Guard:
@@ -210,11 +243,15 @@ def _stay_passive() -> Guard:
 
 def _again(before: Guard) -> Session | None:
     """The budget that was active before a replacement failed, applied anew."""
+    session: Session | None = None
     try:
         session = Session(Guard(before.budget, before.host))
         session.guard.plan = before.plan  # as `resize` had left it
-        session.start()
+        _start(session)
     except MemguardError as error:
+        if session is not None:
+            session.guard.stop()
+        _settled()
         # As text: a log that keeps its records would keep the error, its causes, and their frames.
         _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
         return None
@@ -270,6 +307,8 @@ def _end_of(session: Session | None, error: BaseException | None) -> None:
 def shutdown() -> list[str]:
     """Undo the active budget. Returns what stays, as sentences; an empty list if nothing does, or none is active.
 
+    If it is interrupted (Ctrl-C), the budget is no longer in effect, and the next `shutdown`, `init` or `guard` does
+    what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
     global _active, _idle
@@ -280,12 +319,15 @@ def shutdown() -> list[str]:
         _idle = None
         if _environment is not None:
             _environment.disarm()
-        guard = _active.guard if _active is not None else None
-        try:
-            return guard.stop() if guard is not None and guard.active else []
-        finally:
-            if guard is None or not guard.active:  # else a Ctrl-C came first, and it can be tried again
-                _active = None
+        if (found := _active) is None:
+            return []
+        if found is _starting:  # called by a signal handler, say, within `init`, which is in the middle of it
+            found.unwanted = True
+            return []
+        stays = found.guard.stop()  # also what is left of one that was interrupted
+        if _active is found and found.guard.undone:
+            _active = None
+        return stays
 
 
 def ledger() -> Ledger:
@@ -330,8 +372,10 @@ def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
     callbacks.append(callback)
 
     def forget() -> None:
-        with contextlib.suppress(ValueError):
-            callbacks.remove(callback)
+        for position, one in enumerate(callbacks):
+            if one is callback:  # not `==`, which may be code of the program
+                del callbacks[position]
+                return
 
     return forget
 
@@ -401,9 +445,9 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-    global _active, _lock, _why_none
+    global _active, _starting, _lock, _why_none
     _lock = threading.RLock()
-    before, _active = _active, None
+    before, _active, _starting = _active, None, None
     if before is not None:
         before.forked()
         if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers

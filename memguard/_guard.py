@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,13 @@ from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import Ledger
+from memguard._logs import log as _log
+from memguard._logs import words_of
 from memguard._oom import hooks
 from memguard._specs import SPECS
 from memguard._text import shown
 from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
+from memguard._undo import Undo
 from memguard._units import format_size, parse_size
 from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
 
-_log = logging.getLogger("memguard")
 
 _SPILLS = (
     "this is WSL: an allocation for which the GPU has no room may be served from the machine's memory, slowly and "
@@ -77,16 +78,16 @@ class Guard:
         """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self._on_workload: Callable[[WorkloadReport], None] | None = None
         """Called with the report of each workload that ended without an error."""
-        self._on_stop: Callable[[], None] | None = None
-        """Called before everything is undone, without the guard's lock."""
+        self._on_stop: Undo | None = None
+        """Done before everything is undone, without the guard's lock."""
         self._lock = threading.RLock()
         self._hook = ImportHook()
-        self._undo = ExitStack()
+        self._undo = Undo()
         self._not_undone: list[str] = []
         self._entries: dict[str, _Entry] = {}
         self._warned: set[str] = set()
         self._samples = self._resized = 0
-        self._started = False
+        self._started = self._over = self._told = False
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
@@ -96,7 +97,12 @@ class Guard:
     @property
     def active(self) -> bool:
         """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
-        return bool(self._entries) and self._pid == os.getpid()
+        return bool(self._entries) and not self._over and self._pid == os.getpid()
+
+    @property
+    def undone(self) -> bool:
+        """Whether nothing of it is left. An interrupted `start` or `stop` leaves something, which `stop` takes back."""
+        return self._over and self._undo.done and (self._on_stop is None or self._on_stop.done)
 
     @property
     def frameworks(self) -> Mapping[str, Framework]:
@@ -110,7 +116,7 @@ class Guard:
         self._started = True
         try:
             if self._real is not None:
-                self._undo.callback(self._real.stop)
+                self._undo.add("the notice about real frameworks", self._real.stop)
                 self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
@@ -125,6 +131,9 @@ class Guard:
                 self._warn_where_busy()
                 if self.host.spills:
                     self._warn(_SPILLS)
+                if self._over:
+                    raise NotActive("this budget was shut down while it was being applied")
+                self._undo.add("import hooks", self._hook.clear)
                 self._entries = entries
                 self._cure(states)
                 for name, entry in entries.items():
@@ -137,21 +146,27 @@ class Guard:
             raise
 
     def stop(self) -> list[str]:
-        """Undo everything, last first. Returns what stays, as sentences."""
+        """Undo everything, last first. Returns what stays, as sentences.
+
+        If it is interrupted, call it again: it does the rest.
+        """
+        self._over = True  # from now on nothing may say that a cap holds
         try:
             if self._on_stop is not None:
-                self._on_stop()  # without the lock, for which the monitor's thread may be waiting
+                self._on_stop.run()  # without the lock, for which the monitor's thread may be waiting
         finally:
             with self._lock:
                 try:
-                    self._undo.close()  # every step runs, also after one was interrupted
-                finally:  # no cap holds any more, so nothing may say that one does
+                    self._undo.run()
+                finally:
                     self._entries = {}  # a new dict: other threads may be iterating over the old one
                     self._reader.clear()
                     self.host.close()
-                stays, self._not_undone = self._not_undone + self.permanent, []
-        for sentence in stays:
-            _log.info("%s", sentence)
+        stays = [*self._not_undone, *self.permanent]
+        if not self._told:
+            self._told = True
+            for sentence in stays:
+                _log.info("%s", sentence)
         return stays
 
     def forked(self) -> None:
@@ -381,8 +396,7 @@ class Guard:
         if state is State.ABSENT:
             self._absent(name, entry)
         elif state is State.IMPORTABLE:
-            forget = self._hook.watch(entry.framework.hook, lambda: self._imported(name))
-            self._undo.callback(self._take_back, f"{name}: import hook", forget)
+            self._hook.watch(entry.framework.hook, lambda: self._imported(name))
         else:
             self._apply(name, entry)
 
@@ -404,10 +418,14 @@ class Guard:
         self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
     def _apply(self, name: str, entry: _Entry) -> None:
-        applied = entry.framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
-        entry.enforcement = applied.enforcement
+        framework = entry.framework
+        self._undo.add(name, lambda: self._take_back(name, framework.changes.run))  # if it is interrupted in the middle
+        applied = framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
         if applied.undo is not None:
-            self._undo.callback(self._take_back, name, applied.undo)
+            undo = applied.undo
+            self._undo.add(name, lambda: self._take_back(name, undo))
+        framework.changes.clear()
+        entry.enforcement = applied.enforcement
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
         for note in applied.notes:
@@ -418,13 +436,16 @@ class Guard:
         """One step of the undoing. What fails is listed, and does not stop the other steps."""
         try:
             undo()
+            return
         except CapNotApplied as error:
-            self._not_undone.append(f"{what}: stays: {error.reason}")
+            stays = f"{what}: stays: {error.reason}"
         except Exception as error:
-            self._not_undone.append(f"{what}: could not be undone: {error}")
+            stays = f"{what}: could not be undone: {words_of(error)}"
         except BaseException:  # Ctrl-C: the other steps run, and it goes on afterwards
-            _log.warning("%s: the undoing was interrupted, and may be incomplete", what)
+            _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", what)
             raise
+        if stays not in self._not_undone:
+            self._not_undone.append(stays)
 
     def _trim_above_cap(self, name: str) -> None:
         """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""

@@ -69,7 +69,7 @@ def _apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -
 
 
 def _leave_path(folder: str) -> None:
-    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    sys.path = [entry for entry in sys.path if entry != folder]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != folder]
     if entries:
         os.environ["PYTHONPATH"] = os.pathsep.join(entries)

@@ -69,7 +69,8 @@ def disarm() -> None:
     if _applying:
         return
     why = None
-    _leave(_waiting.pop("finder", None))
+    _waiting.pop("finder", None)
+    _leave()
     while _undo:
         _undo.pop()()
 
@@ -82,7 +83,7 @@ def activate() -> None:
     finder = _waiting.pop("finder", None)
     if finder is None:
         return
-    _leave(finder)
+    _leave()
     if _is_set(DISABLE) or _is_tool(sys.argv):
         return
     _applying = True
@@ -149,11 +150,20 @@ def _write(text: str) -> None:
 
 def _wait(finder: _Finder) -> None:
     _waiting["finder"] = finder
-    sys.meta_path.insert(0, finder)
+    sys.meta_path = [finder, *sys.meta_path]
 
 
-def _leave(finder: object) -> None:
-    sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
+def _leave() -> None:
+    """As `memguard._frameworks.import_hook.leave`: another list, as other threads walk through this one."""
+    while True:
+        now = sys.meta_path
+        before = [*now]
+        kept = [one for one in before if not isinstance(one, _Finder)]
+        if len(kept) == len(before):
+            return
+        if sys.meta_path is now and now == before:
+            sys.meta_path = kept
+            return
 
 
 def _is_set(name: str) -> bool:

@@ -8,16 +8,15 @@ yet, a short child process is asked instead.
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from dataclasses import astuple
 
 from memguard._devices import contexts, libcuda
 from memguard._devices.contexts import VisibleDevice
+from memguard._logs import log as _log
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _CHILD_TIMEOUT = 60.0
 

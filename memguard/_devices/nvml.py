@@ -9,7 +9,6 @@ the process list, so their bytes are ignored.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -18,10 +17,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from memguard._devices import survey
+from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 T = TypeVar("T")
 
 _ARCHITECTURES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -12,10 +11,10 @@ from dataclasses import replace
 
 from memguard._devices import contexts, cuda_order, machine_memory
 from memguard._devices.nvml import Nvml, divided
+from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 _ELSEWHERE = {
     "darwin": ("this is macOS (darwin), which has no CUDA", "run on Linux"),
     "win32": ("this is Windows (win32)", "run on Linux, or in WSL 2, which is Linux to memguard"),

@@ -15,7 +15,9 @@ The rules for every method:
 - Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  returns an undo, or says why there is none. If it raises, nothing stays applied.
+  returns an undo, or says why there is none. If it raises, nothing stays applied. A Ctrl-C may come at any point, also
+  right after the last change: so before each change it adds to `changes` what takes it back. An undo can be called
+  again, and does then what is left of it.
 - A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
   holds, and `_warn` says so at once (`replacements.py` is how). Where it cannot be held, `_changed` has `drift` tell it
   at once. The undo gives the user what was asked for meanwhile.
@@ -28,7 +30,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -36,12 +37,12 @@ from types import ModuleType
 from typing import Any
 
 from memguard._devices.host import Host
+from memguard._logs import log as _log
 from memguard._specs import FrameworkSpec
 from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._undo import Undo
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
-
-_log = logging.getLogger("memguard")
 
 
 class Framework(ABC):
@@ -58,6 +59,8 @@ class Framework(ABC):
         """Called with what `_warn` says, on the thread whose call led to it."""
         self.on_change: Callable[[], None] | None = None
         """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
+        self.changes = Undo()
+        """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
 
     @property
     def name(self) -> str:

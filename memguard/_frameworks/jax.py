@@ -93,6 +93,7 @@ class JAX(Framework):
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         wanted.setdefault("allocator", "bfc")  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
         replaced = Replacements()
+        self.changes.add(self.name, replaced.undo)
         jax.config.update(_OPTIONS, wanted)
         found = getattr(jax.config, _OPTIONS)
         if found != wanted:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from memguard._frameworks.import_hook import _Loader
+from memguard._frameworks.import_hook import _Loader, enter, leave
 from memguard._specs import SPECS
 
 said = False
@@ -41,12 +41,11 @@ class RealImports(importlib.abc.MetaPathFinder):
         if here:
             self._imported(here[0])
         else:
-            sys.meta_path = [self, *sys.meta_path]  # rebound: another thread may be going through the old one
+            enter(self)
 
     def stop(self) -> None:
         """Leave no trace."""
-        if self in sys.meta_path:
-            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+        leave(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -12,7 +12,6 @@ would not look at the logical devices at all.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +20,12 @@ from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
 from memguard._frameworks.replacements import Replacements
+from memguard._logs import log as _log
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-_log = logging.getLogger("memguard")
 _standing: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -85,6 +84,7 @@ class TensorFlow(Framework):
             self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
             self._gpus = dict(by_gpu)
             replaced = Replacements()
+            self.changes.add(self.name, replaced.undo)
             undo.append(replaced.undo)
             self._replace(replaced)
         except BaseException:

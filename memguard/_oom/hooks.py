@@ -12,7 +12,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import itertools
-import logging
 import os
 import sys
 import threading
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._specs import SPECS
 from memguard._types import Plan, Sample
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # what explains an error is loaded when there is one
     from memguard._ledger.types import Ledger
     from memguard._oom.report import ErrorFacts, Report, Verdict
 
-_log = logging.getLogger("memguard")
 
 _MARK = "_memguard_report"
 """The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
@@ -88,9 +88,18 @@ def install(
         _installed.undo()
     if _pid != os.getpid():  # a forked child: its parent's reports are not its own
         _reports.clear()
-    _installed, _pid = _Installed(read, sinks, clock), os.getpid()
+    installed = _installed = _Installed(read, sinks, clock)
+    _pid = os.getpid()
     in_full_again()
-    return _installed.undo
+    installed.set()  # last: an interruption leaves nothing that `uninstall` does not know
+    return installed.undo
+
+
+def uninstall(read: Callable[[], Scene]) -> None:
+    """Undo the `install` that was given `read`, also one that was interrupted; nothing if another took its place."""
+    installed = _installed
+    if installed is not None and installed.read == read:
+        installed.undo()
 
 
 def in_full_again() -> None:
@@ -206,7 +215,7 @@ def _show(report: Report) -> None:
         else:
             sys.stderr.write(f"{shown}\n")
     except Exception as failure:  # closed, or missing under pythonw and services
-        _log.debug("the report could not be shown: %s", str(failure))
+        _log.debug("the report could not be shown: %s", text_of(failure))
 
 
 def _again(report: Report) -> str | None:
@@ -313,7 +322,9 @@ class _Hook:
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name, self._live = module, name, True
         self._previous: Callable[..., Any] = getattr(module, name)
-        setattr(module, name, self)
+
+    def set(self) -> None:
+        setattr(self._module, self._name, self)
 
     def remove(self) -> None:
         self._live = False  # a hook that was set after ours still calls it: it then only passes on
@@ -340,6 +351,10 @@ class _Installed:
     ) -> None:
         self.read, self.sinks, self.clock = read, sinks, clock
         self._hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
+
+    def set(self) -> None:
+        for hook in self._hooks:
+            hook.set()
 
     def undo(self) -> None:
         global _installed

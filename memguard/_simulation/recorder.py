@@ -7,7 +7,6 @@ until the block ends.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import sys
 import threading
@@ -20,12 +19,11 @@ from memguard import _api
 from memguard._blocks import Block, End
 from memguard._frameworks.base import Framework
 from memguard._guard import Guard
+from memguard._logs import log as _log
 from memguard._simulation import trace
 from memguard._types import Device, State, TraceEvent, Usage
 from memguard._workers import IdleGuard
 from memguard.errors import TraceError
-
-_log = logging.getLogger("memguard")
 
 _recording: int | None = None
 """PID of the process that is recording. PyTorch keeps one history, so only one trace at a time is possible."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import logging
 import sys
 import threading
 from typing import Any
 
+from memguard._logs import log as _log
 from memguard.errors import DeviceError
 from memguard.exchange.arguments import is_ordinal
-
-_log = logging.getLogger("memguard")
 
 
 class _Open:

@@ -94,6 +94,8 @@ class CuPy(Framework):
             replaced.undo()
             self._restore(cupy)
 
+        self.changes.add(self.name, undo)
+
         try:
             if contexts.initialised():
                 self._limit_live(cupy)

@@ -230,6 +230,7 @@ class PyCUDA(Framework):
                 self._own.clear()  # live arrays keep their pool alive until the last is freed
                 self._caps, self._mem_alloc = {}, None
 
+        self.changes.add(self.name, undo)
         try:
             replaced.put(drv, "mem_alloc", lambda _: mem_alloc)
             self._mem_alloc = drv.mem_alloc

@@ -6,13 +6,11 @@ the process: whoever pushes a context must pop it.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
 from memguard._frameworks.replacements import Replacements
-
-_log = logging.getLogger("memguard")
+from memguard._logs import log as _log
 
 _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 

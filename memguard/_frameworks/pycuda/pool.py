@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,8 +10,7 @@ from typing import Any
 
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
-
-_log = logging.getLogger("memguard")
+from memguard._logs import log as _log
 
 
 class Active:

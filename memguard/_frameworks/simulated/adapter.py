@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import whole_share
+from memguard._frameworks.import_hook import enter, leave
 from memguard._frameworks.simulated.allocators import (
     AllocationRefused,
     Allocator,
@@ -206,14 +207,14 @@ class SimulatedFramework(Framework):
             return
         self.imported = True
         finder = _BlankModule(self.hook)
-        sys.meta_path.append(finder)
+        enter(finder, last=True)
         try:
             importlib.import_module(self.hook)
         except BaseException:
             self.imported = False
             raise
         finally:
-            sys.meta_path.remove(finder)
+            leave(finder)
             sys.modules.pop(self.hook, None)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
@@ -224,9 +225,6 @@ class SimulatedFramework(Framework):
                 remedy = "activate the budget before the first GPU operation"
                 raise CapNotApplied(self.name, f"too late: it is live, and {why}", remedy)
             before = dict(self._caps), self._growth
-            self._caps = dict(caps)
-            self._growth = bool(options.get("growth", True))
-            self._set()
 
             def undo() -> None:
                 with self._lock:
@@ -235,6 +233,10 @@ class SimulatedFramework(Framework):
                     self._caps, self._growth = before
                     self._set()
 
+            self.changes.add(self.name, undo)
+            self._caps = dict(caps)
+            self._growth = bool(options.get("growth", True))
+            self._set()
             return Applied(Enforcement.ENFORCED, undo, notes=("simulated",))
 
     def resize(self, caps: Mapping[str, int]) -> None:

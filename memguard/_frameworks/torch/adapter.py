@@ -235,6 +235,7 @@ class Torch(Framework):
     def _replace(self, torch: Any) -> None:
         """Hold what the user sets from now on. The functions below all public names, which may be imported already."""
         self._replaced = replaced = Replacements()
+        self.changes.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
         replaced.put(torch._C, "_cuda_setMemoryFraction", self._fraction_asked)
         replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._allocator_asked)

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import functools
 import hmac
-import logging
 import os
 import secrets
 import socket
@@ -23,12 +22,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memguard._logs import log as _log
 from memguard.exchange import lifetimes
 from memguard.exchange.ipc import wire
 from memguard.exchange.ipc.event_loop import EventLoop
 from memguard.exchange.ipc.wire import Description
 
-_log = logging.getLogger("memguard")
 REQUEST_TIMEOUT = 5.0
 """Seconds in which a peer must send its request."""
 MOST_WAITING = 32
