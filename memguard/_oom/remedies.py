@@ -26,6 +26,8 @@ WORKSPACE = 256 * MIB
 """Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _WORTH = 16 * MIB
 """A remedy that gains less is not worth showing."""
+_PIECES = 10
+"""Fragmentation is the reason if it takes at least one part in so many of the cap."""
 _ELSEWHERE = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -55,7 +57,8 @@ class Case:
     """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
 
     `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
-    request, and what its allocator takes beyond it.
+    request, and what its allocator takes beyond it. `of_then`: the requester's figures are those of the moment at which
+    the request was refused.
     """
 
     part: DeviceLedger
@@ -64,6 +67,7 @@ class Case:
     plan: Plan | None = None
     others: Mapping[int, int | None] = field(default_factory=dict)
     budget: Budget | None = None
+    of_then: bool = False
 
     @cached_property
     def row(self) -> Row | None:
@@ -123,8 +127,14 @@ class Case:
         own = (self.row.reclaimable or 0) if self.row is not None else 0
         return self.free + own < self.need
 
-    @cached_property
+    @property
     def fragmented(self) -> bool:
+        """Whether fragmentation is the reason. A few per cent of each cache are in pieces always."""
+        cap = (self.row.cap if self.row is not None else None) or 0
+        return self.of_then and self.in_pieces and self.split * _PIECES >= cap
+
+    @cached_property
+    def in_pieces(self) -> bool:
         """Whether the request would fit under its cap if its cache were in one piece."""
         if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
             return not self.over_card and self.room is not None and self.room >= self.need
@@ -154,6 +164,8 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
         found += _whole(case)
     if reason in ("cap", "cap and card", "fragmented"):
         found += _higher_cap(case)
+        if reason != "fragmented" and case.of_then and case.in_pieces:
+            found += _whole(case)
     if reason in ("card", "cap and card", "unknown"):
         found += _trims(case)
     if reason in ("card", "cap and card"):

@@ -219,7 +219,7 @@ def diagnose(
     uuid = part.device.uuid
     before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
     others = dict(processes.get(uuid, {}))
-    case = Case(_caps_in_force(before, verdict), verdict, raised, plan, others, budget)
+    case = Case(_caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None)
     reason, why = _reason(case, moment, moments.since(before, None if caught else part, verdict.requester))
     found = remedies(verdict, case, reason)
     return Report(
@@ -332,7 +332,7 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     if asked is not None and asked > row.cap and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"
         return "cap", f"{whole}; the card {has} {card}{end}"
-    if case.fragmented and moment is None:
+    if case.in_pieces and moment is None:
         unknown = "what was in use when the request failed is not known"
         return "cap", f"{cap} now; {unknown}; the card has {card}"
     if case.fragmented:
