@@ -213,6 +213,9 @@ _ROWS = (
             ("in_use", r"Of the allocated memory ([\d.]+ \w+) is allocated by PyTorch"),
             ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
             ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
+            # cudaMallocAsync.
+            ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
+            ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
             # Until torch 2.0.
             ("in_use", r"([\d.]+ \w+) already allocated"),
             ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
