@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from memguard import _policy
@@ -21,13 +23,25 @@ from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
-from memguard._ledger.types import Ledger
+from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
 from memguard._specs import SPECS
 from memguard._text import shown
-from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
+from memguard._types import (
+    Device,
+    DevicePlan,
+    Enforcement,
+    Event,
+    Moment,
+    Plan,
+    Sample,
+    State,
+    Usage,
+    WorkloadReport,
+)
 from memguard._undo import Undo
 from memguard._units import format_size, parse_size
 from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
@@ -63,6 +77,16 @@ class _Entry:
         return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
 
 
+@dataclass
+class _Refused:
+    """How often a framework was refused memory on one GPU, and the last time. Counted without a lock."""
+
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    count: int = 0
+    last: float = 0.0
+    size: int | None = None
+
+
 class Guard:
     """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
 
@@ -80,6 +104,9 @@ class Guard:
         """Called with the report of each workload that ended without an error."""
         self._on_stop: Undo | None = None
         """Done before everything is undone, without the guard's lock."""
+        self._on_refusal: Callable[[Moment], None] | None = None
+        """Called when a framework was refused memory, within the allocation that fails."""
+        self._refusals: dict[tuple[str, str], _Refused] = {}
         self._lock = threading.RLock()
         self._hook = ImportHook()
         self._undo = Undo()
@@ -125,6 +152,8 @@ class Guard:
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
                 entry.framework.on_change = functools.partial(self._find_drift, wait=False)
             states = {name: entry.framework.state() for name, entry in entries.items()}
+            for entry in entries.values():
+                entry.framework.on_refusal = self._refused
             with self._lock:
                 for note in self.plan.notes:
                     self._warn(note)
@@ -159,6 +188,8 @@ class Guard:
                 try:
                     self._undo.run()
                 finally:
+                    for entry in self._entries.values():
+                        entry.framework.on_refusal = None
                     self._entries = {}  # a new dict: other threads may be iterating over the old one
                     self._reader.clear()
                     self.host.close()
@@ -185,13 +216,16 @@ class Guard:
         with self._lock:
             self._check_active()
             enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-            parts = tuple(self._reader.ledger(part, self.frameworks, enforcements) for part in self.plan.devices)
+            parts = tuple(
+                self._with_refusals(self._reader.ledger(part, self.frameworks, enforcements))
+                for part in self.plan.devices
+            )
             above = (
                 _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
                 for part in parts
                 for row in part.rows
             )
-            notes = [*self._all_notes(), *(note for note in above if note is not None)]
+            notes = [*self._all_notes(), *(note for note in above if note is not None), *_of_refusals(parts)]
             return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
@@ -206,6 +240,64 @@ class Guard:
         frameworks, reader = self.frameworks, self._reader
         parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
+
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self.plan.devices:
+            usages = {name: one.usage(part.device) for name, one in self.frameworks.items()}
+            found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
+        return found
+
+    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
+        """Count a refused request. Any thread, also within an allocation: it takes no lock."""
+        known = self._refusals.setdefault((framework, uuid), _Refused())
+        known.count, known.last, known.size = next(known.numbers), when, size
+
+    def _refused(self, moment: Moment) -> str | None:
+        """What adapters call when a request was refused for good. Returns the name of the record.
+
+        It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
+        whoever holds that may be waiting for the allocator.
+        """
+        part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
+        if part is None or not self.active:
+            return None
+        cap = part.caps.get(moment.framework)
+        scene: Callable[[], hooks.Scene] = hooks.Scene
+        try:
+            reading, processes = self._reader.glance(part, self.frameworks)
+        except MemguardError as error:  # a GPU is lost
+            _log.debug("no reading at a refused request: %s", str(error))
+            moment = replace(moment, cap=cap)
+        else:
+            usage = reading.usages.get(moment.framework) or Usage(None, None)
+            moment = replace(
+                moment, cap=cap, held=usage.held, in_use=usage.in_use,
+                reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
+                free=reading.memory.free if moment.free is None else moment.free,
+            )  # fmt: skip
+            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+            others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
+            scene = functools.partial(
+                _scene_of, reading, part, enforcements, others, self.plan, self.budget, moment.time, self.host.simulated
+            )
+        self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
+        record = hooks.refused(moment, scene)
+        if self._on_refusal is not None:
+            self._on_refusal(moment)
+        return record
+
+    def _with_refusals(self, part: DeviceLedger) -> DeviceLedger:
+        """The rows, with how often each framework was refused: unknown if it does not say so and no error was seen."""
+        rows = [self._with_refused(row, part.device.uuid) if row.kind == "framework" else row for row in part.rows]
+        return replace(part, rows=tuple(rows))
+
+    def _with_refused(self, row: Row, uuid: str) -> Row:
+        entry, known = self._entries.get(row.name), self._refusals.get((row.name, uuid))
+        if known is not None:
+            return replace(row, refused=known.count, last_refused=known.last)
+        return replace(row, refused=0) if entry is not None and entry.framework.unseen() is None else row
 
     def _find_drift(self, *, wait: bool = True) -> None:
         """Ask each framework whether the cap that was set still holds, and note what changed.
@@ -543,6 +635,31 @@ class Guard:
         if note not in self.notes:
             self.notes.append(note)
             _log.log(level, "%s", note)
+
+
+def _scene_of(
+    reading: Reading,
+    part: DevicePlan,
+    enforcements: Mapping[str, str],
+    others: Mapping[int, int | None],
+    plan: Plan,
+    budget: Budget,
+    when: float,
+    simulated: bool,
+) -> hooks.Scene:
+    """What an out-of-memory report is made from, out of a reading of the moment."""
+    ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
+    return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
+
+
+def _of_refusals(parts: Sequence[DeviceLedger]) -> Iterator[str]:
+    """A note about each framework that was refused memory."""
+    for part in parts:
+        for row in part.rows:
+            if row.refused and row.last_refused is not None:
+                times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
+                when = datetime.fromtimestamp(row.last_refused).strftime("%H:%M:%S")
+                yield f"{row.name} was refused memory on {part.device.name} {times} at {when}: memguard.last_oom()"
 
 
 def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:

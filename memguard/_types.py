@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from memguard._text import shown, visible
 from memguard._units import format_size
@@ -120,6 +120,32 @@ class Usage(NamedTuple):
     held_at_least: int | None = None
     held_at_most: int | None = None
     peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was known when one request for GPU memory was refused. Sizes are bytes; None if not known.
+
+    source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
+    error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
+    `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known.
+    """
+
+    framework: str
+    source: Literal["refusal", "observer", "text", "peak", "sample"]
+    time: float
+    uuid: str | None = None
+    requested: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    reclaimable: int | None = None
+    cap: int | None = None
+    free: int | None = None
+    thread: int = 0
+
+    @property
+    def cached(self) -> int | None:
+        return None if self.held is None or self.in_use is None else max(self.held - self.in_use, 0)
 
 
 @dataclass(frozen=True)
@@ -235,8 +261,9 @@ class Event(NamedTuple):
     """Something that the monitor or the guard noticed, or that was done.
 
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds,
-    or holds again; a setting made later met it).
+    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds, or holds again;
+    a setting made later met it), refused (only in timelines: an allocator refused `times` requests, whether or not the
+    program catches the errors).
     """
 
     time: float
@@ -247,6 +274,7 @@ class Event(NamedTuple):
     framework: str | None = None
     seconds: float | None = None
     bytes: int | None = None
+    times: int | None = None
 
     def __str__(self) -> str:
         """`critical pressure: torch: ...`, without the time."""

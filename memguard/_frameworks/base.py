@@ -39,7 +39,7 @@ from typing import Any
 from memguard._devices.host import Host
 from memguard._logs import log as _log
 from memguard._specs import FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
 from memguard._undo import Undo
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
@@ -61,6 +61,8 @@ class Framework(ABC):
         """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
         self.changes = Undo()
         """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
+        self.on_refusal: Callable[[Moment], str | None] | None = None
+        """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
 
     @property
     def name(self) -> str:
@@ -125,6 +127,25 @@ class Framework(ABC):
     def drift(self) -> list[str]:
         """What was changed since `apply` so that the cap no longer holds: sentences, mostly none."""
         return []
+
+    def unseen(self) -> str | None:
+        """Why a refused request is not seen if the program catches its error; None if each is told by `_refused`."""
+        return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
+
+    def _refused(self, error: BaseException | None, moment: Moment) -> None:
+        """Tell that a request was refused for good, on the thread that made it. Call it without a lock of the adapter.
+
+        The guard adds what this framework and the others hold. `error` is marked with the record, to know it again.
+        Raises nothing.
+        """
+        if self.on_refusal is None:
+            return
+        try:
+            record = self.on_refusal(moment)
+            if error is not None and record is not None:
+                vars(BaseException)["__dict__"].__get__(error)["memguard_refusal"] = record
+        except Exception as failure:
+            _log.debug("%s: a refused request was not recorded: %s", self.name, str(failure))
 
     def capturing(self) -> bool:
         """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil the graph."""

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -23,7 +24,7 @@ from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -183,6 +184,9 @@ class Numba(Framework):
     def footprint(self, size: int) -> int:
         return round_up(size)
 
+    def unseen(self) -> str | None:
+        return rmm.UNSEEN if self._rmm is not None else None
+
     def drift(self) -> list[str]:
         if self._rmm is not None:
             return self._rmm.drift(self.name)
@@ -226,6 +230,12 @@ class Numba(Framework):
             size,
         )
 
+    def tell(self, error: BaseException, uuid: str, size: int) -> None:
+        """Tell of a request that was refused, when the count's lock is free again."""
+        if uuid in self._caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:
             self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host))
@@ -260,6 +270,15 @@ def _capped(driver: Any) -> type:
             self.deallocations = Pending(self.uuid)
 
         def memalloc(self, size: int) -> Any:
+            try:
+                return self._counted(size)
+            except driver.CudaAPIError as error:
+                framework = self.memguard
+                if framework is not None and "OUT_OF_MEMORY" in str(error):
+                    framework.tell(error, self.uuid, size)
+                raise
+
+        def _counted(self, size: int) -> Any:
             count: _Count = self.deallocations.count
             with count.lock:
                 framework = self.memguard

@@ -84,6 +84,29 @@ class LedgerReader:
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
         return device_ledger(reading, part, {**watched, **enforcements})
 
+    def glance(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> tuple[Reading, Mapping[int, int | None]]:
+        """One GPU's figures and processes, read once, without a lock, and nothing charged: when a request is refused.
+
+        It is called within allocations, where another thread may wait for this one. Contexts and loans are left out.
+        """
+        device = part.device
+        usages: dict[str, Usage | None] = {}
+        for name, one in {**self._created, **frameworks}.items():
+            try:
+                usages[name] = one.usage(device)
+            except Exception:  # unknown
+                usages[name] = Usage(None, None)
+        memory, processes = self._host.memory(device), self._host.processes(device)
+        own = own_bytes(processes, self._host.pid, True)
+        slabs = driver_pages.slabs[device.uuid].gaps
+        state = self._overhead.get(device.uuid, Overhead())
+        gap = gap_of(own, usages.values(), slabs)
+        if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
+            live = {name for name, usage in usages.items() if usage is not None}
+            exact = all(usage is None or usage.held is not None for usage in usages.values())
+            state = state.after(gap, state.appeared.union(live, {"context"}), exact)
+        return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
+
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
         """One GPU's figures, each asked for once: what the monitor can afford several times a second.
 

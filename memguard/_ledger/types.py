@@ -31,7 +31,9 @@ class Row:
     """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is what counts in the sum.
 
     kind: framework, overhead, unaccounted, other processes, driver reserve, free. `lent` is the part of a framework's
-    memory that others have views of, each byte once; None if nothing is lent.
+    memory that others have views of, each byte once; None if nothing is lent. `refused` says how often a framework of
+    the budget was refused memory on this GPU since the budget is active, as far as its allocator tells of it, and
+    `last_refused` when it last was (seconds, as `time.time()`); None if unknown, or for other rows.
     """
 
     kind: str
@@ -46,6 +48,8 @@ class Row:
     at_most: int | None = None
     note: str = ""
     lent: int | None = None
+    refused: int | None = None
+    last_refused: float | None = None
 
 
 @dataclass(frozen=True)

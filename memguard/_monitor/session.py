@@ -17,8 +17,9 @@ from memguard._devices import contexts
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._monitor.leaks import Workloads
+from memguard._monitor.refusals import Refusals
 from memguard._oom import hooks
-from memguard._types import Event, Pressure, Sample, WorkloadReport
+from memguard._types import Event, Moment, Pressure, Sample, WorkloadReport
 from memguard._undo import Undo
 from memguard._units import format_size
 from memguard.errors import MemguardError, UnderPressure
@@ -58,6 +59,7 @@ class Session:
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
         self._workloads = Workloads()
+        self._refusals = Refusals()
         self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -81,6 +83,7 @@ class Session:
         try:
             self.guard._on_event = self._announce
             self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
+            self.guard._on_refusal = self._refused
             self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
             hooks.install(self._scene, self._write_oom, self._announce_oom)
             if self.guard.budget.monitor is not None:
@@ -100,6 +103,7 @@ class Session:
         self._writer = self._writer or self._new_writer()
         if self._writer is not None:
             self._undo.add("timeline", self._writer.close)
+            self._undo.add("refused requests", lambda: self._write_refusals(everything=True))
             self._writer.begin()
         devices = [part.device for part in self.guard.plan.devices]
         self._settings = Settings.of(budget.monitor, budget.on_pressure, devices)
@@ -201,9 +205,25 @@ class Session:
             for part in guard.plan.devices
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
-        return hooks.Scene(ledger, guard.plan, processes, tuple(samples))
+        return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
+
+    def _refused(self, moment: Moment) -> None:
+        """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
+        if (writer := self._writer) is not None:
+            for event in self._refusals.refused(moment):
+                writer.event(event)
+
+    def _write_refusals(self, everything: bool = False) -> None:
+        if (writer := self._writer) is not None:
+            for event in self._refusals.due(everything):
+                writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
+        who, moment = report.verdict.requester, report.moment
+        counted = moment is not None and moment.source in ("refusal", "observer")
+        if not counted and report.uuid is not None and who is not None and who in self.guard.frameworks:
+            self.guard.refused(who, report.uuid, report.time, report.verdict.requested)
+        self._write_refusals(everything=True)
         if self._writer is not None:
             self._writer.oom(report.as_dict())
 
@@ -237,6 +257,7 @@ class Session:
         writer = self._writer
         if writer is not None:
             writer.sample(sample)
+            self._write_refusals()
             for event in events:
                 writer.event(event)
 

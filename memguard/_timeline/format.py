@@ -124,7 +124,7 @@ def event_line(event: Event) -> bytes:
     record = {"kind": str(event.kind), "text": str(event.text)[:_TEXT]}
     if event.level is not None:
         record["level"] = event.level.value
-    for key in ("uuid", "framework", "seconds", "bytes"):
+    for key in ("uuid", "framework", "seconds", "bytes", "times"):
         if (value := plain(getattr(event, key))) is not None:
             record[key] = value[:100] if isinstance(value, str) else value
     return _line({"t": _time(event.time), "event": record})

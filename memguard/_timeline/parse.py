@@ -20,7 +20,7 @@ _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
 _EVENT: Mapping[str, tuple[type, ...]] = {
     "kind": (str,), "text": (str,), "level": (str,), "uuid": (str,), "framework": (str,), "seconds": (int, float),
-    "bytes": (int,),
+    "bytes": (int,), "times": (int,),
 }  # fmt: skip
 _DEVICE: Mapping[str, tuple[type, ...]] = {
     "uuid": (str,), "name": (str,), "index": (int,), "total": (int,), "reserved": (int, type(None)),

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated import adapter
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._specs import SPECS
-from memguard._types import Applied, Enforcement, State, TraceEvent
+from memguard._types import Applied, Enforcement, Moment, State, TraceEvent
 from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import CapNotApplied
 
@@ -392,6 +393,51 @@ class TestWorking:
         subject.apply(GIB)
         live = fill(subject)
         assert 8 * MIB * len(live) > GIB * 7 // 10 and held(subject) <= GIB
+
+    def test_a_refused_request_is_told_once_or_the_adapter_says_that_it_cannot(self, subject: Subject) -> None:
+        """Also of an error that the program catches. What is served after all is no refusal."""
+        subject.bring()
+        subject.apply(GIB)
+        told: list[Moment] = []
+
+        def on_refusal(moment: Moment) -> str:
+            told.append(moment)
+            return f"1:{len(told)}"
+
+        subject.framework.on_refusal = on_refusal
+        live = fill(subject)
+        if subject.framework.unseen() is not None:
+            assert not told and len(subject.framework.unseen() or "") > 10
+            return
+        (moment,) = told
+        assert (moment.framework, moment.uuid) == (subject.framework.name, subject.gpu.uuid)
+        assert moment.requested == 8 * MIB and moment.thread == threading.get_ident()
+        with pytest.raises(subject.own_error()) as caught:
+            subject.allocate(2 * GIB)
+        assert told[1].requested == 2 * GIB and vars(caught.value)["memguard_refusal"] == "1:2"
+        del caught
+        live.pop()
+        again = subject.allocate(8 * MIB)
+        assert len(told) == 2
+        del again
+
+    def test_telling_never_takes_the_place_of_the_error_and_holds_no_lock(self, subject: Subject) -> None:
+        """Whoever is told may ask the framework, on this thread and on others."""
+        subject.bring()
+        subject.apply(GIB)
+        if subject.framework.unseen() is not None:
+            return
+        asked: list[Any] = []
+
+        def on_refusal(moment: Moment) -> str:
+            thread = threading.Thread(target=lambda: asked.append(subject.framework.usage(subject.gpu)))
+            thread.start()
+            thread.join(10)
+            raise RuntimeError("not today")
+
+        subject.framework.on_refusal = on_refusal
+        live = fill(subject)
+        assert len(asked) == 1 and asked[0] is not None and live
 
     def test_usage_adds_up(self, subject: Subject) -> None:
         subject.bring()

@@ -539,6 +539,115 @@ result["history"] = [callable(torch.cuda.memory._snapshot), callable(torch.cuda.
     assert found["entries"] and all(found["entries"]) and all(found["history"])
 
 
+# refused requests
+
+
+def test_the_observer_is_attached_once_and_only_when_torch_is_live(with_torch: Run) -> None:
+    """It cannot be taken back, so it tells nobody after the undo, in a forked child and of a GPU without a cap."""
+    found = with_torch(
+        SETUP
+        + """
+from memguard._frameworks.torch import adapter
+found, told = card(host), []
+framework.on_refusal = lambda moment: told.append(moment)
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["before"] = len(found.observers)
+torch.cuda.init()
+result["live"] = len(found.observers)
+(observer,) = found.observers
+observer(0, 2 * GIB, 4 * GIB, 100 * GIB)
+observer(1, 2 * GIB, 4 * GIB, 100 * GIB)
+result["told"] = [[m.framework, m.source, m.uuid == uuid, m.requested, m.free, m.thread > 0] for m in told]
+framework.on_refusal = lambda moment: 1 / 0
+result["raises"] = observer(0, GIB, 4 * GIB, GIB)
+framework.on_refusal = lambda moment: told.append(moment)
+framework.resize({uuid: 6 * GIB})
+pid = os.fork()
+if pid == 0:
+    observer(0, GIB, 4 * GIB, GIB)
+    os._exit(0 if len(told) == 1 else 1)
+result["child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+applied.undo()
+observer(0, GIB, 4 * GIB, GIB)
+result["after"] = len(told)
+second = Torch(host)
+second.on_refusal = lambda moment: told.append(moment)
+second.apply({uuid: 4 * GIB}, {})
+observer(0, GIB, 4 * GIB, GIB)
+result["second"], result["attached"] = len(told), len(found.observers)
+result["unseen"] = [framework.unseen(), second.unseen()]
+"""
+    )
+    assert found["before"] == 0 and found["live"] == 1 and found["told"] == [
+        ["torch", "observer", True, 2 << 30, 100 << 30, True]
+    ]  # fmt: skip
+    assert found["raises"] is None and found["child"] == 0 and found["after"] == 1
+    assert found["second"] == 2 and found["attached"] == 1 and found["unseen"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("del torch._C._cuda_attach_out_of_memory_observer", "native allocator has no observer"),
+        ("torch._C._cuda_getAllocatorBackend = lambda: 'other'", "other allocator has no observer"),
+        ("def no(f): raise RuntimeError('not yet')\ntorch._C._cuda_attach_out_of_memory_observer = no", "not yet"),
+    ],
+)
+def test_a_torch_without_observer_is_capped_and_says_what_is_not_seen(with_torch: Run, change: str, words: str) -> None:
+    found = with_torch(
+        f"{SETUP}\nfound = card(host)\n{change}\ntorch.cuda.init()\nframework.apply({{uuid: 4 * GIB}}, {{}})\n"
+        "result['unseen'], result['exact'] = framework.unseen(), exact(found)"
+    )
+    assert words in found["unseen"] and found["exact"] == 4 << 30
+
+
+def test_a_caught_error_and_one_that_leaves_a_block_under_the_guard(with_torch: Run) -> None:
+    """The figures are of the observer's call, on whatever thread, and not of when the exception is seen."""
+    found = with_torch(
+        """
+import torch, threading, memguard
+from memguard import _api
+from memguard._frameworks.torch import settings
+settings.cuda_version = lambda: "13.0"
+host = Host()
+found = card(host)
+_api._host = lambda simulate: host
+guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}})
+torch.cuda.init()
+(observer,) = found.observers
+def holds(held, used):
+    sizes = {"reserved_bytes": held, "allocated_bytes": used, "active_bytes": used, "inactive_split_bytes": held - used}
+    found.stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
+def fail(size):
+    holds(3900 * MIB, 3800 * MIB)
+    thread = threading.Thread(target=observer, args=(0, size, 4 * GIB, 100 * GIB))  # as backward does
+    thread.start()
+    thread.join()
+    holds(3900 * MIB, 1000 * MIB)
+    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB. GPU 0 has")
+def told():
+    report = memguard.last_oom()
+    return [report.reason, report.caught, report.moment.in_use // MIB, report.moment.source, report.why]
+try: fail(GIB)
+except torch.OutOfMemoryError: pass
+result["caught"] = told()
+try:
+    with memguard.workload("step", framework="torch"): fail(GIB + 100 * MIB)
+except torch.OutOfMemoryError as error: pass
+result["left"] = told()
+row = memguard.ledger().devices[0].row("torch")
+result["refused"] = row.refused
+memguard.shutdown()
+"""
+    )
+    assert found["caught"][:4] == ["cap", True, 3800, "observer"] and found["refused"] == 2
+    assert found["left"][:4] == ["cap", False, 3800, "observer"]
+    assert found["left"][4] == (
+        "its cap of 4.00 GiB was reached: it held 3.81 GiB (3.71 GiB in use) when the request failed; "
+        "now 1000.0 MiB are in use"
+    )
+
+
 # what the user has set
 
 

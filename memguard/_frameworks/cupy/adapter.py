@@ -20,6 +20,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, Usage
 from memguard._units import format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -161,6 +162,9 @@ class CuPy(Framework):
     def footprint(self, size: int) -> int:
         return whole_share(size)
 
+    def unseen(self) -> str | None:
+        return rmm.UNSEEN if self._rmm is not None else None
+
     def drift(self) -> list[str]:
         cupy = _imported()
         if cupy is None:
@@ -223,9 +227,13 @@ class CuPy(Framework):
                 memory = malloc(rounded)
             except refusal as error:
                 if not self._make_room(get_device()):
-                    with_size(error, size)
+                    self._tell(with_size(error, size), get_device(), size)
                     raise
-                memory = malloc(rounded)
+                try:
+                    memory = malloc(rounded)
+                except refusal as again:
+                    self._tell(with_size(again, size), get_device(), size)
+                    raise
             if small and total_bytes() != before:
                 pieces = self._pieces.get(get_device())
                 if pieces is not None:
@@ -233,6 +241,13 @@ class CuPy(Framework):
             return memory
 
         return allocate
+
+    def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
+        """Tell of a request that the pool refused. It has freed what is not split before: nothing is reclaimable."""
+        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), None)
+        if uuid in self._caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
         """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""

@@ -29,7 +29,7 @@ from memguard._frameworks.pycuda.contexts import current_context, serve_by_prima
 from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, RawPool, destroyed
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied
 
@@ -166,6 +166,13 @@ class PyCUDA(Framework):
             if current is None:
                 return raw_pitch(width, height, access_size)
             uuid = self._uuid(drv, current)
+            try:
+                return pitched_within_cap(uuid, width, height, access_size)
+            except drv.MemoryError as error:
+                self._tell(error, uuid, round_up(width, 512) * height)
+                raise
+
+        def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
                 self._settle()
                 pages = self._pages_of(uuid)
@@ -260,6 +267,19 @@ class PyCUDA(Framework):
             return pool
 
     def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
+        try:
+            return self._counted(drv, pool, size)
+        except drv.MemoryError as error:
+            self._tell(error, pool.uuid, size)
+            raise
+
+    def _tell(self, error: BaseException, uuid: str, size: int) -> None:
+        """Tell of a request that was refused, when the lock is free again."""
+        if uuid in self._caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+
+    def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
         with self._lock:
             self._settle()
             bin_size = pool.bin_size(size)

@@ -32,7 +32,7 @@ from memguard._frameworks.simulated.allocators import (
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
 from memguard._specs import SPECS, FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
@@ -178,7 +178,10 @@ class SimulatedFramework(Framework):
         self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
-        self.spec = FrameworkSpec(name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="")
+        silent = row is not None and row.refuses_silently
+        self.spec = FrameworkSpec(
+            name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="", refuses_silently=silent
+        )
         self.imported = imported
         self._gpus = host
         self._caps: dict[str, int] = {}
@@ -304,6 +307,15 @@ class SimulatedFramework(Framework):
         """Allocate; returns the array's id. `device` is the position on the host. Raises the framework's own OOM."""
         gpu = self._device(device)
         self.start_importing()
+        try:
+            return self._allocate(gpu, nbytes, exact)
+        except FrameworkOutOfMemory as error:
+            if self.unseen() is None:
+                here = threading.get_ident()
+                self._refused(error, Moment(self.name, "refusal", time.time(), gpu.uuid, nbytes, thread=here))
+            raise
+
+    def _allocate(self, gpu: Device, nbytes: int, exact: bool) -> int:
         with self._lock:
             try:
                 block = self._pool(gpu, nbytes).allocate(nbytes, exact=exact)

@@ -8,12 +8,19 @@ the fraction with bytes *in use* and let its pool hold 4 % more, so a driver poo
 A fraction that the user sets later meets the cap in `torch._C._cuda_setMemoryFraction`, which every public name calls.
 
 Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
+
+Refused requests come from the native allocator's observer. It runs on the thread that asked, and torch has let go of
+its locks before (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
@@ -25,12 +32,20 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.torch import history, settings
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
 from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
+_log = logging.getLogger("memguard")
+
 SEGMENT = 20 * MIB
 """Expandable segments take memory in pieces of this size (measured)."""
+
+
+_observed: Any = None
+"""The torch that has our observer: it cannot be taken back, so it is attached once."""
+_observer: tuple[Torch, int] | None = None
+"""The adapter that the observer tells, and its process; None if no cap is set."""
 
 
 class Torch(Framework):
@@ -52,6 +67,7 @@ class Torch(Framework):
         self._replaced = Replacements()
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
+        self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
         """Not installed, or a build without CUDA. Read from `torch/version.py`; imports nothing."""
@@ -190,6 +206,11 @@ class Torch(Framework):
             for ordinal, (_, most) in self._most.items()
             if read(ordinal) > most
         ]
+
+    def unseen(self) -> str | None:
+        if self._rmm is not None:
+            return rmm.UNSEEN
+        return self._unseen
 
     def capturing(self) -> bool:
         torch = sys.modules.get("torch")
@@ -367,6 +388,29 @@ class Torch(Framework):
             elif self._expandable:
                 allowed -= SEGMENT
             self._set_fraction(torch, ordinal, allowed)
+        self._unseen = self._observe(torch, backend) if self._set else None
+
+    def _observe(self, torch: Any, backend: str) -> str | None:
+        """Have torch's allocator tell of refused requests. Returns why it cannot. Torch must be live."""
+        global _observed, _observer
+        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if backend != "native" or attach is None:
+            return f"torch's {backend} allocator has no observer of refused requests"
+        if _observed is not torch:
+            try:
+                attach(_tell)
+            except (RuntimeError, TypeError) as error:
+                return f"torch's allocator took no observer of refused requests: {error}"
+            _observed = torch
+        _observer = self, os.getpid()
+        return None
+
+    def _told(self, ordinal: int, requested: int, free: int) -> None:
+        uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
+        if uuid in self._caps:
+            here = threading.get_ident()
+            moment = Moment(self.name, "observer", time.time(), uuid, requested, free=free, thread=here)
+            self._refused(None, moment)
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
         total = torch.cuda.get_device_properties(ordinal).total_memory
@@ -423,6 +467,9 @@ class Torch(Framework):
 
     def _restore(self) -> None:
         """Restore what was there before, unless the user has set another fraction. A failed step stops no other."""
+        global _observer
+        if _observer is not None and _observer[0] is self:
+            _observer = None
         torch, self._expandable = self._torch(), None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         with ExitStack() as steps:
@@ -465,6 +512,17 @@ def _exactly(allowed: int, total: int) -> float:
     """The fraction of which torch makes exactly so many bytes: it truncates the product."""
     fraction = min(allowed / total, 1.0)
     return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
+
+
+def _tell(device: int, requested: int, allowed: int, free: int) -> None:
+    """What torch's allocator calls before it raises. An error here would take the place of torch's own."""
+    found = _observer
+    if found is None or found[1] != os.getpid():
+        return
+    try:
+        found[0]._told(device, requested, free)
+    except Exception as error:
+        _log.debug("torch: a refused request was not recorded: %s", str(error))
 
 
 def _nvml_uuid(uuid: str) -> str:
