@@ -63,7 +63,7 @@ make_venv() {
 }
 
 # have_pycuda: have PyCUDA in $VENV, built from its sdist. There are no wheels, and a machine without CUDA has neither
-# its headers, which are taken from wheels, nor libcuda, for which an empty library is linked. Needs g++.
+# its headers, which are taken from wheels, nor libcuda, for which a library of one function is linked. Needs g++.
 PYCUDA='pycuda==2026.1'
 CUDA_HEADERS=('nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-profiler-api==13.0.*')
 have_pycuda() {
@@ -87,9 +87,10 @@ build_pycuda() {
     "$VENV/bin/python" -m pip download --quiet --no-deps --no-binary pycuda --dest "$folder" "$PYCUDA" >&2 || return
     tar xzf "$folder"/pycuda-*.tar.gz -C "$folder" || return
     source=$(dirname "$folder"/pycuda-*/setup.py)
-    "${CC:-cc}" -shared -Wl,-soname,libcuda.so.1 -xc -o "$folder/libcuda.so" /dev/null || return
-    # Nothing is found in the empty library, and PyCUDA has to load the real one all the same: hence --no-as-needed.
+    # One function is in it: a linker leaves a library out that has nothing of what is needed.
+    echo 'int cuInit(unsigned flags) { return (int)flags; }' >"$folder/cuda.c" || return
+    "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so" "$folder/cuda.c" || return
     printf '%s\n' "CUDA_INC_DIR = ['$folder/cuda/nvidia/cu13/include']" "CUDADRV_LIB_DIR = ['$folder']" \
-        "CUDA_ENABLE_CURAND = False" "LDFLAGS = ['-Wl,--no-as-needed']" >"$source/siteconf.py" || return
+        "CUDA_ENABLE_CURAND = False" >"$source/siteconf.py" || return
     "$VENV/bin/python" -m pip install --quiet --no-compile "$source" >&2
 }

@@ -193,7 +193,7 @@ def outcomes(package: str, names: Sequence[str], env: Mapping[str, str] | None =
             if part
         ]
         for part, (plain, budget) in asked:
-            for name, (without,), (within, caps, left) in zip(part, plain.result(), budget.result(), strict=True):
+            for name, (without, *_), (within, caps, left) in zip(part, plain.result(), budget.result(), strict=True):
                 yield Outcome(name, without, within, caps, left)
 
 

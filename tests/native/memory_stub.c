@@ -47,3 +47,14 @@ int cuMemGetInfo_v2(size_t *free_, size_t *all) {
 }
 int cuCtxGetApiVersion(void *context, unsigned *version) { (void)context; *version = 13000; return 0; }
 int cuDeviceComputeCapability(int *major, int *minor, int device) { (void)device; *major = 9; *minor = 0; return 0; }
+
+/* A context beside the primary one. It is pushed, as the driver does it. */
+int cuCtxPushCurrent_v2(void *context);
+int cuCtxPopCurrent_v2(void **context);
+static int make(void **out) { *out = (void *)0x7f0000001800; return cuCtxPushCurrent_v2(*out); }
+int cuCtxCreate_v2(void **out, unsigned flags, int device) { (void)flags; (void)device; return make(out); }
+int cuCtxCreate_v4(void **out, void *params, unsigned flags, int device) {
+    (void)params; (void)flags; (void)device;
+    return make(out);
+}
+int cuCtxDestroy_v2(void *context) { (void)context; return cuCtxPopCurrent_v2(&context); }
