@@ -45,7 +45,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome = "xpassed" if report.passed else "xfailed"
     elif report.failed and report.when != "call":
         outcome = "error"
-    line: dict[str, Any] = {"id": report.nodeid, "when": report.when, "outcome": outcome}
+    line: dict[str, Any] = {"id": report.nodeid, "when": report.when, "outcome": outcome, "seconds": report.duration}
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         line["text"] = str(crash.message if crash is not None else report.longrepr)[:600]

@@ -5,7 +5,7 @@ from torch import nn
 
 model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.Tanh()))).cuda()
 model = torch.compile(model, dynamic=False)
-images = torch.randn(65536, 1024, device="cuda")
+images = torch.randn(131072, 1024, device="cuda")
 print("model loaded", flush=True)
 loss = model(images).sum()
 print("forward done", flush=True)

@@ -1,4 +1,4 @@
-"""Arrays of NumPy given to a kernel of Numba: each is copied to the GPU for the time of the call."""
+"""A kernel of Numba whose arguments are copied to the GPU for the call."""
 
 import numpy as np
 from numba import cuda
@@ -11,7 +11,8 @@ def add(a, b, total):
         total[at] = a[at] + b[at]
 
 
-a, b, total = (np.ones(1 << 27, np.float32) for _ in range(3))
+a, b = (np.ones(1 << 27, np.float32) for _ in range(2))
+total = cuda.device_array_like(a)
 print("arrays made", flush=True)
-add[a.size // 256, 256](a, b, total)
+add[a.size // 256, 256](cuda.to_device(a), cuda.to_device(b), total)
 print("done", total[0])
