@@ -155,8 +155,9 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
     except BaseException as error:
         if host is not None:
             host.close()
-        if isinstance(error, DeviceError) and (host is None or not host.simulated):
-            more = [_WITHOUT, _MISSING] if error.missing else [_WITHOUT]
+        if isinstance(error, DeviceError) and simulate is None:
+            more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
+            more += [_MISSING] if error.missing else []
             raise DeviceError("\n".join([str(error), *more]), missing=error.missing) from None
         raise
     return session

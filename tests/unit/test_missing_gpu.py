@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 from environments import environ, make
 
 import memguard
-from memguard import _api
+from memguard import _api, _workers
 from memguard._devices import nvml, survey
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
@@ -187,6 +189,53 @@ def test_disable_reads_nothing_and_says_so_in_the_log(
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("MEMGUARD_DISABLE", "0")
     assert memguard.init(BUDGET, simulate="h200").active and memguard.ledger().simulated
+
+
+@pytest.mark.parametrize("names", ["hh200", ["h200", "nothing"], "", 7])
+def test_a_simulated_gpu_that_does_not_exist_is_no_missing_gpu(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing_gpu in ("raise", "warn", "simulate"):
+        with pytest.raises(DeviceError) as caught:
+            memguard.init(BUDGET, simulate=names, missing_gpu=missing_gpu)  # type: ignore[arg-type]
+        assert " or: " not in str(caught.value) and not caught.value.missing
+    monkeypatch.setenv("MEMGUARD_SIMULATE", "hh200")
+    with pytest.raises(DeviceError, match="no simulated GPU 'hh200'"):
+        memguard.init(BUDGET, missing_gpu="warn")
+
+
+def test_a_worker_that_imports_the_script_again_runs_through_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_workers, "reimporting", lambda modules: True)
+    assert not isinstance(memguard.init(BUDGET), IdleGuard)
+    with pytest.raises(NotActive):
+        memguard.ledger()
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    uses_the_guard(memguard.init(BUDGET))
+    uses_everything()
+
+
+def test_a_forked_child_of_a_program_without_a_budget_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    memguard.init(BUDGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a test runner has threads
+        child = os.fork()
+    if not child:
+        try:
+            uses_everything()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_many_threads_at_once_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+
+    def script(_: int) -> None:
+        with memguard.guard(BUDGET) as guard:
+            uses_the_guard(guard)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(script, range(200)))
 
 
 def test_a_trace_is_not_recorded_while_nothing_is_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
