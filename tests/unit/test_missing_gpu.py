@@ -238,6 +238,12 @@ def test_many_threads_at_once_run_through(monkeypatch: pytest.MonkeyPatch) -> No
         list(pool.map(script, range(200)))
 
 
+def test_what_memguard_run_simulates_is_not_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    monkeypatch.setattr(_api, "simulated_by_default", ["t4"])
+    assert memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}).plan.devices[0].device.simulated
+
+
 def test_a_trace_is_not_recorded_while_nothing_is_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
     memguard.init(BUDGET)
@@ -331,6 +337,9 @@ def test_a_real_framework_beside_simulated_gpus_is_said_once(
     name = module.partition(".")[0]
     line = f"memguard: the GPUs are simulated (NVIDIA L4): nothing limits {name}, a real one\n"
     assert capsys.readouterr().err == line
+    memguard.shutdown()
+    memguard.init(BUDGET, simulate="h200")  # once in a process, whatever comes later
+    assert capsys.readouterr().err == ""
     assert sys.modules[module].__spec__ is not None
     assert type(sys.modules[module].__spec__.loader).__module__.startswith(("importlib", "_frozen_importlib"))
 
