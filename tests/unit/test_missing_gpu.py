@@ -238,6 +238,33 @@ def test_many_threads_at_once_run_through(monkeypatch: pytest.MonkeyPatch) -> No
         list(pool.map(script, range(200)))
 
 
+def test_the_idle_guard_has_the_budget_that_was_given(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    warned = memguard.init(BUDGET, missing_gpu="warn")
+    assert warned.budget == memguard.Budget.from_mapping(BUDGET)
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    guard = memguard.init(BUDGET)
+    other = {**BUDGET, "device": {"limit": "20GiB", "reserve": "2GiB"}}
+    assert guard is not warned and memguard.init(BUDGET) is guard and guard.budget == warned.budget
+    assert memguard.init(other).budget == memguard.Budget.from_mapping(other)
+    with pytest.raises(memguard.ConfigError):
+        print(memguard.init("absent.yaml").budget)
+    with pytest.raises(AttributeError, match="MEMGUARD_DISABLE"):
+        print(guard.host)
+
+
+@pytest.mark.parametrize("missing_gpu", ["warn", "disable"])
+def test_a_budget_that_is_active_stays_and_that_is_said(
+    missing_gpu: Any, monkeypatch: pytest.MonkeyPatch, no_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "memguard")
+    guard = memguard.init(BUDGET, simulate="h200")
+    if missing_gpu == "disable":
+        monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    more = {} if missing_gpu == "disable" else {"missing_gpu": missing_gpu}
+    assert memguard.init(BUDGET, replace=True, **more) is guard and guard.active  # type: ignore[arg-type]
+    assert "the budget that was active stays, and this one is not applied" in caplog.text
+
+
 def test_what_memguard_run_simulates_is_not_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
     monkeypatch.setattr(_api, "simulated_by_default", ["t4"])
