@@ -91,7 +91,7 @@ def init(
     if missing_gpu not in get_args(MissingGpu):
         raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
     if simulate is None and simulated_by_default is None and _workers.disabled(os.environ):
-        return _stay_idle(_DISABLED)
+        return _stay_idle(_DISABLED, budget)
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
         return _stay_passive()
     from memguard import _config
@@ -133,7 +133,7 @@ def init(
             why = str(error).partition("\n    or: ")[0]
         if why is not None:  # here, so that what this raises has one traceback
             if missing_gpu == "warn":
-                return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loud=True)
+                return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
             session = _without_gpu(loaded, before, why)
         if before is not None:
             before.guard.stop()
@@ -163,8 +163,9 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
     except BaseException as error:
         if host is not None:
             host.close()
-        if isinstance(error, DeviceError) and (host is None or not host.simulated):
-            more = [_WITHOUT, _MISSING] if error.missing else [_WITHOUT]
+        if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
+            more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
+            more += [_MISSING] if error.missing else []
             raise DeviceError("\n".join([str(error), *more]), missing=error.missing) from None
         raise
     return session
@@ -180,13 +181,21 @@ def _without_gpu(budget: Budget, before: Session | None, why: str) -> Session:
     return session
 
 
-def _stay_idle(why: str, *, loud: bool = False) -> Guard:
-    """Apply nothing, and let the program run through: the public functions do nothing."""
+def _stay_idle(why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
+    """Apply nothing, and let the program run through: the public functions do nothing. An active budget stays."""
     global _idle
-    if _active is not None and _active.active:
-        return _active.guard
-    if _idle is None or _idle.why != why:
-        _idle = IdleGuard(why)
+    before, found = _idle, _active
+    if found is not None and found.active:
+        _log.log(
+            logging.WARNING if loud else logging.INFO,
+            "the budget that was active stays, and this one is not applied: %s",
+            why,
+        )
+        return found.guard
+    if before is not None and (before.why, before.given) == (why, budget):
+        return before
+    _idle = IdleGuard(why, budget)
+    if before is None or before.why != why:
         if not loud:
             _log.info("%s", why)
         elif _is_heard():
@@ -311,12 +320,12 @@ def shutdown() -> list[str]:
     what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
-    global _active, _idle
+    global _active, _idle, _stand_in
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
-        _idle = None
+        _idle = _stand_in = None
         if _environment is not None:
             _environment.disarm()
         if (found := _active) is None:
@@ -391,7 +400,9 @@ def _is_idle() -> IdleGuard | None:
     if _active is not None:
         return None
     if _idle is None and _environment is not None and _workers.disabled(os.environ):
-        _stay_idle(_DISABLED)  # a program that has its budget from MEMGUARD_CONFIG alone
+        _stay_idle(
+            _DISABLED, os.environ.get("MEMGUARD_CONFIG", "")
+        )  # a program that has its budget from MEMGUARD_CONFIG alone
     return _idle
 
 

@@ -108,13 +108,21 @@ class PassiveGuard(Guard):
 class IdleGuard(Guard):
     """What `init` returns if a program is to run on without a budget. Its calls do nothing, and none raises.
 
-    `why` says why nothing is applied. `ledger()` and `sample()` are empty, what is unknown is None.
+    `why` says why nothing is applied, `given` is what `init` was given: `budget` reads it when it is asked for.
+    `ledger()` and `sample()` are empty, what is unknown is None.
     """
 
-    def __init__(self, why: str) -> None:  # not Guard's, which asks for GPUs
-        self.why = why
+    def __init__(self, why: str, given: Any) -> None:  # not Guard's, which asks for GPUs
+        self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "budget":
+            raise AttributeError(f"{name}: {self.why}")
+        from memguard import _config
+
+        return _config.of(self.given)
 
     @property
     def active(self) -> bool:

@@ -220,6 +220,13 @@ def test_memguard_disable_wins_over_the_variable(python: Path, folder: Path, val
     assert said(done) == ["0" if applied == "None" else "1", applied]
 
 
+def test_a_program_that_has_its_budget_from_the_variable_runs_through_without_it(python: Path, folder: Path) -> None:
+    code = "import memguard\nmemguard.require('torch', '1TiB')\nprint(memguard.ledger().devices, memguard.trim())\n"
+    code += "with memguard.workload('step', framework='torch') as report: pass\nmemguard.shutdown()\n"
+    done = run(python, folder, f"{code}memguard.checkpoint()\n{APPLIED}", MEMGUARD_DISABLE="1")
+    assert said(done) == ["() 0", "None"] and done.stderr == ""
+
+
 def test_memguard_disable_may_come_later_and_leaves_init_alone(python: Path, folder: Path) -> None:
     code = f"import os\nos.environ['MEMGUARD_DISABLE'] = '1'\nimport torch\n{APPLIED}"
     code += f"import memguard\nmemguard.init('budget.yaml', simulate='h200')\n{APPLIED}"

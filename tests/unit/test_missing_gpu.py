@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 from environments import environ, make
 
 import memguard
-from memguard import _api
+from memguard import _api, _workers
 from memguard._devices import nvml, survey
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
@@ -190,6 +192,86 @@ def test_disable_reads_nothing_and_says_so_in_the_log(
     assert memguard.init(BUDGET, simulate="h200").active and memguard.ledger().simulated
 
 
+@pytest.mark.parametrize("names", ["hh200", ["h200", "nothing"], "", 7])
+def test_a_simulated_gpu_that_does_not_exist_is_no_missing_gpu(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing_gpu in ("raise", "warn", "simulate"):
+        with pytest.raises(DeviceError) as caught:
+            memguard.init(BUDGET, simulate=names, missing_gpu=missing_gpu)  # type: ignore[arg-type]
+        assert " or: " not in str(caught.value) and not caught.value.missing
+    monkeypatch.setenv("MEMGUARD_SIMULATE", "hh200")
+    with pytest.raises(DeviceError, match="no simulated GPU 'hh200'"):
+        memguard.init(BUDGET, missing_gpu="warn")
+
+
+def test_a_worker_that_imports_the_script_again_runs_through_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_workers, "reimporting", lambda modules: True)
+    assert not isinstance(memguard.init(BUDGET), IdleGuard)
+    with pytest.raises(NotActive):
+        memguard.ledger()
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    uses_the_guard(memguard.init(BUDGET))
+    uses_everything()
+
+
+def test_a_forked_child_of_a_program_without_a_budget_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    memguard.init(BUDGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a test runner has threads
+        child = os.fork()
+    if not child:
+        try:
+            uses_everything()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_many_threads_at_once_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+
+    def script(_: int) -> None:
+        with memguard.guard(BUDGET) as guard:
+            uses_the_guard(guard)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(script, range(200)))
+
+
+def test_the_idle_guard_has_the_budget_that_was_given(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    warned = memguard.init(BUDGET, missing_gpu="warn")
+    assert warned.budget == memguard.Budget.from_mapping(BUDGET)
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    guard = memguard.init(BUDGET)
+    other = {**BUDGET, "device": {"limit": "20GiB", "reserve": "2GiB"}}
+    assert guard is not warned and memguard.init(BUDGET) is guard and guard.budget == warned.budget
+    assert memguard.init(other).budget == memguard.Budget.from_mapping(other)
+    with pytest.raises(memguard.ConfigError):
+        print(memguard.init("absent.yaml").budget)
+    with pytest.raises(AttributeError, match="MEMGUARD_DISABLE"):
+        print(guard.host)
+
+
+@pytest.mark.parametrize("missing_gpu", ["warn", "disable"])
+def test_a_budget_that_is_active_stays_and_that_is_said(
+    missing_gpu: Any, monkeypatch: pytest.MonkeyPatch, no_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "memguard")
+    guard = memguard.init(BUDGET, simulate="h200")
+    if missing_gpu == "disable":
+        monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    more = {} if missing_gpu == "disable" else {"missing_gpu": missing_gpu}
+    assert memguard.init(BUDGET, replace=True, **more) is guard and guard.active  # type: ignore[arg-type]
+    assert "the budget that was active stays, and this one is not applied" in caplog.text
+
+
+def test_what_memguard_run_simulates_is_not_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    monkeypatch.setattr(_api, "simulated_by_default", ["t4"])
+    assert memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}).plan.devices[0].device.simulated
+
+
 def test_a_trace_is_not_recorded_while_nothing_is_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
     memguard.init(BUDGET)
@@ -283,6 +365,9 @@ def test_a_real_framework_beside_simulated_gpus_is_said_once(
     name = module.partition(".")[0]
     line = f"memguard: the GPUs are simulated (NVIDIA L4): nothing limits {name}, a real one\n"
     assert capsys.readouterr().err == line
+    memguard.shutdown()
+    memguard.init(BUDGET, simulate="h200")  # once in a process, whatever comes later
+    assert capsys.readouterr().err == ""
     assert sys.modules[module].__spec__ is not None
     assert type(sys.modules[module].__spec__.loader).__module__.startswith(("importlib", "_frozen_importlib"))
 

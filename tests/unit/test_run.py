@@ -234,6 +234,15 @@ def test_an_inherited_setting_does_not_make_a_run_simulated(folder: Path) -> Non
     assert changed["KEPT"] == "1"
 
 
+@pytest.mark.parametrize("budget", ["budget.yaml", "absent.yaml"])
+def test_a_run_that_is_disabled_says_so_and_reads_no_file(folder: Path, budget: str) -> None:
+    words = [sys.executable, "-m", "memguard", "run", "-c", budget, "--", sys.executable, "-c", "print('ran')"]
+    env = environ(MEMGUARD_DISABLE="1")
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert done.stderr == f"memguard: MEMGUARD_DISABLE is set: {sys.executable} runs without a budget\n"
+
+
 def test_a_folder_that_pythonpath_cannot_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_activation"))
     with pytest.raises(MemguardError, match="PYTHONPATH cannot hold"):
