@@ -82,7 +82,7 @@ class PassiveGuard(Guard):
         pass
 
     def __repr__(self) -> str:
-        return "<Guard, not active: print it for the reason>"
+        return "<PassiveGuard, not active: print it for the reason>"
 
     def __str__(self) -> str:
         return WHY
