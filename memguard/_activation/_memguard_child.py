@@ -129,7 +129,11 @@ def show_warnings() -> Callable[[], None]:
 
 
 def _end(text: str, code: int) -> NoReturn:
-    if text and sys.stderr is not None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    os._exit(code)
+    try:
+        if text and sys.stderr is not None:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+    except (OSError, ValueError):  # full or closed: the program must not start without its budget all the same
+        pass
+    finally:
+        os._exit(code)

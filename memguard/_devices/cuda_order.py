@@ -8,6 +8,7 @@ yet, a short child process is asked instead.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import astuple
@@ -38,7 +39,7 @@ def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
 
 def _ask_child() -> tuple[VisibleDevice, ...] | None:
     code = "from memguard._devices import cuda_order; cuda_order._answer_parent()"
-    path = [entry for entry in sys.path if isinstance(entry, str)]
+    path = importable()
     try:
         answer = subprocess.run(
             [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
@@ -53,6 +54,13 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
         reason = str(getattr(error, "stderr", None) or error).strip()
         _log.debug("CUDA could not be asked: %s", reason.splitlines()[-1] if reason else type(error).__name__)
         return None
+
+
+def importable() -> list[str]:
+    """`sys.path` for a child that needs memguard: without the current folder, which may have a json.py."""
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return path if own in path else [*path, own]
 
 
 def _answer_parent() -> None:

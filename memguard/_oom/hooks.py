@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -492,7 +493,7 @@ class _Hook:
         put_back = _without_note(error, self._prints) if isinstance(error, BaseException) else _nothing
         del error
         try:
-            self._previous(*args)
+            self._pass_on(args)
         finally:
             put_back()
             if showing is not None:
@@ -505,6 +506,41 @@ class _Hook:
         while isinstance(before, _Hook):
             before = before._previous
         return before in (sys.__excepthook__, threading.__excepthook__)
+
+    def _pass_on(self, args: tuple[Any, ...]) -> None:
+        """Call the hook before; or let who called ours show the error as it would without any hook.
+
+        `code.InteractiveInterpreter` and IDLE show an error in their own window if `sys.excepthook` is Python's own.
+        """
+        again = None
+        if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:
+            again = _without_hook()
+        if again is None:
+            self._previous(*args)
+            return
+        sys.excepthook = self._previous
+        try:
+            again()
+        finally:
+            sys.excepthook = self
+
+
+def _without_hook() -> Callable[[], object] | None:
+    """What shows the error that the caller of our hook has; None if that is no interactive interpreter."""
+    try:
+        caller = sys._getframe(3)
+    except ValueError:  # Python itself called the hook
+        return None
+    own = caller.f_code
+    names = own.co_varnames[: own.co_argcount]
+    kind = getattr(sys.modules.get("code"), "InteractiveInterpreter", None)
+    if kind is not None and names and isinstance(shell := caller.f_locals.get(names[0]), kind):
+        for one in type(shell).__mro__:
+            method = vars(one).get(own.co_name)
+            if method is not None and getattr(method, "__code__", None) is own:
+                return functools.partial(method, *(caller.f_locals[name] for name in names))
+    found = caller.f_globals.get("print_exception") if caller.f_globals.get("__name__") == "idlelib.run" else None
+    return found if callable(found) else None
 
 
 class _Installed:

@@ -208,8 +208,15 @@ def _read(path: str) -> bytes:
     if path == "-" and sys.stdin is None:
         raise FactsError("-: standard input is closed\n    fix: memguard doctor --facts FILE")
     try:
-        with click.open_file(path, "rb") as file:
-            raw: bytes = file.read(bounds.TEXT + 1)
+        if path == "-":
+            raw = sys.stdin.buffer.read(bounds.TEXT + 1)
+        else:
+            # O_NONBLOCK: opening a FIFO that nobody writes must not wait for ever.
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+            with open(handle, "rb") as file:
+                if stat.S_ISFIFO(os.fstat(handle).st_mode):
+                    raise OSError(0, "it is a pipe, which goes to standard input: memguard doctor --facts -")
+                raw = file.read(bounds.TEXT + 1) or b""
     except (OSError, ValueError) as error:
         raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
     if len(raw) > bounds.TEXT:

@@ -444,3 +444,17 @@ def test_a_script_whose_first_line_isolates_python_is_refused(folder: Path, monk
     script.write_text("#!/usr/bin/env -S python3 -I\nprint(1)\n")
     with pytest.raises(MemguardError, match="-I"):
         ignored_environment.check([str(script)])
+
+
+def test_a_budget_that_cannot_be_applied_ends_the_program_whatever_stderr_is(folder: Path) -> None:
+    """It is applied while Python starts: an error there would else start the program without its budget."""
+    (folder / "budget.yaml").write_text("version: 1\nframeworks:\n  torch: {limit: 900GiB}\n")
+    for how in ("full", "closed"):
+        with open("/dev/full", "wb") as full:
+            program = [sys.executable, "-c", "print('on')"]
+            done = subprocess.run(
+                [sys.executable, "-m", "memguard", "run", "--simulate", "h200", "--", *program],
+                cwd=folder, env=environ(), stdout=subprocess.PIPE, stderr=full,
+                preexec_fn=(lambda: os.close(2)) if how == "closed" else None,
+            )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, b""), how

@@ -66,6 +66,8 @@ def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> 
         return _checked(FrameworkFacts, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
+    if found.get("shadow"):  # the probe has imported the framework itself
+        facts["path"] = found["shadow"]
     return _checked(FrameworkFacts, {**facts, "missing": libraries_not_opened(texts), "probe": probe(ended, level)})
 
 

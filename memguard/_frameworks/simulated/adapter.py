@@ -36,6 +36,8 @@ from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEv
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
+_NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
+
 
 class _Start(NamedTuple):
     """What an allocator is made of when its framework begins to work on a GPU. `cap` is bytes; None: no cap."""
@@ -240,7 +242,7 @@ class SimulatedFramework(Framework):
             self._caps = dict(caps)
             self._growth = bool(options.get("growth", True))
             self._set()
-            return Applied(Enforcement.ENFORCED, undo, notes=("simulated",))
+            return Applied(Enforcement.ENFORCED, undo, notes=(_NOTE,))
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self.model.fixed:

@@ -47,7 +47,7 @@ class Stream:
 
     def __init__(self, inner: TextIO | None, *, strict: bool, styled: bool = False) -> None:
         self._inner, self._strict, self._styled = inner, strict, styled
-        self._used = False
+        self._used = self.failed = False
 
     @property
     def encoding(self) -> str:
@@ -103,7 +103,7 @@ class Stream:
         except OSError as error:
             if self._strict:
                 raise Unwritable(error) from None
-            self.silence()
+            self.failed = True
 
 
 def safely(call: Callable[[], object]) -> int:
@@ -126,6 +126,8 @@ def safely(call: Callable[[], object]) -> int:
             err.write(f"memguard: stdout cannot be written: {wrong}\n")
     finally:
         err.flush()
+        if err.failed:  # not before: a program that `run` starts has the stderr that it was given
+            err.silence()
         sys.stdout, sys.stderr = before
     return code
 
