@@ -37,10 +37,6 @@ class Odd(BaseException):
     """No Exception: `except Exception` does not catch it."""
 
 
-def forever(*_: object) -> Any:
-    return forever()
-
-
 def raising(error: type[BaseException]) -> Callable[..., Any]:
     def code(*_: object, **__: object) -> Any:
         raise error("the exception's own code")
@@ -48,7 +44,12 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
     return code
 
 
-CODE = {"raises": raising(ValueError), "exits": raising(SystemExit), "odd": raising(Odd), "recurses": forever}
+CODE = {
+    "raises": raising(ValueError),
+    "exits": raising(SystemExit),
+    "odd": raising(Odd),
+    "recurses": raising(RecursionError),
+}
 PROPERTIES = (
     "exceptions", "__cause__", "__context__", "__suppress_context__", "__notes__", "__class__", "__traceback__",
     "__dict__", "args", "requested", "errno",
