@@ -198,6 +198,13 @@ _ROWS = (
                 "gpu",
                 True,
                 "torch's text, whatever the type",
+                r"(CUDA|HIP|XPU) out of memory\. Tried to allocate|MPS backend out of memory \("
+                "|out of memory occurred when warming up",
+            ),
+            ErrorPattern(
+                "gpu",
+                False,
+                "its first words: a program that read torch's error, or quotes it",
                 "(CUDA|HIP|XPU|MPS backend) out of memory",
             ),
             ErrorPattern(
@@ -250,11 +257,29 @@ _ROWS = (
                 "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True
             ),
             ErrorPattern("host", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
-            ErrorPattern("host", True, "the node ran on the CPU", r"allocating tensor.*_device=\S*\bcpu:\d"),
+            # Of several nodes in the text the first has failed; the others only wait for it.
+            ErrorPattern(
+                "host",
+                True,
+                "the node ran on the CPU",
+                r"allocating tensor(?:(?!\]\]).)*_device=\S*\bcpu:\d",
+            ),
             ErrorPattern("gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)"),
             ErrorPattern("gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor"),
+            # Eager errors begin with the node, and Keras puts the layer's name before that.
             ErrorPattern(
-                "gpu", False, "no word of the device", "^failed to allocate memory", r"ResourceExhaustedError$"
+                "gpu",
+                True,
+                "a kernel on a GPU",
+                r"\bgpu:\d+\}\}\s+failed to allocate memory",
+                r"ResourceExhaustedError$",
+            ),
+            ErrorPattern(
+                "gpu",
+                False,
+                "no word of the device",
+                r"(^|\n|\}\}\s+)failed to allocate memory",
+                r"ResourceExhaustedError$",
             ),
             ErrorPattern("gpu", True, "no room for a copy to a GPU", r"\bgpu:\d.*Dst tensor|Dst tensor.*\bgpu:\d"),
             ErrorPattern("gpu", False, "no room for a copy to a device", "Dst tensor is not initialized"),
