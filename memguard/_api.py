@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from memguard import _workers
 from memguard._guard import Guard
+from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
@@ -41,6 +42,8 @@ _active: Session | None = None
 """The one place that says which budget is active."""
 _starting: Session | None = None
 """The one that `init` is starting."""
+_applying = _unwanted = False
+"""Whether `init` is at work, and whether a signal handler has called `shutdown` within that."""
 _why_none = _NONE
 _lock = threading.RLock()
 
@@ -58,62 +61,78 @@ def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _why_none, from_environment
+    global _applying
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
         return _stay_passive()
     from memguard import _config
 
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
+    not_for_ever(_lock)
     with _lock:
-        if (starting := _starting) is not None:  # by a signal handler, a log handler or a finalizer on this thread
-            if starting.guard.budget == loaded and _simulated_names(starting.guard.host) == _names(simulate):
-                return starting.guard
+        if not _applying:
+            _applying = True
+            try:
+                return _apply(loaded, simulate, replace)
+            finally:
+                _applying = False
+        if _starting is not None and _same(_starting.guard, loaded, simulate):
+            return _starting.guard
+        raise AlreadyActive(
+            "memguard.init is at work on this thread, and was called within that by a signal handler, a log handler or "
+            "a finalizer\n    fix: call it once the other call has returned"
+        )
+
+
+def _same(active: Guard, budget: Budget, simulate: str | Sequence[str] | None) -> bool:
+    return active.budget == budget and _simulated_names(active.host) == _names(simulate)
+
+
+def _apply(loaded: Budget, simulate: str | Sequence[str] | None, replace: bool) -> Guard:
+    """`init`, with the lock held."""
+    global _why_none, _unwanted, from_environment
+    _unwanted = False
+    before = _settled()
+    if before is not None:
+        now = before.guard
+        if _same(now, loaded, simulate):
+            return now
+        if outlived(before):
             raise AlreadyActive(
-                "memguard.init is applying another budget on this thread, and was called within\n"
-                "    fix: call it once that has returned, not in a signal handler, log handler or finalizer"
+                "another budget became active while this function ran for one that is over\n"
+                "    fix: memguard.init(..., replace=True) on a thread of the program"
             )
-        before = _settled()
+        if not replace and now is not from_environment:
+            which = f": that of {now.budget.source}" if now.budget.source else ""
+            raise AlreadyActive(
+                f"another budget is active in this process{which}\n"
+                "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
+            )
+    host = _host(simulate)
+    try:
+        session = Session(Guard(loaded, host))  # first: a budget that does not fit changes nothing
+        session.prepare(before)
+    except BaseException as error:
+        host.close()
+        if isinstance(error, DeviceError) and not host.simulated:
+            raise DeviceError(f"{error}\n{_WITHOUT}") from error
+        raise
+    if before is not None:
+        before.guard.stop()
+    try:
+        _start(session)
+    except BaseException:
+        session.guard.stop()
+        _settled()
         if before is not None:
-            now = before.guard
-            if now.budget == loaded and _simulated_names(now.host) == _names(simulate):
-                return now
-            if outlived(before):
-                raise AlreadyActive(
-                    "another budget became active while this function ran for one that is over\n"
-                    "    fix: memguard.init(..., replace=True) on a thread of the program"
-                )
-            if not replace and now is not from_environment:
-                which = f": that of {now.budget.source}" if now.budget.source else ""
-                raise AlreadyActive(
-                    f"another budget is active in this process{which}\n"
-                    "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
-                )
-        host = _host(simulate)
-        try:
-            session = Session(Guard(loaded, host))  # first: a budget that does not fit changes nothing
-            session.prepare(before)
-        except BaseException as error:
-            host.close()
-            if isinstance(error, DeviceError) and not host.simulated:
-                raise DeviceError(f"{error}\n{_WITHOUT}") from error
-            raise
-        if before is not None:
-            before.guard.stop()
-        try:
-            _start(session)
-        except BaseException:
-            session.guard.stop()
-            _settled()
-            if before is not None:
-                again = _again(before.guard)
-                if before.guard is from_environment:
-                    from_environment = again.guard if again is not None else None
-            raise
-        _why_none, from_environment = _NONE, None
-        if _environment is not None:
-            _environment.disarm()
-        return session.guard
+            again = _again(before.guard)
+            if before.guard is from_environment:
+                from_environment = again.guard if again is not None else None
+        raise
+    _why_none, from_environment = _NONE, None
+    if _environment is not None:
+        _environment.disarm()
+    return session.guard
 
 
 def _start(session: Session) -> None:
@@ -125,7 +144,7 @@ def _start(session: Session) -> None:
         session.start()
     finally:
         _starting = None
-    if session.unwanted:  # by a `shutdown` of a signal handler meanwhile
+    if _unwanted:  # by a `shutdown` of a signal handler meanwhile
         session.guard.stop()
 
 
@@ -197,17 +216,18 @@ def shutdown() -> list[str]:
     what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
-    global _active
+    global _active, _unwanted
+    not_for_ever(_lock)
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
         if _environment is not None:
             _environment.disarm()
+        _unwanted = True  # for an `init` that a signal handler has interrupted, to call this
         if (found := _active) is None:
             return []
         if found is _starting:  # called by a signal handler, say, within `init`, which is in the middle of it
-            found.unwanted = True
             return []
         stays = found.guard.stop()  # also what is left of one that was interrupted
         if _active is found and found.guard.undone:
@@ -315,9 +335,9 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-    global _active, _starting, _lock, _why_none
+    global _active, _starting, _applying, _lock, _why_none
     _lock = threading.RLock()
-    before, _active, _starting = _active, None, None
+    before, _active, _starting, _applying = _active, None, None, False
     if before is not None:
         before.forked()
         if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers

@@ -33,7 +33,7 @@ class RealHost:
                 f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')"
             )
         self._nvml = Nvml()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 
     @property
