@@ -13,6 +13,7 @@ from memguard import _workers
 from memguard._blocks import Block, End
 from memguard._frameworks import real_imports
 from memguard._guard import Guard
+from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
@@ -56,6 +57,8 @@ _stand_in: Guard | None = None
 """The guard whose GPU is simulated because there was none: `init` with the same budget returns it."""
 _starting: Session | None = None
 """The one that `init` is starting."""
+_applying = _unwanted = False
+"""Whether `init` is at work, and whether a signal handler has called `shutdown` within that."""
 _why_none = _NONE
 _lock = threading.RLock()
 
@@ -87,7 +90,7 @@ def init(
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _idle, _why_none, from_environment
+    global _applying
     if missing_gpu not in get_args(MissingGpu):
         raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
     if simulate is None and simulated_by_default is None and _workers.disabled(os.environ):
@@ -98,59 +101,75 @@ def init(
 
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
+    not_for_ever(_lock)
     with _lock:
-        if (starting := _starting) is not None:  # by a signal handler, a log handler or a finalizer on this thread
-            if starting.guard.budget == loaded and _simulated_names(starting.guard.host) == _names(simulate):
-                return starting.guard
+        if not _applying:
+            _applying = True
+            try:
+                return _apply(loaded, simulate, replace, missing_gpu)
+            finally:
+                _applying = False
+        if _starting is not None and _same(_starting.guard, loaded, simulate):
+            return _starting.guard
+        raise AlreadyActive(
+            "memguard.init is at work on this thread, and was called within that by a signal handler, a log handler or "
+            "a finalizer\n    fix: call it once the other call has returned"
+        )
+
+
+def _same(active: Guard, budget: Budget, simulate: str | Sequence[str] | None) -> bool:
+    if active.budget != budget:
+        return False
+    return _simulated_names(active.host) == _names(simulate) or (active is _stand_in and simulate is None)
+
+
+def _apply(loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu) -> Guard:
+    """`init`, with the lock held."""
+    global _idle, _why_none, _unwanted, from_environment
+    _unwanted = False
+    before = _settled()
+    if before is not None:
+        now = before.guard
+        if _same(now, loaded, simulate):
+            return now
+        if outlived(before):
             raise AlreadyActive(
-                "memguard.init is applying another budget on this thread, and was called within\n"
-                "    fix: call it once that has returned, not in a signal handler, log handler or finalizer"
+                "another budget became active while this function ran for one that is over\n"
+                "    fix: memguard.init(..., replace=True) on a thread of the program"
             )
-        before = _settled()
-        if before is not None:
-            now = before.guard
-            if now.budget == loaded and (
-                _simulated_names(now.host) == _names(simulate) or (now is _stand_in and simulate is None)
-            ):
-                return now
-            if outlived(before):
-                raise AlreadyActive(
-                    "another budget became active while this function ran for one that is over\n"
-                    "    fix: memguard.init(..., replace=True) on a thread of the program"
-                )
-            if not replace and now is not from_environment:
-                which = f": that of {now.budget.source}" if now.budget.source else ""
-                raise AlreadyActive(
-                    f"another budget is active in this process{which}\n"
-                    "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
-                )
-        why = None
-        try:
-            session = _planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
-        except DeviceError as error:
-            if missing_gpu == "raise" or not error.missing:
-                raise
-            why = str(error).partition("\n    or: ")[0]
-        if why is not None:  # here, so that what this raises has one traceback
-            if missing_gpu == "warn":
-                return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
-            session = _without_gpu(loaded, before, why)
-        if before is not None:
-            before.guard.stop()
-        try:
-            _start(session)
-        except BaseException:
-            session.guard.stop()
-            _settled()
-            if before is not None:
-                again = _again(before.guard)
-                if before.guard is from_environment:
-                    from_environment = again.guard if again is not None else None
+        if not replace and now is not from_environment:
+            which = f": that of {now.budget.source}" if now.budget.source else ""
+            raise AlreadyActive(
+                f"another budget is active in this process{which}\n"
+                "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
+            )
+    why = None
+    try:
+        session = _planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
+    except DeviceError as error:
+        if missing_gpu == "raise" or not error.missing:
             raise
-        _why_none, from_environment, _idle = _NONE, None, None
-        if _environment is not None:
-            _environment.disarm()
-        return session.guard
+        why = str(error).partition("\n    or: ")[0]
+    if why is not None:  # here, so that what this raises has one traceback
+        if missing_gpu == "warn":
+            return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
+        session = _without_gpu(loaded, before, why)
+    if before is not None:
+        before.guard.stop()
+    try:
+        _start(session)
+    except BaseException:
+        session.guard.stop()
+        _settled()
+        if before is not None:
+            again = _again(before.guard)
+            if before.guard is from_environment:
+                from_environment = again.guard if again is not None else None
+        raise
+    _why_none, from_environment, _idle = _NONE, None, None
+    if _environment is not None:
+        _environment.disarm()
+    return session.guard
 
 
 def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
@@ -224,7 +243,7 @@ def _start(session: Session) -> None:
         session.start()
     finally:
         _starting = None
-    if session.unwanted:  # by a `shutdown` of a signal handler meanwhile
+    if _unwanted:  # by a `shutdown` of a signal handler meanwhile
         session.guard.stop()
 
 
@@ -320,7 +339,8 @@ def shutdown() -> list[str]:
     what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
-    global _active, _idle, _stand_in
+    global _active, _idle, _stand_in, _unwanted
+    not_for_ever(_lock)
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
@@ -328,10 +348,10 @@ def shutdown() -> list[str]:
         _idle = _stand_in = None
         if _environment is not None:
             _environment.disarm()
+        _unwanted = True  # for an `init` that a signal handler has interrupted, to call this
         if (found := _active) is None:
             return []
         if found is _starting:  # called by a signal handler, say, within `init`, which is in the middle of it
-            found.unwanted = True
             return []
         stays = found.guard.stop()  # also what is left of one that was interrupted
         if _active is found and found.guard.undone:
@@ -456,9 +476,9 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-    global _active, _starting, _lock, _why_none
+    global _active, _starting, _applying, _lock, _why_none
     _lock = threading.RLock()
-    before, _active, _starting = _active, None, None
+    before, _active, _starting, _applying = _active, None, None, False
     if before is not None:
         before.forked()
         if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers

@@ -25,6 +25,7 @@ from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._locks import Turn, not_for_ever
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
@@ -56,6 +57,8 @@ _SPILLS = (
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
+_NOTING = 1.0
+"""Seconds to wait for another thread that notes the drift of a cap."""
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
@@ -108,6 +111,8 @@ class Guard:
         """Called when a framework was refused memory, within the allocation that fails."""
         self._refusals: dict[tuple[str, str], _Refused] = {}
         self._lock = threading.RLock()
+        self._noting = Turn()
+        """For the drift of the caps. Nobody waits for anything while having it."""
         self._hook = ImportHook()
         self._undo = Undo()
         self._not_undone: list[str] = []
@@ -150,7 +155,7 @@ class Guard:
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
-                entry.framework.on_change = functools.partial(self._find_drift, wait=False)
+                entry.framework.on_change = self._find_drift
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
                 entry.framework.on_refusal = self._refused
@@ -202,7 +207,7 @@ class Guard:
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
-        self._lock = threading.RLock()  # another thread of the parent may have held the old one
+        self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
         self._reader.forked()
         self._hook.clear()
         if self._real is not None:
@@ -213,20 +218,19 @@ class Guard:
     def ledger(self) -> Ledger:
         """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
         self._find_drift()
-        with self._lock:
-            self._check_active()
-            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-            parts = tuple(
-                self._with_refusals(self._reader.ledger(part, self.frameworks, enforcements))
-                for part in self.plan.devices
-            )
-            above = (
-                _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
-                for part in parts
-                for row in part.rows
-            )
-            notes = [*self._all_notes(), *(note for note in above if note is not None), *_of_refusals(parts)]
-            return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
+        # Without the guard's lock, which another thread may have while it waits for one that this thread has.
+        self._check_active()
+        frameworks, plan = self.frameworks, self.plan
+        enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+        parts = tuple(self._with_refusals(self._reader.ledger(part, frameworks, enforcements)) for part in plan.devices)
+        self._check_active()  # another thread's shutdown would leave half a reading
+        above = (
+            _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
+            for part in parts
+            for row in part.rows
+        )
+        notes = [*self._all_notes(), *(note for note in above if note is not None), *_of_refusals(parts)]
+        return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
         """The ledger's figures without its rows, for several readings a second on any thread.
@@ -236,7 +240,7 @@ class Guard:
         self._check_active()
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1:
-            self._find_drift(wait=False)
+            self._find_drift()
         frameworks, reader = self.frameworks, self._reader
         parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
@@ -299,22 +303,22 @@ class Guard:
             return replace(row, refused=known.count, last_refused=known.last)
         return replace(row, refused=0) if entry is not None and entry.framework.unseen() is None else row
 
-    def _find_drift(self, *, wait: bool = True) -> None:
+    def _find_drift(self) -> None:
         """Ask each framework whether the cap that was set still holds, and note what changed.
 
         Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
-        changes what they compare with. `wait=False` gives up if the lock is taken.
+        changes what they compare with.
         """
         entries, resized = self._entries, self._resized
         answers = {name: self._drift_of(name, entry) for name, entry in entries.items()} if self.active else {}
-        if not answers or not self._lock.acquire(blocking=wait):
+        events: list[Event] = []
+
+        def note() -> None:
+            if self._entries is entries and self._resized == resized and not resized % 2:
+                events.extend(e for name, found in answers.items() if (e := self._drifted(name, entries[name], found)))
+
+        if not self._noting.take(note, _NOTING):
             return
-        events = []
-        try:
-            if self._entries is entries and self._resized == resized:
-                events = [e for name, found in answers.items() if (e := self._drifted(name, entries[name], found))]
-        finally:
-            self._lock.release()
         for event in events:
             if self._on_event is not None:
                 self._on_event(event)
@@ -350,6 +354,7 @@ class Guard:
         needed = self._size(size)
         self._checkpoint()
         self._find_drift()
+        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -362,7 +367,7 @@ class Guard:
                 self._admit(framework, needed, part)
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
-        footprint = self._entries[framework].framework.footprint(needed)
+        footprint = self._entry(framework).framework.footprint(needed)
         for last in (False, True):
             usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
             memory = self.host.memory(part.device)
@@ -422,6 +427,7 @@ class Guard:
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
         self._find_drift()
+        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
@@ -435,14 +441,16 @@ class Guard:
             if entry.enforcement is not Enforcement.ENFORCED:
                 raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
             try:
+                self._resized += 1
                 entry.framework.resize(plan.caps(framework))
             finally:
-                self._resized += 1
+                self._resized += self._resized % 2  # even again, and another one than before
             self.plan = plan
             self._trim_above_cap(framework)
 
     def trim(self, framework: str | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
+        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             if framework is not None:
@@ -451,7 +459,7 @@ class Guard:
             before = [self._free(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
-                self._trim([n for n in chosen if self._entries[n].framework.usage(part.device)], part.device)
+                self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
             after = [self._free(part.device) for part in self.plan.devices]
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
@@ -470,7 +478,7 @@ class Guard:
         )
 
     def __str__(self) -> str:
-        self._find_drift(wait=False)
+        self._find_drift()
         lines = []
         for part in self.plan.devices:
             mark = " (simulated)" if part.device.simulated else ""
@@ -517,6 +525,9 @@ class Guard:
             undo = applied.undo
             self._undo.add(name, lambda: self._take_back(name, undo))
         framework.changes.clear()
+        if self._over:  # by a signal handler, within `apply`
+            self._undo.run()
+            return
         entry.enforcement = applied.enforcement
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
@@ -541,7 +552,7 @@ class Guard:
 
     def _trim_above_cap(self, name: str) -> None:
         """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""
-        entry = self._entries[name]
+        entry = self._entry(name)
 
         def above() -> str | None:
             usage = entry.framework.usage(part.device)
@@ -562,7 +573,7 @@ class Guard:
             return
         with contexts.beside_captures():
             for name in names:
-                self._entries[name].framework.trim(device)
+                self._entry(name).framework.trim(device)
 
     def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
@@ -599,13 +610,15 @@ class Guard:
 
     def _is_current(self, framework: str, device: Device) -> bool:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
-        used = [p.device.uuid for p in self.plan.devices if (self._entries[framework].framework.usage(p.device))]
+        used = [p.device.uuid for p in self.plan.devices if (self._entry(framework).framework.usage(p.device))]
         return device.uuid in (used or [self.plan.devices[0].device.uuid])
 
     def _entry(self, framework: str) -> _Entry:
         try:
             return self._entries[framework]
         except KeyError:
+            if self._over:  # since the call began: by another thread, or by a signal handler
+                self._check_active()
             known = ", ".join(self._entries) or "none: it is not active"
             near = difflib.get_close_matches(str(framework), self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

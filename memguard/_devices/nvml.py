@@ -48,6 +48,10 @@ _FIXES = {
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
 _LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
+_WITHIN = (
+    "NVML is just being started or shut down on this thread, and was asked within that by a signal handler or a "
+    "finalizer\n    fix: ask again after it"
+)
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
@@ -129,14 +133,16 @@ class Nvml:
     _slow_warned = False  # one warning per process, not per instance
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self._turning = False
+        """Whether a call of nvmlInit or nvmlShutdown is under way, for which pynvml has a lock of its own."""
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
         self._indices: dict[str, int] = {}
         self._refused: dict[int, str] = {}
         self._v2: dict[str, bool] = {}
         self._bytes_trusted = True
-        self._doing = ""
+        self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
 
     def devices(self) -> tuple[Device, ...]:
         """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`.
@@ -168,13 +174,20 @@ class Nvml:
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
-            if self._pid == os.getpid():
+            pid, self._pid = self._pid, None  # first: NVML counts, and must not be shut down once too often
+            if pid == os.getpid() and not self._turning:
                 import pynvml
 
-                with contextlib.suppress(pynvml.NVMLError):  # the driver is gone: nothing is left to shut down
-                    pynvml.nvmlShutdown()
-            self._pid = None
-            self._handles.clear()
+                self._shut_down(pynvml)
+            self._handles = {}
+
+    def _shut_down(self, n: Any) -> None:
+        self._turning = True
+        try:
+            with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing is left to shut down
+                n.nvmlShutdown()
+        finally:
+            self._turning = False
 
     def _call(self, what: str, work: Callable[[Any], T]) -> T:
         try:
@@ -183,25 +196,47 @@ class Nvml:
             raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
         started = time.monotonic()
         try:
+            if self._pid == os.getpid():  # NVML itself serves several threads
+                with contextlib.suppress(pynvml.NVMLError_Uninitialized):  # other code in this process shut it down
+                    return self._asked(pynvml, what, work)
             with self._lock:
-                started = time.monotonic()  # waiting for another thread's call is not ours to report
+                started = time.monotonic()  # waiting for another thread's start is not ours to report
                 return self._ask(pynvml, what, work)
         finally:
             self._warn_slow(what, time.monotonic() - started)  # not under the lock: a log handler may call us
 
     def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+        """As `_asked`, after starting NVML if that is needed. With the lock held."""
+        if self._turning:
+            raise DeviceError(_WITHIN)
         try:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
                 self._start(n)
-            self._doing = what
             try:
-                return work(n)
+                return self._asked(n, what, work)
             except n.NVMLError_Uninitialized:  # other code in this process shut it down
                 self._start(n)
-                self._doing = what
-                return work(n)
+            return self._asked(n, what, work)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
             raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
+
+    def _asked(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+        """What `work` finds. NVMLError_Uninitialized comes out as it is, every other error as a DeviceError."""
+        self._doing = what
+        try:
+            return work(n)
+        except n.NVMLError_Uninitialized:
+            raise
+        except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
+            raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
+
+    @property
+    def _doing(self) -> str:
+        return getattr(self._here, "doing", "")
+
+    @_doing.setter
+    def _doing(self, what: str) -> None:
+        self._here.doing = what
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__
@@ -222,44 +257,49 @@ class Nvml:
         )
 
     def _start(self, n: Any) -> None:
-        self._pid, self._doing = None, ""
-        n.nvmlInit()
+        self._pid, self._doing, self._turning = None, "", True
         try:
-            self._probe(n)
-        except BaseException:
-            with contextlib.suppress(n.NVMLError):
-                n.nvmlShutdown()
-            raise
-        self._pid = os.getpid()  # last, so that a failure on the way starts again from the beginning
+            n.nvmlInit()
+            try:
+                self._probe(n)
+            except BaseException:
+                self._shut_down(n)
+                raise
+            self._pid = os.getpid()  # last, so that a failure on the way starts again from the beginning
+        finally:
+            self._turning = False
 
     def _probe(self, n: Any) -> None:
-        self._handles.clear()
-        self._refused.clear()
+        handles: dict[str, Any] = {}  # put in place at once: other threads look at them meanwhile
+        refused: dict[int, str] = {}
+        indices = dict(self._indices)
         for index in range(n.nvmlDeviceGetCount()):
             self._doing = f"GPU {index}"
             try:
                 handle = n.nvmlDeviceGetHandleByIndex(index)
                 uuid = n.nvmlDeviceGetUUID(handle)
             except n.NVMLError_NoPermission as error:  # NVML counts other users' GPUs too (SLURM, containers)
-                self._refused[index] = self._text(error)
+                refused[index] = self._text(error)
                 continue
-            self._handles[uuid], self._indices[uuid] = handle, index
+            handles[uuid], indices[uuid] = handle, index
+        self._handles, self._indices, self._refused = handles, indices, refused
         self._doing = "driver version"
         version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
         self._bytes_trusted = not (535, 43) <= version <= (535, 85)
 
     def _handle(self, n: Any, uuid: str) -> Any:
         if uuid not in self._handles:
-            with contextlib.suppress(n.NVMLError):
-                n.nvmlShutdown()
-            self._pid = None  # the next call initialises NVML again: the GPU may be back
+            with self._lock:
+                pid, self._pid = self._pid, None  # the next call initialises NVML again: the GPU may be back
+                if pid == os.getpid():
+                    self._shut_down(n)
             gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
             raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
         return self._handles[uuid]
 
     def _devices(self, n: Any) -> tuple[Device, ...]:
         found = []
-        for uuid, handle in self._handles.items():
+        for uuid, handle in [*self._handles.items()]:
             self._doing = uuid
             name = n.nvmlDeviceGetName(handle)
             try:

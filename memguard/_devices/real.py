@@ -35,7 +35,7 @@ class RealHost:
                 missing=True,
             )
         self._nvml = Nvml()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         self.spills = machine_memory.wsl(platform.release())
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 

@@ -88,6 +88,11 @@ class _State:
     def process(self) -> int:
         return (self.context or 0) + self.taken
 
+    def note_peak(self) -> None:
+        process = self.process
+        if process > self.peak:  # not `max`: a call lets a signal handler in, which may raise the peak
+            self.peak = process
+
     @property
     def free(self) -> int:
         return self.device.usable - self.process - sum(self.others.values())
@@ -112,7 +117,7 @@ class SimulatedHost:
             raise DeviceError("a simulated host needs at least one GPU\n    fix: name one, for example 'h200'")
         self.names = tuple(named.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (named.models(name) if isinstance(name, str) else (name,))]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
@@ -161,7 +166,7 @@ class SimulatedHost:
         with self._state(device) as state:
             self._check(state, nbytes)
             state.taken += nbytes
-            state.peak = max(state.peak, state.process)
+            state.note_peak()
 
     def give(self, device: Device, nbytes: int) -> None:
         """This process gives memory back. ValueError for more than it took."""
@@ -177,7 +182,7 @@ class SimulatedHost:
                 return False
             self._check(state, nbytes)
             state.context = nbytes
-            state.peak = max(state.peak, state.process)
+            state.note_peak()
             return True
 
     def occupy(self, device: Device, pid: int, nbytes: int) -> None:

@@ -50,8 +50,6 @@ class Session:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-        self.unwanted = False
-        """Set by a `shutdown` that was called while this was starting, on the thread that starts it."""
         self.monitor: Monitor | None = None
         self._writer: Writer | None = None
         self._undo = Undo()

@@ -151,7 +151,11 @@ class Writer:
 
     def close(self) -> None:
         """Stop writing. The files stay."""
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        if self._turn.mine:  # within a record, whose file must stay open until it is written
+            self._waiting.append(self._close)
+        else:
             self._turn.take(self._close, _PATIENCE)
 
     def _close(self) -> None:
@@ -190,18 +194,21 @@ class Writer:
             self._waiting.append(put)
             return
 
-        def put_all() -> None:
-            put()
-            while self._waiting:
-                self._waiting.popleft()()
-
-        if not self._turn.take(put_all, _PATIENCE):
-            self._unreported += one
-            return
+        try:
+            if not self._turn.take(put, _PATIENCE):
+                self._unreported += one
+                return
+        finally:
+            if self._waiting:
+                self._turn.take(self._catch_up, _PATIENCE)
         for message in messages:
             if message is not None and self._say is not None:
                 with contextlib.suppress(Exception):
                     self._say(message)
+
+    def _catch_up(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
 
     def _put_now(self, one: Dropped, when: float, write: Callable[[], None]) -> str | None:
         """Write it. Returns what there is to say about it."""

@@ -194,6 +194,7 @@ class SimulatedFramework(Framework):
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
         self._lock = threading.RLock()
+        self._allocating = False
 
     def state(self) -> State:
         if self._pools:
@@ -284,7 +285,7 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools:
+            if device.uuid in self._pools and not self._allocating:  # else by a signal handler, within an allocation
                 self._pools[device.uuid].trim()
 
     def footprint(self, size: int) -> int:
@@ -319,10 +320,13 @@ class SimulatedFramework(Framework):
 
     def _allocate(self, gpu: Device, nbytes: int, exact: bool) -> int:
         with self._lock:
+            outermost, self._allocating = not self._allocating, True
             try:
                 block = self._pool(gpu, nbytes).allocate(nbytes, exact=exact)
             except AllocationRefused as refused:
                 raise oom_type(self.name)(self.name, refused, self._gpus.memory(gpu).free) from None
+            finally:
+                self._allocating = not outermost
             array = next(self._ids)
             self._blocks[array] = gpu, block
             self._note("alloc", array, gpu, nbytes)
