@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from memguard import _policy
@@ -191,7 +190,7 @@ class Guard:
                 for part in parts
                 for row in part.rows
             )
-            notes = [*self._all_notes(), *(note for note in above if note is not None), *_of_refusals(parts)]
+            notes = [*self._all_notes(), *(note for note in above if note is not None)]
             return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
@@ -243,7 +242,10 @@ class Guard:
                 reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
                 free=reading.memory.free if moment.free is None else moment.free,
             )  # fmt: skip
-            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+            entries = self._entries
+            enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
+            if (entry := entries.get(moment.framework)) is not None and self._drift_of(moment.framework, entry):
+                enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
             others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
             scene = functools.partial(
                 _scene_of, reading, part, enforcements, others, self.plan, self.budget, moment.time, self.host.simulated
@@ -590,16 +592,6 @@ def _scene_of(
     """What an out-of-memory report is made from, out of a reading of the moment."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
     return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
-
-
-def _of_refusals(parts: Sequence[DeviceLedger]) -> Iterator[str]:
-    """A note about each framework that was refused memory."""
-    for part in parts:
-        for row in part.rows:
-            if row.refused and row.last_refused is not None:
-                times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
-                when = datetime.fromtimestamp(row.last_refused).strftime("%H:%M:%S")
-                yield f"{row.name} was refused memory on {part.device.name} {times} at {when}: memguard.last_oom()"
 
 
 def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:
