@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,7 +229,7 @@ class Guard:
         part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
         if part is None or not self.active:
             return None
-        cap = part.caps.get(moment.framework)
+        cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
         scene: Callable[[], hooks.Scene] = hooks.Scene
         try:
             reading, processes = self._reader.glance(part, self.frameworks)
@@ -305,7 +306,7 @@ class Guard:
         entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
         for sentence in found:
             self._warn_once(sentence)
-        text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
+        text = f"its cap no longer holds: {_cause(entry.drift_reason)}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
@@ -592,6 +593,11 @@ def _scene_of(
     """What an out-of-memory report is made from, out of a reading of the moment."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
     return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
+
+
+def _cause(reason: str) -> str:
+    """A drift without its own words that the cap does not hold."""
+    return re.sub(r": (?:the|its) cap (?:no longer holds|does not hold(?: there)?|will not hold)(?=;|$)", "", reason)
 
 
 def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:

@@ -216,8 +216,12 @@ class CuPy(Framework):
         """Tell of a request that the pool refused. It has freed what is not split before: nothing is reclaimable."""
         uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), None)
         if uuid in self._caps:
+            _, limit = self._limited.get(ordinal, (0, 0))
+            own = limit if 0 < limit < self._caps[uuid] else None  # its own limit, which is stricter
             here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+            self._refused(
+                error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here)
+            )
 
     def _limit_here(self, cupy: Any, ordinal: int) -> None:
         """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""
