@@ -50,6 +50,7 @@ class CuPy(Framework):
         self._allocate: Callable[[int], Any] | None = None
         self._drifted: list[str] = []
         self._rmm: rmm.Limit | None = None
+        self._watched = False
 
     def _live(self, module: ModuleType) -> bool:
         if self._limited:
@@ -62,6 +63,7 @@ class CuPy(Framework):
         allocator = cupy.cuda.get_allocator()
         pool = getattr(allocator, "__self__", None)
         if isinstance(pool, cupy.cuda.MemoryAsyncPool):
+            self._watched = True
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if rmm.is_cupys(allocator):
@@ -140,6 +142,8 @@ class CuPy(Framework):
         return whole_share(size)
 
     def unseen(self) -> str | None:
+        if self._watched:
+            return "its async pool tells nobody of a refused request"
         return rmm.UNSEEN if self._rmm is not None else None
 
     def drift(self) -> list[str]:
