@@ -296,6 +296,7 @@ end()
     assert report["holders"][0]["name"] == "tensorflow" and found["replay"]["tensorflow"] == 1
 
 
+@pytest.mark.whole_card
 def test_a_siblings_cache_fills_the_card_and_the_figures_of_then_say_so(run: Run) -> None:
     """CuPy's error is caught; meanwhile torch's cache is given back: the report is of then."""
     found = run(
