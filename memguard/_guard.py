@@ -7,11 +7,11 @@ import functools
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from memguard import _policy
@@ -229,7 +229,7 @@ class Guard:
             for part in parts
             for row in part.rows
         )
-        notes = [*self._all_notes(), *(note for note in above if note is not None), *_of_refusals(parts)]
+        notes = [*self._all_notes(), *(note for note in above if note is not None)]
         return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
@@ -267,7 +267,7 @@ class Guard:
         part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
         if part is None or not self.active:
             return None
-        cap = part.caps.get(moment.framework)
+        cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
         scene: Callable[[], hooks.Scene] = hooks.Scene
         try:
             reading, processes = self._reader.glance(part, self.frameworks)
@@ -281,7 +281,10 @@ class Guard:
                 reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
                 free=reading.memory.free if moment.free is None else moment.free,
             )  # fmt: skip
-            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+            entries = self._entries
+            enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
+            if (entry := entries.get(moment.framework)) is not None and self._drift_of(moment.framework, entry):
+                enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
             others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
             scene = functools.partial(
                 _scene_of, reading, part, enforcements, others, self.plan, self.budget, moment.time, self.host.simulated
@@ -341,7 +344,7 @@ class Guard:
         entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
         for sentence in found:
             self._warn_once(sentence)
-        text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
+        text = f"its cap no longer holds: {_cause(entry.drift_reason)}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
 
     def _met_the_cap(self, name: str, sentence: str) -> None:
@@ -665,14 +668,9 @@ def _scene_of(
     return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
 
 
-def _of_refusals(parts: Sequence[DeviceLedger]) -> Iterator[str]:
-    """A note about each framework that was refused memory."""
-    for part in parts:
-        for row in part.rows:
-            if row.refused and row.last_refused is not None:
-                times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
-                when = datetime.fromtimestamp(row.last_refused).strftime("%H:%M:%S")
-                yield f"{row.name} was refused memory on {part.device.name} {times} at {when}: memguard.last_oom()"
+def _cause(reason: str) -> str:
+    """A drift without its own words that the cap does not hold."""
+    return re.sub(r": (?:the|its) cap (?:no longer holds|does not hold(?: there)?|will not hold)(?=;|$)", "", reason)
 
 
 def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:

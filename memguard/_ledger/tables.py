@@ -6,6 +6,7 @@ The HTML is written here because rich exports preformatted text of one width, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,17 @@ def _process(part: DeviceLedger) -> str:
 
 
 def _notes(part: DeviceLedger) -> list[str]:
-    return [f"* {row.name}: {row.note}" for row in part.rows if row.note]
+    return [f"* {row.name}: {note}" for row in part.rows if (note := _note(row))]
+
+
+def _note(row: Row) -> str:
+    """Its note, and how often it was refused memory."""
+    notes = [row.note] if row.note else []
+    if row.refused and row.last_refused is not None:
+        times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
+        when = datetime.fromtimestamp(row.last_refused).strftime("%H:%M:%S")
+        notes.append(f"was refused memory {times} at {when}: memguard.last_oom()")
+    return "; ".join(notes)
 
 
 def _groups(part: DeviceLedger) -> list[list[list[str]]]:
@@ -119,7 +130,7 @@ def _groups(part: DeviceLedger) -> list[list[list[str]]]:
 def _cells(row: Row) -> list[str]:
     live = row.kind == "framework" and row.in_use is not None
     return [
-        row.name + ("*" if row.note else ""),
+        row.name + ("*" if _note(row) else ""),
         (AT_LEAST if row.at_least is not None else "") + _mib(row.bytes),
         "" if row.cap is None else _mib(row.cap),
         *(_mib(size) if live else "" for size in (row.in_use, row.cached, row.reclaimable)),

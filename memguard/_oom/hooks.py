@@ -188,7 +188,10 @@ def last_oom() -> Report | None:
         from memguard._oom.report import of_refusal
 
         scene = _quietly("no reading at a refused request", refusals[last].scene) or Scene()
-        known = of_refusal(refusals[last].moment, scene.ledger, scene.plan, scene.processes or {}, scene.budget)
+        figures = refusals[last].moment, scene.ledger, scene.plan, scene.processes or {}, scene.budget
+        known = _quietly("no report on a refused request", of_refusal, *figures)
+        if known is None:
+            return reports[max(reports)] if reports else None
         _caught[last] = known
     return known
 

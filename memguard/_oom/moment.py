@@ -146,6 +146,8 @@ def at(part: DeviceLedger, moment: Moment) -> DeviceLedger:
 
 def _row(row: Row, moment: Moment) -> Row:
     """The requester's row at the moment. What the moment does not know of the row is unknown then, and not as now."""
+    if moment.cap is not None and row.cap is not None and moment.cap < row.cap:
+        row = replace(row, cap=moment.cap)  # the user's own limit
     if moment.held is None and moment.in_use is None:
         return row
     held, in_use = moment.held, moment.in_use

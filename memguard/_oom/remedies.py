@@ -231,6 +231,10 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
     name, cap = row.name, part.caps[row.name]
+    if row.cap is not None and row.cap < cap:
+        own, most = format_size(row.cap), format_size(cap)
+        yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
+        return
     # Allocators round up, PyCUDA's bins by up to a sixteenth.
     wanted = round_up(case.taken + case.need + (case.verdict.requested or 0) // 16)
     # A share may be rounded down by a granule: that much is kept for each of the others.

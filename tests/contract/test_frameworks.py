@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from memguard import _config
+import memguard
+from memguard import _api, _config
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages, registry
@@ -420,6 +421,37 @@ class TestWorking:
         again = subject.allocate(8 * MIB)
         assert len(told) == 2
         del again
+
+    def test_what_a_program_catches_is_in_last_oom_and_in_the_timeline_or_the_adapter_says_that_it_is_not(
+        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        name = subject.framework.name
+        monkeypatch.setattr(_api, "_host", lambda simulate: subject.host)
+        monkeypatch.setattr(registry, "create", lambda *_: subject.framework)
+        before = memguard.last_oom()
+        subject.bring()
+        memguard.init(
+            {"version": 1, "frameworks": {name: {"limit": "1GiB"}},
+             "monitor": {"interval": "1h", "timeline": str(tmp_path / "run.jsonl")}}
+        )  # fmt: skip
+        try:
+            live = fill(subject, 32 * MIB)  # torch cuts smaller ones from segments
+            for _ in range(3):
+                fill(subject, 32 * MIB)
+            row = memguard.ledger().devices[0].row(name)
+            report = memguard.last_oom()
+        finally:
+            memguard.shutdown()
+        (path,) = tmp_path.glob("run*.jsonl")
+        events = [event for event in memguard.load_timeline(path).events() if event.kind == "refused"]
+        if subject.framework.unseen() is not None:
+            assert row.refused is None and report is before and not events
+            return
+        assert row.refused == 4 and sum(event.times or 0 for event in events) == 4
+        assert report is not None and report.caught and (report.requester, report.reason) == (name, "cap")
+        assert report.verdict.requested == 32 * MIB and report.moment is not None
+        assert (report.moment.in_use or 0) > GIB * 7 // 10 and report.holders[0].name == name
+        assert live
 
     def test_telling_never_takes_the_place_of_the_error_and_holds_no_lock(self, subject: Subject) -> None:
         """Whoever is told may ask the framework, on this thread and on others."""

@@ -131,6 +131,17 @@ def test_a_forward_pass_whose_activations_are_gone_reached_its_cap() -> None:
     assert "pieces" not in str(bare) and "partly used" not in str(bare)
 
 
+def test_a_stricter_limit_of_the_users_own_is_what_has_to_be_raised() -> None:
+    usage: dict[str, Usage | None] = {"torch": Usage(3 * GIB, 3 * GIB, 0)}
+    told = Moment("torch", "observer", 1.0, H200.uuid, GIB, 3 * GIB, 3 * GIB, 0, 3 * GIB + MIB)
+    text = "CUDA out of memory. Tried to allocate 1.00 GiB."
+    found = explained(error("torch", text), usage, {"torch": {"limit": "14GiB"}}, recorded=told, then=usage)
+    assert found.reason == "cap" and found.why.startswith("its cap of 3.00 GiB is reached")
+    assert found.remedies[0].text == (
+        "torch's own limit of 3.00 GiB is stricter than its cap of 14.00 GiB: raise or remove that limit"
+    )
+
+
 def test_that_the_error_means_something_else_is_said_only_of_figures_of_the_moment() -> None:
     small: dict[str, Usage | None] = {"torch": Usage(GIB, GIB, 0)}
     cap = {"torch": {"limit": "14GiB"}}
@@ -393,7 +404,9 @@ def test_a_caught_error_counts(
     ledger = guard.ledger()
     row = ledger.devices[0].row(name)
     assert (
-        row.refused == 3 and row.last_refused == report.time and any(f"{name} was refused" in n for n in ledger.notes)
+        row.refused == 3
+        and row.last_refused == report.time
+        and f"* {name}: was refused memory 3 times, the last time at " in str(ledger)
     )
     assert ledger.as_dict()["devices"][0]["rows"][list(SPECS).index(name)]["refused"] == 3
     assert capsys.readouterr().err == "", "nothing is printed for a caught error"
@@ -617,6 +630,56 @@ def test_another_hook_gets_the_note_in_one_line_and_the_error_keeps_it_whole() -
         sent, whole = (line for line in err.stdout.splitlines() if line.startswith(("SENT", "WHOLE")))
         assert sent.count("\\n") == 0 and "ran out of GPU memory" in sent and whole.count("\\n") >= 2
     assert err.stderr.count("  error  ") == 1
+
+
+def test_an_error_without_notes_has_one_report_too(guard: memguard.Guard, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in Python 3.10."""
+
+    class Bare(_Oom):
+        @property
+        def add_note(self) -> Any:
+            raise AttributeError("add_note")
+
+    try:
+        raise Bare("CUDA out of memory. Tried to allocate 2.00 GiB")
+    except Bare as caught:
+        sys.excepthook(type(caught), caught, caught.__traceback__)
+        assert not hasattr(caught, "__notes__")
+    assert capsys.readouterr().err.count("memguard: torch ran out of GPU memory") == 1
+
+
+def test_the_note_is_back_after_the_traceback(
+    guard: memguard.Guard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever hook of Python printed it, and if that was interrupted; notes of others stay in their places."""
+    error = _Oom("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if sys.version_info < (3, 11):
+        return
+    error.add_note("first")
+    report = hooks.seen(error, show=True)
+    assert report is not None
+    error.add_note("last")
+    whole = ["first", report.note, "last"]
+    capsys.readouterr()
+    monkeypatch.setattr(threading.excepthook, "_previous", threading.__excepthook__)  # pytest has its own
+    for hook in (sys.excepthook, threading.excepthook):
+        arguments = (type(error), error, None)
+        hook(*arguments) if hook is sys.excepthook else hook(threading.ExceptHookArgs([*arguments, None]))
+        err = capsys.readouterr().err
+        assert "memguard" not in err and "first" in err and "last" in err
+        assert error.__notes__ == whole
+
+    def broken(*_: object) -> None:
+        assert error.__notes__ == ["first", report.line, "last"]
+        raise KeyboardInterrupt
+
+    hook = sys.excepthook
+    assert isinstance(hook, hooks._Hook)
+    hook._previous, before = broken, hook._previous
+    with pytest.raises(KeyboardInterrupt):
+        sys.excepthook(type(error), error, None)
+    hook._previous = before
+    assert error.__notes__ == whole
 
 
 def test_the_note_stays_where_only_the_exception_is_seen(guard: memguard.Guard) -> None:

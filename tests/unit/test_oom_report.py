@@ -133,9 +133,8 @@ def test_fragmentation_is_told_from_a_cap_that_is_too_small() -> None:
     peaks = {H200.uuid: {"jax": 4 * GIB}}
     assert report({"jax": Usage(8 * GIB, 4 * GIB, None)}, facts=jax, plan=plan, peaks=peaks).reason == "fragmented"
     # Of CuPy's cache nobody knows which part is split: nothing is claimed.
-    cupy = ErrorFacts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",),
-                      "Out of memory allocating 2,147,483,648 bytes (allocated so far: 14,495,514,624 bytes).",
-                      {})  # fmt: skip
+    text = "Out of memory allocating 2,147,483,648 bytes (allocated so far: 14,495,514,624 bytes)."
+    cupy = ErrorFacts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",), text, {})
     found = report({"cupy": Usage(14 * GIB - 512 * MIB, GIB, None)}, facts=cupy)
     assert found.reason == "cap" and found.verdict.requested == 2 * GIB
 

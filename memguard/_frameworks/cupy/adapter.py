@@ -60,6 +60,7 @@ class CuPy(Framework):
         self._raw_set: Callable[..., None] | None = None
         self._drifted: list[str] = []
         self._rmm: rmm.Limit | None = None
+        self._watched = False
 
     def _live(self, module: ModuleType) -> bool:
         if self._limited:
@@ -72,6 +73,7 @@ class CuPy(Framework):
         allocator = cupy.cuda.get_allocator()
         pool = getattr(allocator, "__self__", None)
         if isinstance(pool, cupy.cuda.MemoryAsyncPool):
+            self._watched = True
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if rmm.is_cupys(allocator):
@@ -163,6 +165,8 @@ class CuPy(Framework):
         return whole_share(size)
 
     def unseen(self) -> str | None:
+        if self._watched:
+            return "its async pool tells nobody of a refused request"
         return rmm.UNSEEN if self._rmm is not None else None
 
     def drift(self) -> list[str]:
@@ -246,8 +250,12 @@ class CuPy(Framework):
         """Tell of a request that the pool refused. It has freed what is not split before: nothing is reclaimable."""
         uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), None)
         if uuid in self._caps:
+            _, limit = self._limited.get(ordinal, (0, 0))
+            own = limit if 0 < limit < self._caps[uuid] else None  # its own limit, which is stricter
             here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+            self._refused(
+                error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here)
+            )
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
         """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""

@@ -405,11 +405,12 @@ class Torch(Framework):
         _observer = self, os.getpid()
         return None
 
-    def _told(self, ordinal: int, requested: int, free: int) -> None:
+    def _told(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
             here = threading.get_ident()
-            moment = Moment(self.name, "observer", time.time(), uuid, requested, free=free, thread=here)
+            moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
             self._refused(None, moment)
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
@@ -520,7 +521,7 @@ def _tell(device: int, requested: int, allowed: int, free: int) -> None:
     if found is None or found[1] != os.getpid():
         return
     try:
-        found[0]._told(device, requested, free)
+        found[0]._told(device, requested, allowed, free)
     except Exception as error:
         _log.debug("torch: a refused request was not recorded: %s", str(error))
 
