@@ -114,6 +114,11 @@ def _load(name: str, package: str, file: str, **more: Any) -> ModuleType:
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
     """Shows memguard's warnings if the program sets up no logging of its own."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        from memguard._text import visible
+
+        return visible(super().format(record))
+
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
             super().emit(record)

@@ -91,5 +91,6 @@ class _Group(click.Group):
 def main() -> None:
     """GPU memory budgets for Python processes that mix TensorFlow, PyTorch, JAX, CuPy, PyCUDA and Numba.
 
-    Exit codes: 2 an invalid budget, trace, timeline or command line; 3 no GPU to budget; 1 anything else.
+    Exit codes: 2 an invalid budget, trace, timeline or command line; 3 no GPU to budget; 141 the reader of the output
+    left; 1 anything else.
     """

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from timelines import START, Clock, plan_of, sample_of
@@ -30,13 +32,24 @@ from memguard.cli import main
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\u00e9\u4e2d\U0001f600\u2212"
 """Title, colour, clear screen in one byte, carriage return, right to left; then what latin-1 and ASCII lack."""
 BUDGET = "version: 1\ndevice: {limit: 40GiB}\nframeworks:\n  torch: {share: 50%}\n"
-JSON = ("plan --json", "replay --json", "simulate --json", "doctor --json", "doctor --dump-facts", "schema")
+JSON = (
+    "plan --json",
+    "plan hostile --json",
+    "replay --json",
+    "simulate --json",
+    "doctor --json",
+    "doctor --dump-facts",
+    "schema",
+)
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "check": (["check", "b.yaml"], 0),
     "check wrong": (["check", "wrong.yaml"], 2),
     "check absent": (["check", f"{EVIL}.yaml"], 2),
     "plan": (["plan", "b.yaml", "--device", "h200"], 0),
     "plan --json": (["plan", "b.yaml", "--device", "h200", "--json"], 0),
+    "plan hostile": (["plan", "b.yaml", "--device", "gpus.yaml"], 0),
+    "plan hostile --json": (["plan", "b.yaml", "--device", "gpus.yaml", "--json"], 0),
+    "plan wrong file": (["plan", "b.yaml", "--device", "wrong.yaml"], 2),
     "plan unknown": (["plan", "b.yaml", "--device", EVIL], 2),
     "schema": (["schema"], 0),
     "simulate": (["simulate", "b.yaml", "run.trace"], 0),
@@ -57,7 +70,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "help": (["--help"], 0),
     "version": (["--version"], 0),
     **{f"{name} --help": ([name, "--help"], 0) for name in ("check", "doctor", "plan", "replay", "run", "simulate")},
-    "unknown command": ([EVIL], 2),
+    "unknown command": ([f"chekc{EVIL}"], 2),
     "extra argument": (["check", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
@@ -122,6 +135,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("b.yaml").write_text(BUDGET)
     Path("wrong.yaml").write_text(json.dumps({"version": 1, EVIL: EVIL, "frameworks": {EVIL: EVIL}}))
+    Path("gpus.yaml").write_text(yaml.safe_dump({"devices": [{"name": EVIL, "total": "80GiB"}]}))
     device = {"name": f"GPU {EVIL}", "total": 80 * GIB, "reserved": 0, "architecture": EVIL}
     trace = {"memguard_trace": 1, "recorded": "2026-01-01", "devices": [device], "frameworks": {"torch": {}}}
     events = [{"time": 0, "framework": "torch", "op": "alloc", "id": 1, "bytes": 1 << 20}]
@@ -172,6 +186,26 @@ def test_each_command_in_each_encoding(name: str, encoding: str, files: Path, mo
     assert out or err
     if name in JSON:
         json.loads(out)
+
+
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+"""Colours and the like, of rich."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_on_a_terminal(name: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    arguments, code = COMMANDS[name]
+    streams = Streams("utf-8")
+    monkeypatch.setattr(Raw, "isatty", lambda raw: True)
+    assert streams.call(arguments, monkeypatch) == code
+    out, err = streams.got("utf-8")
+    assert harmless(SGR.sub("", out)) and harmless(SGR.sub("", err)), (out, err)
+    # What comes from outside has no colour of its own: 31 alone, as in EVIL, is none of rich's here.
+    assert "\x1b[31m" not in out + err or name.startswith("doctor")
+    if name == "doctor":
+        assert SGR.search(out)
 
 
 FULL, GONE = errno.ENOSPC, errno.EPIPE
