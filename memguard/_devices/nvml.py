@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from memguard._devices import survey
 from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
+from memguard._units import MAX_SIZE, is_whole, short
 from memguard.errors import DeviceError
 
 T = TypeVar("T")
@@ -141,6 +142,7 @@ class Nvml:
         self._indices: dict[str, int] = {}
         self._refused: dict[int, str] = {}
         self._v2: dict[str, bool] = {}
+        self._totals: dict[str, int] = {}
         self._bytes_trusted = True
         self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
 
@@ -165,7 +167,7 @@ class Nvml:
 
         40 µs on an H200.
         """
-        return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(n, uuid)))
+        return self._call(f"processes of {uuid}", lambda n: self._processes(n, uuid))
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
@@ -322,24 +324,38 @@ class Nvml:
             try:
                 info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
                 self._v2[uuid] = True
-                return MemoryInfo(info.total, info.reserved, info.used, info.free)
+                return self._checked(uuid, MemoryInfo(info.total, info.reserved, info.used, info.free))
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
                 if uuid in self._v2:  # it worked before: v1's figures would not fit the plan
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
-        return MemoryInfo(info.total, None, info.used, info.free)
+        return self._checked(uuid, MemoryInfo(info.total, None, info.used, info.free))
 
-    def _processes(self, n: Any, handle: Any) -> dict[int, int | None]:
+    def _checked(self, uuid: str, info: MemoryInfo) -> MemoryInfo:
+        """The reading, or DeviceError if it cannot be true: a driver in trouble gives 2⁶⁴-1, or 0 of everything."""
+        total, reserved, used, free = info[:4]
+        parts = [size for size in (used, free, reserved or 0) if is_whole(size) and size <= total]
+        if not is_whole(total) or total == 0 or len(parts) < 3:
+            raise DeviceError(
+                f"NVML: {uuid} says total {short(total)}, reserved {short(reserved)}, used {short(used)}, free "
+                f"{short(free)} bytes, which cannot be\n    fix: run `nvidia-smi`, and check `dmesg | grep Xid`"
+            )
+        self._totals[uuid] = total
+        return info
+
+    def _processes(self, n: Any, uuid: str) -> dict[int, int | None]:
         found: dict[int, int | None] = {}
+        total = self._totals.get(uuid, MAX_SIZE)
         try:
-            processes = n.nvmlDeviceGetComputeRunningProcesses(handle)
+            processes = n.nvmlDeviceGetComputeRunningProcesses(self._handle(n, uuid))
         except n.NVMLError_NotSupported:
             return {}
         for process in processes:
-            size = process.usedGpuMemory if self._bytes_trusted else None
+            size: object = process.usedGpuMemory if self._bytes_trusted else None
             before = found.get(process.pid, 0)
-            found[process.pid] = None if size is None or before is None else before + size
+            together = None if before is None or not is_whole(size) else before + size
+            found[process.pid] = together if together is None or together <= total else None
         return found
 
     @staticmethod

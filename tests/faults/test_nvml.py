@@ -283,6 +283,41 @@ def test_bytes_of_drivers_that_swap_fields_are_ignored(run: Run, driver: str, be
     assert found["found"] == [[7, GIB if believed else None]]
 
 
+def test_readings_that_cannot_be_true_are_refused_and_the_next_one_is_read(run: Run) -> None:
+    """2⁶⁴-1 and its like, as a driver in trouble gives them, for each figure and with both versions of the call."""
+    found = run(
+        f"""
+        nvml = Nvml()
+        good = nvml.memory({UUIDS[0]!r})
+        result["said"] = []
+        for version in ("0", "3"):
+            for key, values in {{
+                "used0": (2**64 - 1, 2**63, 2**51, 2**50, 144 * GIB),
+                "total0": (2**64 - 1, 2**63, 2**51, 0, 1),
+                "reserved0": (2**64 - 1, 2**63, 2**51, 144 * GIB),
+            }}.items():
+                for value in values if key != "reserved0" or version == "0" else ():  # v1 has no reserve
+                    before = pathlib.Path(os.environ["NVML_STUB"]).read_text()
+                    scenario(**{{key: value, "memory_v2": version}})
+                    result["said"].append(refused(lambda: Nvml().memory({UUIDS[0]!r})))
+                    pathlib.Path(os.environ["NVML_STUB"]).write_text(before)
+        result["again"] = nvml.memory({UUIDS[0]!r}) == good
+        """
+    )
+    assert len(found["said"]) == 24 and found["again"]
+    assert all("which cannot be\n    fix: run `nvidia-smi`" in (text or "") for text in found["said"]), found["said"]
+
+
+def test_bytes_of_a_process_that_cannot_be_true_are_unknown(run: Run) -> None:
+    figures = [2**64 - 1, 2**64 - 2, 2**63, 2**51, 2**50, 200 * GIB]
+    listed = ",".join(f"{pid}:{size}" for pid, size in enumerate([*figures, GIB], 7))
+    found = run(
+        f"nvml = Nvml()\nnvml.devices()\nresult['found'] = list(nvml.processes({UUIDS[0]!r}).items())",
+        processes0=listed,
+    )
+    assert found["found"] == [*([pid, None] for pid in range(7, 13)), [13, GIB]]
+
+
 def test_a_process_list_that_may_not_be_read(run: Run) -> None:
     text = run(f"result['text'] = refused(lambda: Nvml().processes({UUIDS[0]!r}))", processes_code=4)["text"]
     assert "may open /dev/nvidia" in text
