@@ -63,7 +63,7 @@ def test_the_magics_show_the_real_gpu(notebook: object) -> None:
     assert held == "[512]\n"
     assert "2.00 GiB" in notebook.text("%memguard plan") or "2,048" in notebook.text("%memguard plan")
     notebook.run("del a")
-    assert notebook.text("%memguard trim torch") == "512 MiB given back to the driver\n"
+    assert notebook.text("%memguard trim torch") == "512.0 MiB given back to the driver\n"
 
 
 def test_a_cell_with_a_need_and_one_that_does_not_fit(notebook: object) -> None:

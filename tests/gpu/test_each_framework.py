@@ -136,6 +136,10 @@ DRIFTS = {
 }
 
 
+HELD = {"cupy", "torch", "numba.cuda", "jax"}
+"""What these change, they change through the framework's own public call, where the cap holds all the same."""
+
+
 @pytest.mark.parametrize("module", DRIFTS)
 def test_what_is_changed_later_is_seen_and_said_once(run: Run, module: str) -> None:
     name = module.partition(".")[0]
@@ -155,8 +159,9 @@ for _ in range(3): ledger = memguard.ledger()
 result.update(after=ledger.devices[0].row({name!r}).enforcement, notes=ledger.notes, said=said)
 """
     )
-    assert found["before"] == "enforced" and found["after"] == "watched"
-    assert any(note.startswith(f"{name}:") and "memguard.init" in note for note in found["notes"])
+    assert found["before"] == "enforced" and found["after"] == ("enforced" if module in HELD else "watched")
+    if module not in HELD:
+        assert any(note.startswith(f"{name}:") and "memguard.init" in note for note in found["notes"])
     assert len([text for text in found["said"] if text.startswith(f"{name}:")]) == 1
 
 

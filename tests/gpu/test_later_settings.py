@@ -161,7 +161,7 @@ result["after"] = torch._C._cuda_getMemoryFraction(0)
     assert found["live"] in (15, 16) and found["row"][:2] == ["enforced", 1 << 30] and found["row"][2] <= 1 << 30
     if "settings" not in setter:  # which torch may read only when it starts, or not at all
         said(found, "more than its cap")
-    assert found["after"] in (1.0, 0.9), "the undo gives what was asked for"
+    assert found["after"] == 1.0 or abs(found["after"] - 0.9) < 1e-6, "the undo gives what was asked for"
 
 
 def test_a_lower_fraction_is_accepted_in_silence(run: Run) -> None:
