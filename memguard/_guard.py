@@ -105,7 +105,7 @@ class Guard:
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
-                entry.framework.on_change = functools.partial(self._find_drift, wait=False)
+                entry.framework.on_change = functools.partial(self._check_now, name)
             states = {name: entry.framework.state() for name, entry in entries.items()}
             with self._lock:
                 for note in self.plan.notes:
@@ -216,6 +216,13 @@ class Guard:
             self._warn_once(sentence)
         text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
+
+    def _check_now(self, name: str) -> None:
+        """The user has just made a call that may have lifted a cap: say so now, even if another thread has the lock."""
+        self._find_drift(wait=False)
+        entry = self._entries.get(name)
+        for sentence in self._drift_of(name, entry) if entry is not None and self.active else ():
+            self._warn_once(sentence)
 
     def _met_the_cap(self, name: str, sentence: str) -> None:
         """A setting that the user made later met the cap of a framework, which has logged it."""
