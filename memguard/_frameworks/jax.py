@@ -159,6 +159,9 @@ class JAX(Framework):
             if not 0 < limit <= cap
         ]
 
+    def forked(self) -> None:
+        self._caps = {}  # what the child sets is its own
+
     def about(self) -> dict[str, str]:
         if _client() is None:
             return {}

@@ -156,6 +156,9 @@ class TensorFlow(Framework):
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
         return [f"tensorflow: the limit of {name} was removed or raised after memguard.init" for name in lost]
 
+    def forked(self) -> None:
+        self._gpus = {}  # what the child configures is its own
+
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_ALLOCATOR, "").strip().lower()
         if value in _UNLIMITED:

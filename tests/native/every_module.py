@@ -61,7 +61,12 @@ if mode == "budget":
         apply = adapter.apply
         adapter.apply = lambda self, caps, options: (bring(self), apply(self, caps, options))[1]
 
-    with_gpus(Torch, lambda self: card(self.host))
+    def allocator(self):  # no more than that: other code must not think that there is CUDA
+        torch = sys.modules["torch"]
+        torch._C._cuda_setMemoryFraction = lambda fraction, device: None
+        torch._C._cuda_getAllocatorBackend = lambda: "native"
+
+    with_gpus(Torch, allocator)
     with_gpus(TensorFlow, lambda self: gpus())
     share = {"version": 1, "frameworks": {name: {"share": "15%"} for name in SPECS}}
     guard = Guard(from_mapping(share), Host())
@@ -171,12 +176,12 @@ def sample(names: Sequence[str], count: int) -> list[str]:
 
 def outcomes(package: str, names: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Outcome]:
     """Import each module, first in a process, without a budget and with one."""
-    # Of a package that the hook waits inside of, and of the top itself, nothing may be there beforehand.
+    # Of a package that the hook waits inside of, nothing may be there beforehand.
     base = "" if package == "pycuda" else package
     here = {**environment(), **(env or {})}
-    with tempfile.TemporaryDirectory(prefix="mg") as folder, ThreadPoolExecutor(4) as threads:
+    with tempfile.TemporaryDirectory(prefix="mg") as folder, ThreadPoolExecutor(2) as threads:
 
-        def ask(mode: str, base: str, names: Sequence[str]) -> list[Any]:
+        def ask(mode: str) -> list[Any]:
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", SERVER, mode, base],
                 input="\n".join(names), capture_output=True, text=True, env=here, cwd=folder, check=False,
@@ -185,16 +190,10 @@ def outcomes(package: str, names: Sequence[str], env: Mapping[str, str] | None =
             assert len(answers) == len(names), f"{package}, {mode}: {done.stderr[-2000:]}"
             return answers
 
-        parts = [("", [name for name in names if name == package or not base])]
-        parts.append((base, [name for name in names if name not in parts[0][1]]))
-        asked = [
-            (part, [threads.submit(ask, mode, before, part) for mode in ("plain", "budget")])
-            for before, part in parts
-            if part
-        ]
-        for part, (plain, budget) in asked:
-            for name, (without, *_), (within, caps, left) in zip(part, plain.result(), budget.result(), strict=True):
-                yield Outcome(name, without, within, caps, left)
+        asked = [threads.submit(ask, mode) for mode in ("plain", "budget")]
+        plain, budget = (each.result() for each in asked)
+    for name, (without, *_), (within, caps, left) in zip(names, plain, budget, strict=True):
+        yield Outcome(name, without, within, caps, left)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,8 +17,8 @@ from served import Run, serve
 from memguard._specs import SPECS
 
 SOME = {
-    "torch": 16, "functorch": 3, "torchgen": 3, "tensorflow": 12, "keras": 6, "cupy": 20, "cupyx": 12,
-    "cupy_backends": 8, "jax": 14, "jaxlib": 6, "numba.cuda": 20, "numba": 8, "numba_cuda": 3,
+    "torch": 16, "functorch": 2, "torchgen": 2, "tensorflow": 12, "keras": 6, "cupy": 16, "cupyx": 10,
+    "cupy_backends": 8, "jax": 12, "jaxlib": 6, "numba.cuda": 14, "numba": 8, "numba_cuda": 2,
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_modules_of_the_others_may_be_imported_first(package: str) -> None:
     found = list(outcomes(package, names))
     assert [outcome.wrong for outcome in found if outcome.wrong] == [] and len(found) == len(names)
     assert sum(outcome.plain == "imported" for outcome in found) >= len(found) // 2, [one.plain for one in found]
-    if package == SPECS[framework].module or package == SPECS[framework].hook:
+    if package == SPECS[framework].hook:
         assert any(outcome.caps.get(framework) == "enforced" for outcome in found)
 
 

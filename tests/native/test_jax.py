@@ -474,6 +474,19 @@ result["back"] = type(jax.config).update is update
     assert len(found["notes"]) == bool(said)
 
 
+def test_in_a_forked_child_later_options_are_its_own(with_jax: Run) -> None:
+    found = with_jax(
+        SETUP
+        + """
+framework.apply({uuid: 4 * GIB}, {})
+framework.forked()
+jax.config.update(OPTIONS, {"memory_fraction": 0.5})
+result["options"], result["notes"] = options(), framework.notes
+"""
+    )
+    assert found == {"options": {"memory_fraction": 0.5}, "notes": []}
+
+
 def test_an_allocator_in_the_environment_later_changes_nothing(with_jax: Run) -> None:
     """The options win over it: asked of the very functions that JAX's CUDA plugin calls."""
     found = with_jax(

@@ -659,6 +659,22 @@ result["numbers"] = [list(framework._numbers(tf, gpu)) for gpu in host.gpus]
     assert found["limits"] == [[300], [1024]] and found["numbers"] == [[0, 1], [2]]
 
 
+def test_in_a_forked_child_nothing_is_held(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        ONE
+        + LATER
+        + """
+framework.apply({uuid: GIB}, {})
+framework.forked()
+own(gpu, 4096)
+with tf.Graph().as_default(), tf.compat.v1.Session(config=tf.compat.v1.ConfigProto()) as session:
+    result["limits"] = len(session._config.gpu_options.experimental.virtual_devices)
+result["own"], result["heard"] = limits(gpu), heard
+"""
+    )
+    assert found == {"limits": 0, "own": [4096], "heard": []}
+
+
 def test_everything_replaced_is_put_back_also_after_an_interruption(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         ONE

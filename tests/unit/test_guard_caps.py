@@ -373,6 +373,75 @@ def test_the_event_says_once_that_the_cap_no_longer_holds(drifting: dict[str, Dr
     assert events == ["torch: its cap no longer holds: its fraction was raised"]
 
 
+def test_what_a_later_call_lifts_is_told_at_the_call(
+    drifting: dict[str, Drifting], caplog: pytest.LogCaptureFixture
+) -> None:
+    guard, events = start(TORCH), list[Event]()
+    guard._on_event = events.append
+    torch = drifting["torch"]
+    torch.allocate(MIB)
+    torch.lost = (RAISED,)
+    with caplog.at_level(logging.WARNING, "memguard"):
+        for _ in range(3):
+            torch._changed()
+    assert caplog.messages == [RAISED]
+    assert [event.text for event in events] == ["torch: its cap no longer holds: its fraction was raised"]
+    torch.lost = ()
+    torch._changed()
+    assert [event.text for event in events][1:] == ["torch: its cap holds again"]
+    memguard.shutdown()
+    torch.lost = (RAISED,)
+    torch._changed()
+    assert len(events) == 2
+
+
+def test_it_is_told_at_the_call_while_another_thread_has_the_lock(
+    drifting: dict[str, Drifting], caplog: pytest.LogCaptureFixture
+) -> None:
+    guard, held, done = start(TORCH), threading.Event(), threading.Event()
+    drifting["torch"].allocate(MIB)
+
+    def hold() -> None:
+        with guard._lock:
+            held.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    drifting["torch"].lost = (RAISED,)
+    try:
+        with caplog.at_level(logging.WARNING, "memguard"):
+            drifting["torch"]._changed()
+        assert caplog.messages == [RAISED]
+    finally:
+        done.set()
+        thread.join()
+    assert enforcements() == {"torch": "watched"}
+
+
+def test_a_later_setting_that_met_the_cap_is_a_warning_a_note_and_an_event_once(
+    drifting: dict[str, Drifting], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = list[Event]()
+    forget = memguard.on_pressure(seen.append)
+    try:
+        start({**TORCH, "monitor": {"interval": "1h", "timeline": str(tmp_path / "run.jsonl")}})
+        sentence = "torch: it asks for more than its cap: the cap holds"
+        with caplog.at_level(logging.WARNING, "memguard"):
+            for _ in range(3):
+                drifting["torch"]._warn(sentence)
+        assert caplog.messages == [sentence] and memguard.ledger().notes.count(sentence) == 1
+        assert sentence in str(_api.current())
+        memguard.shutdown()
+    finally:
+        forget()
+    assert [event.text for event in seen if event.kind == "note"] == [sentence]
+    (path,) = tmp_path.iterdir()
+    notes = [event for event in memguard.load_timeline(path).events() if event.kind == "note"]
+    assert [(event.framework, event.text) for event in notes] == [("torch", sentence)]
+
+
 # captures of CUDA graphs
 
 
