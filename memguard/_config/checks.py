@@ -153,7 +153,9 @@ def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
     if isinstance(devices, Mapping) and (keys := own & set(devices)):
         message = "names single GPUs, by UUID, number or name"
         if keys == set(devices) and "device" not in data:
-            yield Violation(("devices",), f"{message}; what holds for all is in device", "write 'device'", True, True)
+            yield Violation(
+                ("devices",), f"{message}; what holds for all is in device", "did you mean 'device'?", True, True
+            )
         else:
             for key in sorted(keys, key=list(devices).index):
                 yield Violation(("devices", key), f"{key} is no GPU", "move it below 'device:'", True, True)
@@ -161,7 +163,7 @@ def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
         gpus = all(isinstance(entry, Mapping) and set(entry) <= own for entry in device.values())
         if gpus and all(_read(values.device_key, key) is not None for key in device):
             message = "holds for all GPUs; what differs on single ones is in devices"
-            yield Violation(("device",), message, "write 'devices'", True, True)
+            yield Violation(("device",), message, "did you mean 'devices'?", True, True)
 
 
 def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:

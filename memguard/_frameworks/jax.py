@@ -240,11 +240,12 @@ class JAX(Framework):
                     self.name, f"{setting}={value}", "cannot be read", "unset it, or write a number such as 0.25"
                 ) from None
             if any(int(theirs * total) > caps[uuid] + MIB for uuid, total in usable.items()):
+                most = int(theirs * max(usable.values()))
                 raise ConflictingSetting(
                     self.name,
                     f"{setting}={value}",
                     f"is looser than the cap of {format_size(min(caps[uuid] for uuid in usable))}",
-                    "unset it, lower it, or raise frameworks.jax in the budget",
+                    f"unset it, lower it, or raise frameworks.jax in the budget to at least {-(-most // MIB)}MiB",
                 )
             if theirs < fraction:
                 self._say(f"jax: its own {setting}={value} is stricter than the cap and stays")

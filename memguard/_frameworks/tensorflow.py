@@ -368,11 +368,9 @@ class TensorFlow(Framework):
                 f"splits the GPU into {len(limits)} logical devices, which memguard cannot cap as one",
                 "configure it as one logical device, or leave tensorflow out of the budget",
             )
+        larger = "" if only is None else f", or raise frameworks.tensorflow in the budget to at least {only}MiB"
         raise ConflictingSetting(
-            self.name,
-            setting,
-            f"is looser than the cap of {format_size(cap)}",
-            "remove that call, or raise frameworks.tensorflow in the budget",
+            self.name, setting, f"is looser than the cap of {format_size(cap)}", f"remove that call{larger}"
         )
 
     def _say_stricter(self, name: str, limit: int, cap: int) -> None:

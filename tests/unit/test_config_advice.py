@@ -96,8 +96,6 @@ def follow(data: dict[str, Any], problem: Problem) -> None:
         if isinstance(value, dict) and ":" in found[1] and not found[1].startswith("{"):
             ((key, value),) = value.items()
             put(parent, key, value, last)
-        elif found[1] in ("device", "devices") and len(path) == 1:
-            put(parent, found[1], parent[last], last)
         else:
             put(parent, last, value, last)
     elif found := re.match(r"add '(.*?)'(?: and below it '(.*)')?", fix):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from memguard import _policy
 from memguard._config import from_mapping
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.torch import settings as settings_of_torch
 from memguard._types import MemoryInfo, Usage
 from memguard._units import GIB, GRANULE, MIB, parse_size
 from memguard.errors import ConfigError, PlanError, Problem
@@ -134,3 +136,18 @@ def test_a_refusal_says_which_cap_would_do(asked: int, held: int) -> None:
         again = _policy.admit("torch", needed, needed, larger, usage, memory).refusal
         assert again is None or "its cap allows it, but the card has only" in again
         assert larger - GRANULE < held * GIB + needed <= larger
+
+
+def test_whoever_is_told_to_raise_a_cap_is_told_to_what() -> None:
+    """In every message of the package."""
+    texts = [path.read_text() for path in (Path(__file__).parents[2] / "memguard").rglob("*.py")]
+    sentence = r"raise frameworks\.\S+ in the budget"
+    told = [text[at.end() : at.end() + 60] for text in texts for at in re.finditer(sentence, text)]
+    assert len(told) >= 5 and all("to at" in one and "least" in one for one in told), told
+
+
+def test_a_setting_that_is_looser_than_the_cap_fits_the_cap_that_is_named() -> None:
+    for allowed in (5 * GIB, 5 * GIB + 1, 5 * GIB + MIB - 1):
+        (size,) = re.findall(r"to at least (\w+)", settings_of_torch.looser("a setting", allowed, 4 * GIB).remedy)
+        budget = from_mapping({"version": 1, "frameworks": {"torch": {"limit": size}}})
+        assert _policy.plan(budget, DEVICES[:1]).devices[0].caps["torch"] >= allowed - GRANULE

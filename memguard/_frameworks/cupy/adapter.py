@@ -33,7 +33,7 @@ from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, Usage
-from memguard._units import format_size
+from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
@@ -424,7 +424,7 @@ class CuPy(Framework):
                     continue
                 before = self._pool.get_limit()
                 if before > self._caps[uuid]:
-                    raise self._looser(f"cupy's MemoryPool.set_limit ({format_size(before)})", self._caps[uuid])
+                    raise self._looser("cupy's MemoryPool.set_limit", before, self._caps[uuid])
                 self._limit_here(cupy, ordinal)
 
     def _refuse_looser(self, caps: Mapping[str, int]) -> None:
@@ -442,14 +442,14 @@ class CuPy(Framework):
                     self.name, f"{_LIMIT}={text}", "cannot be read", "unset it, or write bytes or a percentage"
                 )
             if cap is not None and limit > cap:
-                raise self._looser(f"{_LIMIT}={text} ({format_size(limit)})", cap)
+                raise self._looser(f"{_LIMIT}={text}", limit, cap)
 
-    def _looser(self, setting: str, cap: int) -> ConflictingSetting:
+    def _looser(self, setting: str, limit: int, cap: int) -> ConflictingSetting:
         return ConflictingSetting(
             self.name,
-            setting,
+            f"{setting} ({format_size(limit)})",
             f"is looser than the cap of {format_size(cap)}",
-            "remove it, lower it, or raise frameworks.cupy in the budget",
+            f"remove it, lower it, or raise frameworks.cupy in the budget to at least {-(-limit // MIB)}MiB",
         )
 
     def _restore(self, cupy: Any) -> None:

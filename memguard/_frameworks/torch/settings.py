@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memguard._types import Device
-from memguard._units import format_size
+from memguard._units import MIB, format_size
 from memguard.errors import ConflictingSetting
 
 
@@ -69,7 +69,7 @@ def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
         "torch",
         setting,
         f"allows {format_size(allowed)}, more than the cap of {format_size(cap)}",
-        "remove it, lower it, or raise frameworks.torch in the budget",
+        f"remove it, lower it, or raise frameworks.torch in the budget to at least {-(-allowed // MIB)}MiB",
     )
 
 
