@@ -39,7 +39,7 @@ def fitting(text: str, encoding: str | None = None) -> str:
 
     A text that the encoding can hold is returned as it is.
     """
-    encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
+    encoding = encoding or _of_stdout()
     if _fits(text, encoding):
         return text
     return "".join(char if _fits(char, encoding) else _escaped(char) for char in _with_signs(text, encoding))
@@ -59,9 +59,17 @@ def _fits(text: str, encoding: str) -> bool:
         text.encode(encoding)
     except UnicodeEncodeError:
         return False
-    except LookupError:  # an encoding that Python does not know
+    except (LookupError, ValueError):  # no encoding of text that Python knows
         return text.isascii()
     return True
+
+
+def _of_stdout() -> str:
+    try:
+        encoding = sys.stdout.encoding
+    except Exception:  # None, or a stand-in for it with code of its own
+        return "utf-8"
+    return encoding if isinstance(encoding, str) else "utf-8"
 
 
 def _escaped(char: str) -> str:

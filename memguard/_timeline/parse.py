@@ -42,7 +42,8 @@ class Parser:
     def header(self, raw: bytes) -> Header:
         record = self.object(raw)
         if "memguard_trace" in record:
-            self.fail("this is a trace, not a timeline", f"memguard simulate BUDGET {self.name}")
+            what = "the first line is not the header of a timeline: this is a trace"
+            self.fail(what, f"memguard simulate BUDGET {self.name}")
         if "memguard_timeline" not in record:
             self.fail("the first line is not the header of a timeline", _NO_TIMELINE)
         if (version := record["memguard_timeline"]) != VERSION or type(version) is not int:

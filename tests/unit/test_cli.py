@@ -227,7 +227,7 @@ def test_a_recording_of_the_other_kind_is_said_by_the_reader_itself(tmp_path: Pa
     with pytest.raises(errors.TraceError, match="a:1: this is a timeline, not a trace\n    fix: memguard replay"):
         read(tmp_path / "a")
     (tmp_path / "a").write_text('{"recorded": "2026-01-01", "memguard_trace": 1}\n')
-    with pytest.raises(errors.TimelineError, match="a:1: this is a trace, not a timeline\n    fix: memguard simulate"):
+    with pytest.raises(errors.TimelineError, match="a timeline: this is a trace\n    fix: memguard simulate"):
         memguard.load_timeline(tmp_path / "a")
 
 

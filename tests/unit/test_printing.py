@@ -247,6 +247,18 @@ def test_each_command_whose_stderr_takes_nothing(
     assert both.call(arguments, monkeypatch) in (code, 1, 2)
 
 
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_of_a_shell(shell: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for instruction, words in {"source": "", "complete": "memguard pl"}.items():
+        monkeypatch.setenv("_MEMGUARD_COMPLETE", f"{shell}_{instruction}")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", "pl" if shell == "fish" else "1")
+        streams, full = Streams("ascii"), Streams("ascii", out=FULL)
+        assert streams.call([], monkeypatch) == 0
+        assert ("memguard" if instruction == "source" else "plan") in streams.got("ascii")[0]
+        assert full.call([], monkeypatch) == 1
+
+
 def process(arguments: list[str], encoding: str | None = None, **more: Any) -> subprocess.CompletedProcess[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(Path(memguard.__file__).parents[1])}
     if encoding is not None:
@@ -330,6 +342,24 @@ def test_what_users_print(guard: memguard.Guard, encoding: str, monkeypatch: pyt
     assert ("≥" in text) == (encoding == "utf-8")
     assert (">= " in text) == (encoding != "utf-8")
     assert harmless(report.note)
+
+
+@pytest.mark.parametrize("encoding", [None, 7, "", "rot13", "no such", "a\0b", "base64", ZeroDivisionError])
+def test_a_stand_in_for_stdout_with_an_odd_encoding(
+    guard: memguard.Guard, encoding: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(io.StringIO):
+        @property
+        def encoding(self) -> Any:
+            if encoding is ZeroDivisionError:
+                raise ZeroDivisionError
+            return encoding
+
+    monkeypatch.setattr(sys, "stdout", Odd())
+    for thing in (memguard.ledger(), guard, memguard.NotActive(EVIL)):
+        print(thing)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert str(memguard.ledger()) and str(guard)
 
 
 def test_an_ascii_ledger_is_as_wide_as_the_other(guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,11 @@ class Stream:
     def errors(self) -> str:
         return getattr(self._inner, "errors", None) or "strict"
 
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"a text stream takes str, not {type(text).__name__}")
+    def write(self, text: str | bytes) -> int:
+        if isinstance(text, bytes):  # of click's completion. It takes a stream that accepts none for one of text
+            if not text:
+                raise TypeError("a text stream takes str")
+            text = text.decode()
         if text:
             self._used = True
             kept = text if self._styled else visible(text)
