@@ -33,6 +33,13 @@ class RealHost:
                 f"memguard budgets NVIDIA GPUs on Linux, and {here}\n"
                 f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')"
             )
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():  # Python 3.13
+            raise DeviceError(
+                "this Python runs without the GIL (a free-threaded one), and the frameworks' memory was never capped "
+                "under such a one\n"
+                "    fix: set PYTHON_GIL=1 before Python starts, or use an ordinary Python; "
+                "or try a budget with memguard.init(..., simulate='h200')"
+            )
         self._nvml = Nvml()
         self._lock = threading.Lock()
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
