@@ -161,7 +161,7 @@ class Applied:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a trace has millions of them
 class TraceEvent:
     """One line of an allocation trace (`docs/trace.md`).
 

@@ -34,6 +34,13 @@ class RealHost:
                 f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')",
                 missing=True,
             )
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():  # Python 3.13
+            raise DeviceError(
+                "this Python runs without the GIL (a free-threaded one), and the frameworks' memory was never capped "
+                "under such a one\n"
+                "    fix: set PYTHON_GIL=1 before Python starts, or use an ordinary Python; "
+                "or try a budget with memguard.init(..., simulate='h200')"
+            )
         self._nvml = Nvml()
         self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         self.spills = machine_memory.wsl(platform.release())

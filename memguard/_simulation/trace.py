@@ -253,7 +253,7 @@ class _Reader:
     def _known(self, what: str, value: Any, known: Iterable[str]) -> str:
         names = list(known)
         if isinstance(value, str) and value in names:
-            return value
+            return names[names.index(value)]  # not the line's own copy: a trace has millions of lines
         return self._unknown(what, value, names)
 
     def _unknown(self, what: str, value: Any, names: list[str]) -> NoReturn:

@@ -111,6 +111,8 @@ class Parser:
         return record
 
     def _sample(self, time: float, rows: list[list[Any]]) -> Sample:
+        if type(rows) is not list:
+            raise ValueError(f"{short(rows)} is not a list of rows")
         columns = self._columns
         names = columns.frameworks
         devices = []
@@ -208,4 +210,18 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise ValueError("a key appears twice")
+    return record
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # 1e999
+        raise ValueError(f"{short(text)} is too large a number")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,11 @@ def test_a_block_with_the_budget_that_is_active_already_leaves_it_active() -> No
     with pytest.raises(ZeroDivisionError), memguard.guard(BUDGET, simulate="h200"):
         _ = 1 / 0
     assert guard.active
+
+
+def test_a_python_without_the_gil_is_refused_but_for_simulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(memguard.DeviceError, match=r"without the GIL[^\n]*\n    fix: set PYTHON_GIL=1"):
+        memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+    assert memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}, simulate="h200").active
+    memguard.shutdown()
