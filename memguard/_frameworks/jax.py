@@ -89,6 +89,16 @@ class JAX(Framework):
             self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
+
+        def undo() -> None:
+            if _client() is not None:
+                _standing.update(self._caps)
+                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
+            if getattr(jax.config, _OPTIONS) == wanted:
+                jax.config.update(_OPTIONS, before)
+            self._caps = {}
+
+        self.changes.add(self.name, undo)
         jax.config.update(_OPTIONS, wanted)
         found = getattr(jax.config, _OPTIONS)
         if found != wanted:
@@ -99,14 +109,6 @@ class JAX(Framework):
                 "report this with the version; until then leave jax out of the budget",
             )
         self._caps, self._options = dict(caps), wanted
-
-        def undo() -> None:
-            if _client() is not None:
-                _standing.update(self._caps)
-                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
-            if getattr(jax.config, _OPTIONS) == wanted:
-                jax.config.update(_OPTIONS, before)
-            self._caps = {}
 
         return Applied(Enforcement.ENFORCED, undo)
 

@@ -78,14 +78,15 @@ class CuPy(Framework):
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
         capped = self._capped(cupy, pool)
+        self.changes.add(self.name, lambda: self._restore(cupy, allocator))
         try:
             if contexts.initialised():
                 self._limit_live(cupy)
+            self._allocate = capped
             self._set_allocator(cupy, capped)
         except BaseException:
             self._restore(cupy, allocator)
             raise
-        self._allocate = capped
         return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator))
 
     def usage(self, device: Device) -> Usage | None:
@@ -283,9 +284,14 @@ class CuPy(Framework):
             for pieces in self._pieces.values():
                 pieces.forget()
             self._pieces.clear()
-            ours, self._caps, self._allocate, self._pool = self._allocate, {}, None, None
-        if ours is not None and cupy.cuda.get_allocator() is ours:
-            self._set_allocator(cupy, allocator)
+            self._caps = {}
+        try:
+            if self._allocate is not None and cupy.cuda.get_allocator() is self._allocate:
+                self._set_allocator(cupy, allocator)
+        except Exception:
+            self._allocate = self._pool = None
+            raise
+        self._allocate = self._pool = None  # last: after an interruption it is still known what to restore
 
     def _swapped_for(self, cupy: Any) -> str | None:
         """The name of CuPy's allocator if it is no longer the capped one; else None."""

@@ -213,18 +213,13 @@ class PyCUDA(Framework):
                     else:
                         tracked.free_held()
 
-        drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
-        self._mem_alloc = mem_alloc
-        release = None if own_context else served_by_primary(drv)
-        tools.DeviceMemoryPool = DeviceMemoryPool
-        if named_in_driver := getattr(drv, "DeviceMemoryPool", None) is raw_pool:
-            drv.DeviceMemoryPool = DeviceMemoryPool
-        _swap_defaults(raw_alloc, mem_alloc)
+        raw_context = drv.Device.make_context
+        named_in_driver = getattr(drv, "DeviceMemoryPool", None) is raw_pool
 
         def undo() -> None:
             drv.mem_alloc, drv.mem_alloc_pitch = raw_alloc, raw_pitch
-            if release is not None:
-                release()
+            if not own_context:
+                drv.Device.make_context = raw_context
             tools.DeviceMemoryPool = raw_pool
             if named_in_driver:
                 drv.DeviceMemoryPool = raw_pool
@@ -241,6 +236,16 @@ class PyCUDA(Framework):
                     pool.forget()
                 self._own.clear()  # live arrays keep their pool alive until the last is freed
                 self._caps, self._mem_alloc = {}, None
+
+        self.changes.add(self.name, undo)
+        drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
+        self._mem_alloc = mem_alloc
+        if not own_context:
+            served_by_primary(drv)
+        tools.DeviceMemoryPool = DeviceMemoryPool
+        if named_in_driver:
+            drv.DeviceMemoryPool = DeviceMemoryPool
+        _swap_defaults(raw_alloc, mem_alloc)
 
         return undo
 

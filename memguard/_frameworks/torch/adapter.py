@@ -78,6 +78,7 @@ class Torch(Framework):
         before, self._caps = self._caps, dict(caps)
         try:
             if self._live(torch):
+                self.changes.add(self.name, self._restore)
                 self._set_now(torch)
                 return Applied(Enforcement.ENFORCED, self._restore)
             note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
@@ -245,8 +246,6 @@ class Torch(Framework):
                 self._restore()
                 raise
 
-        torch.cuda._lazy_call(set_caps)
-
         def undo() -> None:
             nonlocal armed
             armed = False  # torch may keep the queued call, which then does nothing
@@ -258,6 +257,8 @@ class Torch(Framework):
             if self._live(torch):
                 self._restore()
 
+        self.changes.add(self.name, undo)
+        torch.cuda._lazy_call(set_caps)
         return undo
 
     def _set_now(self, torch: Any) -> None:
@@ -332,13 +333,21 @@ class Torch(Framework):
         """Restore what was there before, unless the user has set another fraction. A failed step stops no other."""
         torch, self._expandable = self._torch(), None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        with ExitStack() as steps:
-            for pool in self._pools.values():
-                steps.callback(pool.restore)
-            for ordinal, fraction in self._set.items():
-                if read is None or read(ordinal) == fraction:
-                    steps.callback(torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
-            self._before, self._set, self._pools = {}, {}, {}
+        interrupted = True  # by a Ctrl-C: the next call restores what is left
+        try:
+            with ExitStack() as steps:
+                for pool in self._pools.values():
+                    steps.callback(pool.restore)
+                for ordinal, fraction in self._set.items():
+                    if read is None or read(ordinal) == fraction:
+                        steps.callback(torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
+            interrupted = False
+        except Exception:
+            interrupted = False
+            raise
+        finally:
+            if not interrupted:
+                self._before, self._set, self._pools = {}, {}, {}
 
     def _check_properties(self, torch: Any) -> None:
         """If torch binds to TensorFlow's CUDA runtime, it misreads its devices and dies of SIGFPE (measured)."""
