@@ -13,7 +13,7 @@ from memguard import _workers
 from memguard._blocks import Block, End
 from memguard._frameworks import real_imports
 from memguard._guard import Guard
-from memguard._locks import not_for_ever
+from memguard._locks import free, not_for_ever
 from memguard._logs import log as _log
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
@@ -61,6 +61,8 @@ _applying = _unwanted = False
 """Whether `init` is at work, and whether a signal handler has called `shutdown` within that."""
 _why_none = _NONE
 _lock = threading.RLock()
+_PATIENCE = 5.0
+"""Seconds that a call waits for an `init` of another thread."""
 
 
 def init(
@@ -427,9 +429,13 @@ def _is_idle() -> IdleGuard | None:
 
 
 def current_session() -> Session:
-    if _active is None and _environment is not None:
-        _environment.activate()
-    found = _active  # once: another thread may shut it down meanwhile. Without the lock, which init may hold long
+    found = _active
+    if found is None or found is _starting:
+        if _environment is not None:
+            _environment.activate()
+        if _starting is not None:  # by another thread, which may itself wait for an import of this one: not for ever
+            free(_lock, _PATIENCE)
+        found = _active
     if found is None:
         raise NotActive(getattr(_environment, "why", None) or _why_none)
     return found

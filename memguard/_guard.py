@@ -636,7 +636,8 @@ class Guard:
 
     def _check_active(self) -> None:
         if not self.active:
-            why = "this is a forked child" if self._pid != os.getpid() else "it was shut down"
+            applied = "it was shut down" if self._over else "it is just being applied"
+            why = "this is a forked child" if self._pid != os.getpid() else applied
             raise NotActive(f"no budget is active here: {why}\n    fix: call memguard.init('budget.yaml')")
 
     def _warn(self, note: str) -> None:

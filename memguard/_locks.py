@@ -36,7 +36,7 @@ def not_for_ever(lock: Any) -> None:
 
     Another thread has the lock, and this call interrupted one that may have a lock which that thread waits for.
     """
-    if not _free(lock, 0) and interrupting() and not _free(lock, _WITHIN):
+    if not free(lock, 0) and interrupting() and not free(lock, _WITHIN):
         raise MemguardError(
             "another thread is within a call of memguard, and this one was made within another on this thread, so "
             "that they may wait for each other\n"
@@ -44,7 +44,7 @@ def not_for_ever(lock: Any) -> None:
         )
 
 
-def _free(lock: Any, seconds: float) -> bool:
+def free(lock: Any, seconds: float) -> bool:
     """Whether this thread has the lock, or could have it within that time."""
     if lock._is_owned():
         return True

@@ -111,8 +111,12 @@ def _load(name: str, package: str, file: str, **more: Any) -> ModuleType:
     return module
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+class _Stderr(logging.Handler):
     """Shows memguard's warnings if the program sets up no logging of its own."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
 
     def format(self, record: logging.LogRecord) -> str:
         from memguard._text import visible
@@ -121,12 +125,12 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            super().emit(record)
+            self._write(self.format(record))
 
 
-def show_warnings() -> Callable[[], None]:
-    """Show warnings on stderr until the returned function is called."""
-    handler = _Stderr()
+def show_warnings(write: Callable[[str], None] | None = None) -> Callable[[], None]:
+    """Show warnings on stderr, by `write`, until the returned function is called."""
+    handler = _Stderr(write or _write)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("memguard: %(message)s"))
     logging.getLogger("memguard").addHandler(handler)
@@ -134,11 +138,24 @@ def show_warnings() -> Callable[[], None]:
 
 
 def _end(text: str, code: int) -> NoReturn:
+    if text:
+        _write(text)
+    os._exit(code)
+
+
+def _write(text: str) -> None:
+    """A line on stderr, whatever that is: a program must not fail, nor end otherwise, because of what is said here."""
     try:
-        if text and sys.stderr is not None:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-    except (OSError, ValueError):  # full or closed: the program must not start without its budget all the same
-        pass
-    finally:
-        os._exit(code)
+        own: Any = sys.__stderr__
+        stream: Any = sys.stderr  # None under pythonw, or if it was closed
+        if stream is None:
+            return
+        line = f"{text}\n".encode(getattr(stream, "encoding", None) or "utf-8", "backslashreplace")
+        if stream is own:
+            stream.flush()
+            os.write(stream.fileno(), line)  # what a full disk does not take must not stay in Python's buffer
+        else:
+            stream.write(line.decode(getattr(stream, "encoding", None) or "utf-8", "replace"))
+            stream.flush()
+    except Exception:  # full, closed, or without these methods
+        return

@@ -10,6 +10,7 @@ that is started with it, and most of these do not use a GPU. `memguard run` and 
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 
@@ -17,7 +18,7 @@ TYPE_CHECKING = False  # as in `typing`, which is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import FrameType, ModuleType
     from typing import Any
 
 CONFIG, DISABLE, SIMULATE, CHILDREN = "MEMGUARD_CONFIG", "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE", "MEMGUARD_CHILDREN"
@@ -41,7 +42,10 @@ why: str | None = None
 """Why no budget is active although this file should apply one: for `memguard.NotActive`."""
 _waiting: dict[str, _Finder] = {}
 _undo: list[Callable[[], None]] = []
-_applying = False
+_busy = _thread.allocate_lock()  # while a thread applies the budget, which is `_applier`
+_applier: int | None = None
+_PATIENCE, _IN_AN_IMPORT = 60.0, 5.0
+"""Seconds to wait for that thread. It may itself wait for an import that this thread has begun."""
 
 
 def arm() -> None:
@@ -60,33 +64,57 @@ def arm() -> None:
     # `memguard run` has its own budget, which is applied next.
     if _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
         return
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forked)
     _wait(_Finder())
+
+
+def _forked() -> None:
+    global _busy, _applier
+    _busy, _applier = _thread.allocate_lock(), None  # another thread of the parent may have had it
 
 
 def disarm() -> None:
     """Stop waiting: the program has applied its own budget, or has ended it."""
     global why
-    if _applying:
+    if _applier is not None:
         return
     why = None
-    _waiting.pop("finder", None)
     _leave()
+    _waiting.pop("finder", None)
     while _undo:
-        _undo.pop()()
+        _undo[-1]()
+        del _undo[-1]
 
 
 def activate() -> None:
-    """Apply the budget now, if that is still to be done. Failure is logged on stderr. Of two threads only one does."""
-    global _applying
+    """Apply the budget now, if that is still to be done. Failure is logged on stderr.
+
+    Of two threads one does, and the other waits for it.
+    """
+    global _applier
     if _is_fork_server():  # it may preload a framework; its workers decide for themselves
         return
-    finder = _waiting.pop("finder", None)
-    if finder is None:
+    me = _thread.get_ident()
+    if not _busy.acquire(False):
+        if _applier != me and _busy.acquire(True, _IN_AN_IMPORT if _importing() else _PATIENCE):
+            _busy.release()
         return
+    try:
+        _applier = me
+        finder = _waiting.get("finder")
+        if finder is not None:
+            _activate(finder)
+    finally:
+        _applier = None
+        _busy.release()
+
+
+def _activate(finder: _Finder) -> None:
     _leave()
-    if _is_set(DISABLE) or _is_tool(sys.argv):
+    _waiting.pop("finder", None)
+    if _is_set(DISABLE) or _is_tool(getattr(sys, "argv", ())):
         return
-    _applying = True
     try:
         _apply(os.environ.get(CONFIG, ""), _names())
     except Exception as error:
@@ -94,8 +122,16 @@ def activate() -> None:
     except BaseException:  # Ctrl-C: this import fails, and the next one must be capped too
         _wait(finder)
         raise
-    finally:
-        _applying = False
+
+
+def _importing() -> bool:
+    """Whether this thread is within an import, for which another thread may be waiting."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _apply(config: str, names: list[str] | None) -> None:
@@ -115,7 +151,7 @@ def _apply(config: str, names: list[str] | None) -> None:
     from memguard._frameworks import real_imports
     from memguard.errors import AlreadyActive
 
-    hide = child.show_warnings()
+    hide = child.show_warnings(_write)
     try:
         _api.from_environment = _api.init(config, simulate=names)
     except BaseException as error:
@@ -135,7 +171,10 @@ def _names() -> list[str] | None:
 
 def _fail(error: Exception) -> None:
     global why
-    text = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
+    try:
+        text = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
+    except Exception:  # code of its own
+        text = "an error without a text"
     _write(
         f"memguard: NO budget is active: that of {CONFIG} could not be applied, and nothing caps this program\n{text}"
     )
@@ -143,9 +182,21 @@ def _fail(error: Exception) -> None:
 
 
 def _write(text: str) -> None:
-    if sys.stderr is not None:  # None under pythonw, or if it was closed
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    """A line on stderr, whatever that is: a program must not fail, nor end otherwise, because of what is said here."""
+    try:
+        own: Any = sys.__stderr__
+        stream: Any = sys.stderr  # None under pythonw, or if it was closed
+        if stream is None:
+            return
+        line = f"{text}\n".encode(getattr(stream, "encoding", None) or "utf-8", "backslashreplace")
+        if stream is own:
+            stream.flush()
+            os.write(stream.fileno(), line)  # what a full disk does not take must not stay in Python's buffer
+        else:
+            stream.write(line.decode(getattr(stream, "encoding", None) or "utf-8", "replace"))
+            stream.flush()
+    except Exception:  # full, closed, or without these methods
+        return
 
 
 def _wait(finder: _Finder) -> None:

@@ -22,6 +22,7 @@ class CappedPool:
     """
 
     def __init__(self, ordinal: int, max_size: int) -> None:
+        self._destroyed = False
         cuda = self._cuda = contexts.driver()
         version, device, pool = c_int(), c_int(), c_void_p()
         check("cuDriverGetVersion", cuda.cuDriverGetVersion(version))
@@ -64,8 +65,11 @@ class CappedPool:
 
     def restore(self) -> None:
         """Make the former pool current again. The driver frees this one after its last allocation is freed."""
+        if self._destroyed:
+            return
         if self._current() == self._pool:
             check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
+        self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
         self._cuda.cuMemPoolDestroy(self._pool)
 
     def _current(self) -> int:

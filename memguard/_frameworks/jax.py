@@ -93,17 +93,7 @@ class JAX(Framework):
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         wanted.setdefault("allocator", "bfc")  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
         replaced = Replacements()
-        self.changes.add(self.name, replaced.undo)
-        jax.config.update(_OPTIONS, wanted)
-        found = getattr(jax.config, _OPTIONS)
-        if found != wanted:
-            jax.config.update(_OPTIONS, before)
-            raise CapNotApplied(
-                self.name,
-                f"the options read back as {found!r}",
-                "report this with the version; until then leave jax out of the budget",
-            )
-        self._caps, self._options, self._asked = dict(caps), wanted, before
+        self._options, self._asked = wanted, before
 
         def undo() -> None:
             replaced.undo()
@@ -113,6 +103,18 @@ class JAX(Framework):
             if getattr(jax.config, _OPTIONS) == self._options:
                 jax.config.update(_OPTIONS, self._asked)
             self._caps = {}
+
+        self.changes.add(self.name, undo)
+        jax.config.update(_OPTIONS, wanted)
+        found = getattr(jax.config, _OPTIONS)
+        if found != wanted:
+            jax.config.update(_OPTIONS, before)
+            raise CapNotApplied(
+                self.name,
+                f"the options read back as {found!r}",
+                "report this with the version; until then leave jax out of the budget",
+            )
+        self._caps = dict(caps)
 
         try:
             replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))

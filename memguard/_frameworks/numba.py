@@ -140,6 +140,15 @@ class Numba(Framework):
                 "call memguard.init() before Numba's first array or kernel",
             )
         manager: Any = type(live[0]) if live else _capped(driver)  # left by an earlier budget
+        replaced, self._asked = Replacements(), before
+
+        def undo() -> None:
+            replaced.undo()
+            if driver._memory_manager is manager:
+                driver._memory_manager = self._asked
+            manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
+
+        self.changes.add(self.name, undo)
         driver.set_memory_manager(manager)
         if driver._memory_manager is not manager:
             driver._memory_manager = before
@@ -149,13 +158,6 @@ class Numba(Framework):
                 "report this with the version; until then leave numba out of the budget",
             )
         self._caps, self._manager, manager.memguard = dict(caps), manager, self
-        replaced, self._asked = Replacements(), before
-
-        def undo() -> None:
-            replaced.undo()
-            if driver._memory_manager is manager:
-                driver._memory_manager = self._asked
-            manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
 
         try:
             for owner in (driver, sys.modules.get("numba.cuda")):

@@ -76,7 +76,9 @@ class TensorFlow(Framework):
             wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
             if own not in ("", wanted):
                 self._say(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
-            undo.append(_set_environment(_GROWTH, wanted))
+            undo.append(_as_it_is(_GROWTH))
+            self.changes.add(self.name, undo[0])
+            os.environ[_GROWTH] = wanted
             for gpu, uuid in by_gpu:
                 limit, step = self._limit(tf, gpu, caps[uuid])
                 self._limits[uuid] = limit
@@ -422,9 +424,9 @@ def _context() -> Any:
     return safe() if safe is not None else None
 
 
-def _set_environment(name: str, value: str) -> Callable[[], None]:
+def _as_it_is(name: str) -> Callable[[], None]:
+    """What sets the environment variable back to what it is now."""
     before = os.environ.get(name)
-    os.environ[name] = value
 
     def undo() -> None:
         if before is None:

@@ -57,11 +57,14 @@ def open_regular(path: str, flags: int = 0) -> BinaryIO:
             handle = _open(path, os.O_RDONLY | _NONBLOCK | _CLOEXEC | flags, opened)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(0, "not a regular file")
-            return open(opened.pop(), "rb")
+            # In one call, as in `_open`: it belongs to the list or to the file object, which closes itself.
+            return next(map(open, map(list.pop, (opened,)), ("rb",)))  # type: ignore[return-value]
         finally:
-            close(opened)
+            if opened:
+                close(opened)
     finally:
-        close(opened)  # again: a Ctrl-C may have come into the one before
+        if opened:  # again: a Ctrl-C may have come into the one before
+            close(opened)
 
 
 def why_not_ours(path: str) -> str | None:

@@ -161,6 +161,7 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
     return points, wrong
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # it was just opened for reading, and is closed
 @pytest.mark.parametrize("name", CALLS)
 def test_after_an_interruption_the_next_call_finishes(
     name: str, tmp_path: Path, standing: dict[str, SimulatedFramework]

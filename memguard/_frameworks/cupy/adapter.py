@@ -463,10 +463,15 @@ class CuPy(Framework):
                 pieces.forget()
             self._pieces.clear()
             ours, plain = self._allocate, self._plain
-            self._former, self._plain = [], {}
-            self._caps, self._allocate, self._pool = {}, None, None
-        if ours is not None and cupy.cuda.get_allocator() is ours:
-            self._set_allocator(plain[ours])
+            self._former, self._caps = [], {}
+        try:
+            if ours is not None and cupy.cuda.get_allocator() is ours:
+                self._set_allocator(plain[ours])
+        except Exception:
+            self._allocate, self._pool, self._plain = None, None, {}
+            raise
+        # Last: after an interruption it is still known what to restore.
+        self._allocate, self._pool, self._plain = None, None, {}
 
     def _swapped_for(self, cupy: Any) -> str | None:
         """The name of CuPy's allocator if it is no longer the capped one; else None."""

@@ -102,6 +102,7 @@ class Torch(Framework):
         try:
             self._replace(torch)
             if self._live(torch):
+                self.changes.add(self.name, self._restore)
                 self._set_now(torch)
                 return Applied(Enforcement.ENFORCED, self._undo)
             note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
@@ -357,8 +358,6 @@ class Torch(Framework):
                 self._restore()
                 raise
 
-        torch.cuda._lazy_call(set_caps)
-
         def undo() -> None:
             nonlocal armed
             armed = False  # torch may keep the queued call, which then does nothing
@@ -371,6 +370,8 @@ class Torch(Framework):
             if self._live(torch):
                 self._restore()
 
+        self.changes.add(self.name, undo)
+        torch.cuda._lazy_call(set_caps)
         return undo
 
     def _set_now(self, torch: Any) -> None:
@@ -473,13 +474,22 @@ class Torch(Framework):
             _observer = None
         torch, self._expandable = self._torch(), None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        with ExitStack() as steps:
-            for pool in self._pools.values():
-                steps.callback(pool.restore)
-            for ordinal, fraction in self._set.items():
-                if read is None or read(ordinal) == fraction:
-                    steps.callback(self._raw_set or torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
-            self._before, self._set, self._most, self._pools = {}, {}, {}, {}
+        interrupted = True  # by a Ctrl-C: the next call restores what is left
+        try:
+            with ExitStack() as steps:
+                for pool in self._pools.values():
+                    steps.callback(pool.restore)
+                for ordinal, fraction in self._set.items():
+                    if read is None or read(ordinal) == fraction:
+                        set_fraction = self._raw_set or torch._C._cuda_setMemoryFraction
+                        steps.callback(set_fraction, self._before[ordinal], ordinal)
+            interrupted = False
+        except Exception:
+            interrupted = False
+            raise
+        finally:
+            if not interrupted:
+                self._before, self._set, self._most, self._pools = {}, {}, {}, {}
 
     def _check_properties(self, torch: Any) -> None:
         """If torch binds to TensorFlow's CUDA runtime, it misreads its devices and dies of SIGFPE (measured)."""
