@@ -2,10 +2,12 @@
 
     python examples/tensorflow_pycuda_contexts.py autoinit | make-context | limited | block | own
 
-The first three are the recommended code with one line added, `memguard.init(...)`. With it all three work in one
-CUDA context, TensorFlow's, and neither library can take more than its part. `block` does the same and changes the
-thread's contexts for one block only, which suits a library. `own` opts out (`context: own` in the budget), and the
-ledger then shows the second context with its cost.
+`autoinit` and `limited` make the calls of two programs that are often recommended, in their order, with one line added,
+`memguard.init(...)`: TensorFlow with a `memory_limit` of its own, `pycuda.autoinit`, and `make_context()` on top of it.
+Both run unchanged. With that line there is one CUDA context, TensorFlow's, and neither library can take more than its
+part; of TensorFlow's two limits the smaller one holds. `make-context` is what is left of a third program once the two
+functions that do not exist (below) are gone. `block` changes the thread's contexts for one block only, which suits a
+library. `own` opts out (`context: own` in the budget), and the ledger then shows the second context with its cost.
 
 What is wrong with the usual advice:
 
@@ -60,18 +62,21 @@ def add_one() -> float:
     return float(host.sum())
 
 
-def autoinit() -> float:
-    """`import pycuda.autoinit` beside TensorFlow: under the budget it gives the primary context."""
+def limit_tensorflow(mib: int) -> None:
+    """TensorFlow's own limit, before its first operation. It is below the budget's, so it holds."""
+    gpus = tf.config.list_physical_devices("GPU")
+    try:
+        tf.config.set_logical_device_configuration(gpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=mib)])
+    except RuntimeError as error:  # after TensorFlow's first operation
+        print(error)
+
+
+def autoinit(mib: int = 1024) -> float:
+    """`import pycuda.autoinit` beside TensorFlow, and one more context on top of it."""
     import pycuda.autoinit  # noqa: F401
 
+    limit_tensorflow(mib)
     tensorflow_work()
-    return add_one()
-
-
-def make_context() -> float:
-    """An explicit context after TensorFlow's first operation, instead of the handle that does not exist."""
-    tensorflow_work()
-    cuda.init()
     context = cuda.Device(0).make_context()
     try:
         return add_one()
@@ -80,11 +85,16 @@ def make_context() -> float:
 
 
 def limited() -> float:
-    """A small share for TensorFlow, then PyCUDA: the budget is the limit, so none is set by hand."""
+    """The same with a smaller limit for TensorFlow, which is said to leave room for PyCUDA's own context."""
+    return autoinit(512)
+
+
+def make_context() -> float:
+    """An explicit context after TensorFlow's first operation, instead of the handle that does not exist."""
+    tensorflow_work()
     cuda.init()
     context = cuda.Device(0).make_context()
     try:
-        tensorflow_work()
         return add_one()
     finally:
         context.pop()
@@ -99,7 +109,10 @@ def block() -> float:
 
 def own() -> float:
     """`context: own`: `pycuda.autoinit` makes its second context, and the ledger says what that costs."""
-    return autoinit()
+    import pycuda.autoinit  # noqa: F401
+
+    tensorflow_work()
+    return add_one()
 
 
 def main() -> int:

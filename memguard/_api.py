@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Union
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard import _workers
+from memguard._blocks import Block, End
+from memguard._frameworks import real_imports
 from memguard._guard import Guard
+from memguard._locks import not_for_ever
+from memguard._logs import log as _log
 from memguard._monitor.session import Session, callbacks, outlived
 from memguard._oom import hooks
 from memguard._types import Event, WorkloadReport
+from memguard._workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
 if TYPE_CHECKING:
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
 
-_log = logging.getLogger("memguard")
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
+MissingGpu = Literal["raise", "warn", "simulate"]
 
 _NONE = "no budget is active in this process\n    fix: call memguard.init('budget.yaml') first"
 _FORKED = (
@@ -33,80 +36,227 @@ _FORKED = (
     "process\n    fix: call memguard.init here, for a budget of its own"
 )
 _WITHOUT = '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+_MISSING = (
+    '    or: go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
+    f"{_workers.DISABLE}=1 or {_workers.SIMULATE}=h200"
+)
+_DISABLED = f"no budget is active, and nothing caps this program: {_workers.DISABLE} is set"
+_STAND_IN = "h200"
+"""What `missing_gpu="simulate"` simulates: the card whose figures were measured."""
 
 simulated_by_default: Sequence[str] | None = None
-"""The GPUs of `memguard run --simulate`, or MEMGUARD_SIMULATE's: the program's own `init` uses them too."""
+"""The GPUs of `memguard run --simulate`: the program's own `init` uses them too."""
 from_environment: Guard | None = None
 """What MEMGUARD_CONFIG applied: the program's own `init` replaces it without `replace=True`."""
 _environment: Any = sys.modules.get("_memguard_environment")  # there if that variable was set when Python started
 _active: Session | None = None
 """The one place that says which budget is active."""
+_idle: IdleGuard | None = None
+"""Set while the functions below do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
+_stand_in: Guard | None = None
+"""The guard whose GPU is simulated because there was none: `init` with the same budget returns it."""
+_starting: Session | None = None
+"""The one that `init` is starting."""
+_applying = _unwanted = False
+"""Whether `init` is at work, and whether a signal handler has called `shutdown` within that."""
 _why_none = _NONE
 _lock = threading.RLock()
 
 
-def init(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Guard:
+def init(
+    budget: BudgetLike,
+    *,
+    replace: bool = False,
+    simulate: str | Sequence[str] | None = None,
+    missing_gpu: MissingGpu = "raise",
+) -> Guard:
     """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --simulate`, and with MEMGUARD_SIMULATE beside MEMGUARD_CONFIG, it need not be given again.
-    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied.
+    `memguard run --simulate`, and with MEMGUARD_SIMULATE=h200, it need not be given again.
+
+    Without `simulate`, MEMGUARD_DISABLE=1 makes it apply nothing. `missing_gpu` says what happens if this process has
+    no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one, an
+    H200, which a line on stderr says. A GPU whose driver is broken is not missing, and always raises DeviceError. Where
+    nothing is applied the guard is not active, `ledger()` is empty, and `require`, `workload`, `resize`, `trim` and
+    `checkpoint` do nothing.
+
+    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied;
+    ValueError for another `missing_gpu`.
 
     Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
     script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give a worker a
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _active, _why_none, from_environment
+    global _applying
+    if missing_gpu not in get_args(MissingGpu):
+        raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
+    if simulate is None and simulated_by_default is None and _workers.disabled(os.environ):
+        return _stay_idle(_DISABLED, budget)
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
         return _stay_passive()
     from memguard import _config
 
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
+    not_for_ever(_lock)
     with _lock:
-        before = _active if _active is not None and _active.active else None
+        if not _applying:
+            _applying = True
+            try:
+                return _apply(loaded, simulate, replace, missing_gpu)
+            finally:
+                _applying = False
+        if _starting is not None and _same(_starting.guard, loaded, simulate):
+            return _starting.guard
+        raise AlreadyActive(
+            "memguard.init is at work on this thread, and was called within that by a signal handler, a log handler or "
+            "a finalizer\n    fix: call it once the other call has returned"
+        )
+
+
+def _same(active: Guard, budget: Budget, simulate: str | Sequence[str] | None) -> bool:
+    if active.budget != budget:
+        return False
+    return _simulated_names(active.host) == _names(simulate) or (active is _stand_in and simulate is None)
+
+
+def _apply(loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu) -> Guard:
+    """`init`, with the lock held."""
+    global _idle, _why_none, _unwanted, from_environment
+    _unwanted = False
+    before = _settled()
+    if before is not None:
+        now = before.guard
+        if _same(now, loaded, simulate):
+            return now
+        if outlived(before):
+            raise AlreadyActive(
+                "another budget became active while this function ran for one that is over\n"
+                "    fix: memguard.init(..., replace=True) on a thread of the program"
+            )
+        if not replace and now is not from_environment:
+            which = f": that of {now.budget.source}" if now.budget.source else ""
+            raise AlreadyActive(
+                f"another budget is active in this process{which}\n"
+                "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
+            )
+    why = None
+    try:
+        session = _planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
+    except DeviceError as error:
+        if missing_gpu == "raise" or not error.missing:
+            raise
+        why = str(error).partition("\n    or: ")[0]
+    if why is not None:  # here, so that what this raises has one traceback
+        if missing_gpu == "warn":
+            return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
+        session = _without_gpu(loaded, before, why)
+    if before is not None:
+        before.guard.stop()
+    try:
+        _start(session)
+    except BaseException:
+        session.guard.stop()
+        _settled()
         if before is not None:
-            now = before.guard
-            if now.budget == loaded and _simulated_names(now.host) == _names(simulate):
-                return now
-            if outlived(before):
-                raise AlreadyActive(
-                    "another budget became active while this function ran for one that is over\n"
-                    "    fix: memguard.init(..., replace=True) on a thread of the program"
-                )
-            if not replace and now is not from_environment:
-                which = f": that of {now.budget.source}" if now.budget.source else ""
-                raise AlreadyActive(
-                    f"another budget is active in this process{which}\n"
-                    "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
-                )
+            again = _again(before.guard)
+            if before.guard is from_environment:
+                from_environment = again.guard if again is not None else None
+        raise
+    _why_none, from_environment, _idle = _NONE, None, None
+    if _environment is not None:
+        _environment.disarm()
+    return session.guard
+
+
+def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
+    """The budget resolved on its GPUs, and not yet applied."""
+    host: Host | None = None
+    try:
         host = _host(simulate)
-        try:
-            session = Session(Guard(loaded, host))  # first: a budget that does not fit changes nothing
-            session.prepare(before)
-        except BaseException as error:
+        session = Session(Guard(budget, host))
+        session.prepare(before)
+    except BaseException as error:
+        if host is not None:
             host.close()
-            if isinstance(error, DeviceError) and not host.simulated:
-                raise DeviceError(f"{error}\n{_WITHOUT}") from error
-            raise
-        if before is not None:
-            before.guard.stop()
-        _active = session  # before it starts: an import in another thread may call memguard at once
-        try:
-            session.start()
-        except BaseException:
-            _active = None
-            if before is not None:
-                _active = _again(before.guard)
-                if before.guard is from_environment:
-                    from_environment = _active.guard if _active is not None else None
-            raise
-        _why_none, from_environment = _NONE, None
-        if _environment is not None:
-            _environment.disarm()
-        return session.guard
+        if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
+            more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
+            more += [_MISSING] if error.missing else []
+            raise DeviceError("\n".join([str(error), *more]), missing=error.missing) from None
+        raise
+    return session
+
+
+def _without_gpu(budget: Budget, before: Session | None, why: str) -> Session:
+    """The budget on a simulated GPU, as there is no real one. Says so, once."""
+    global _stand_in
+    session = _planned(budget, _STAND_IN, before)
+    _stand_in = session.guard
+    real_imports.said = True
+    real_imports.say(f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}")
+    return session
+
+
+def _stay_idle(why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
+    """Apply nothing, and let the program run through: the public functions do nothing. An active budget stays."""
+    global _idle
+    before, found = _idle, _active
+    if found is not None and found.active:
+        _log.log(
+            logging.WARNING if loud else logging.INFO,
+            "the budget that was active stays, and this one is not applied: %s",
+            why,
+        )
+        return found.guard
+    if before is not None and (before.why, before.given) == (why, budget):
+        return before
+    _idle = IdleGuard(why, budget)
+    if before is None or before.why != why:
+        if not loud:
+            _log.info("%s", why)
+        elif _is_heard():
+            _log.warning("%s", why)
+        else:
+            real_imports.say(why)
+    return _idle
+
+
+def _is_heard() -> bool:
+    """Whether somebody set up logging: memguard's own handler discards everything."""
+    logger: logging.Logger | None = logging.getLogger("memguard")
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def _start(session: Session) -> None:
+    """Make it the active one, and start it. Whatever interrupts that, `_settled` finds it. With the lock held."""
+    global _active, _starting
+    _active = session  # before it starts: an import in another thread may call memguard at once
+    try:
+        _starting = session
+        session.start()
+    finally:
+        _starting = None
+    if _unwanted:  # by a `shutdown` of a signal handler meanwhile
+        session.guard.stop()
+
+
+def _settled() -> Session | None:
+    """The budget in effect. What an interrupted call left of another one is undone first. With the lock held."""
+    global _active
+    found = _active
+    if found is None or found.active:
+        return found
+    found.guard.stop()
+    if _active is found and found.guard.undone:
+        _active = None
+    return None
 
 
 def _stay_passive() -> Guard:
@@ -121,57 +271,92 @@ def _stay_passive() -> Guard:
 
 def _again(before: Guard) -> Session | None:
     """The budget that was active before a replacement failed, applied anew."""
+    session: Session | None = None
     try:
         session = Session(Guard(before.budget, before.host))
         session.guard.plan = before.plan  # as `resize` had left it
-        session.start()
+        _start(session)
     except MemguardError as error:
+        if session is not None:
+            session.guard.stop()
+        _settled()
         # As text: a log that keeps its records would keep the error, its causes, and their frames.
         _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
         return None
     return session
 
 
-@contextmanager
-def guard(budget: BudgetLike, *, replace: bool = False, simulate: str | Sequence[str] | None = None) -> Iterator[Guard]:
+def guard(
+    budget: BudgetLike,
+    *,
+    replace: bool = False,
+    simulate: str | Sequence[str] | None = None,
+    missing_gpu: MissingGpu = "raise",
+) -> Block[Guard]:
     """A budget for a block; undone at its end, whatever happens in it. What cannot be undone is logged.
 
     If the same budget is active already, the block leaves it active. With `replace=True` the one that was active
-    before is not applied again at the end.
+    before is not applied again at the end. `missing_gpu` and the environment count as for `init`.
     """
-    with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
-        before = _active
-        active, mine = init(budget, replace=replace, simulate=simulate), _active
+
+    def begin() -> tuple[Guard, End]:
+        with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
+            before, idle_before = _active, _idle
+            active, mine = init(budget, replace=replace, simulate=simulate, missing_gpu=missing_gpu), _active
+
+        def end(error: BaseException | None) -> None:
+            global _idle
+            try:
+                if error is not None and active.active:
+                    hooks.seen(error)
+            finally:
+                _end_of(mine if mine is not before else None, error)
+                with _lock:
+                    if idle_before is None and active is _idle:
+                        _idle = None
+
+        return active, end
+
+    return Block(begin)
+
+
+def _end_of(session: Session | None, error: BaseException | None) -> None:
+    """Shut the session down if it is still active. What fails in that does not replace the block's own error."""
     try:
-        yield active
-    except Exception as error:
-        if active.active:
-            hooks.seen(error)
-        raise
-    finally:
         with _lock:
-            if mine is not None and _active is mine and mine is not before:
+            if session is not None and _active is session:
                 shutdown()
+    except Exception as failure:
+        if error is None:
+            raise
+        _log.warning("the budget of a block could not be ended: %s", str(failure))
 
 
 def shutdown() -> list[str]:
     """Undo the active budget. Returns what stays, as sentences; an empty list if nothing does, or none is active.
 
+    If it is interrupted (Ctrl-C), the budget is no longer in effect, and the next `shutdown`, `init` or `guard` does
+    what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
-    global _active
+    global _active, _idle, _stand_in, _unwanted
+    not_for_ever(_lock)
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
+        _idle = _stand_in = None
         if _environment is not None:
             _environment.disarm()
-        guard = _active.guard if _active is not None else None
-        try:
-            return guard.stop() if guard is not None and guard.active else []
-        finally:
-            if guard is None or not guard.active:  # else a Ctrl-C came first, and it can be tried again
-                _active = None
+        _unwanted = True  # for an `init` that a signal handler has interrupted, to call this
+        if (found := _active) is None:
+            return []
+        if found is _starting:  # called by a signal handler, say, within `init`, which is in the middle of it
+            return []
+        stays = found.guard.stop()  # also what is left of one that was interrupted
+        if _active is found and found.guard.undone:
+            _active = None
+        return stays
 
 
 def ledger() -> Ledger:
@@ -184,11 +369,9 @@ def require(framework: str, size: int | str) -> None:
     current().require(framework, size)
 
 
-@contextmanager
-def workload(name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+def workload(name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
     """Admission before a block (`needs`), its peak and what it left behind after it."""
-    with current().workload(name, framework=framework, needs=needs) as report:
-        yield report
+    return Block(lambda: current().workload(name, framework=framework, needs=needs).begin())
 
 
 def resize(framework: str, size: int | str) -> None:
@@ -203,7 +386,8 @@ def trim(framework: str | None = None) -> int:
 
 def checkpoint() -> None:
     """Do now what `on_pressure` says: trim, or raise UnderPressure. For loops that have no `workload` in them."""
-    current_session().checkpoint()
+    if not _is_idle():
+        current_session().checkpoint()
 
 
 def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
@@ -217,15 +401,29 @@ def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
     callbacks.append(callback)
 
     def forget() -> None:
-        with contextlib.suppress(ValueError):
-            callbacks.remove(callback)
+        for position, one in enumerate(callbacks):
+            if one is callback:  # not `==`, which may be code of the program
+                del callbacks[position]
+                return
 
     return forget
 
 
 def current() -> Guard:
-    """The active guard. Raises NotActive if there is none."""
-    return current_session().guard
+    """The active guard; the idle one while nothing is applied. Raises NotActive if there is none."""
+    idle = _is_idle()
+    return idle if idle is not None else current_session().guard
+
+
+def _is_idle() -> IdleGuard | None:
+    """The guard that does nothing, while that is the one that counts."""
+    if _active is not None:
+        return None
+    if _idle is None and _environment is not None and _workers.disabled(os.environ):
+        _stay_idle(
+            _DISABLED, os.environ.get("MEMGUARD_CONFIG", "")
+        )  # a program that has its budget from MEMGUARD_CONFIG alone
+    return _idle
 
 
 def current_session() -> Session:
@@ -245,14 +443,20 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
         if not isinstance(name, str):
             text = f"simulate names GPUs as text, found {name!r}"
             raise DeviceError(f"{text}\n    fix: simulate='h200', or a list of names")
-    return tuple(str(name).strip().lower() for name in names)
+    from memguard._devices.named import canonical
+
+    return tuple(canonical(str(name)) for name in names)
 
 
 def _simulated_by_default() -> Sequence[str] | None:
-    global simulated_by_default
-    if simulated_by_default is None and _environment is not None:
-        simulated_by_default = _environment.simulated()
-    return simulated_by_default
+    """The GPUs of `memguard run --simulate`, else those of MEMGUARD_SIMULATE, which a line on stderr then names."""
+    if simulated_by_default is not None:
+        return simulated_by_default
+    names = _workers.simulated(os.environ)
+    if names is not None and not real_imports.said:
+        real_imports.said = True
+        real_imports.say(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")
+    return names
 
 
 def _simulated_names(host: Host) -> tuple[str, ...] | None:
@@ -272,9 +476,9 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-    global _active, _lock, _why_none
+    global _active, _starting, _applying, _lock, _why_none
     _lock = threading.RLock()
-    before, _active = _active, None
+    before, _active, _starting, _applying = _active, None, None, False
     if before is not None:
         before.forked()
         if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers

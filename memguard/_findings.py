@@ -24,6 +24,7 @@ Name = Literal[
     "container-without-gpu",
     "device-files",
     "wsl",
+    "sysmem-fallback",
     # libraries of CUDA (checks/libraries.py)
     "library-missing",
     "library-wrong-major",
@@ -48,6 +49,7 @@ Name = Literal[
     "preallocation",
     "allocator-swap",
     "budget-too-large",
+    "unified-memory",
     # how frameworks were built and installed (checks/build.py, checks/failures.py)
     "nvcc-missing",
     "compiler-missing",

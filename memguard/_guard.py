@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from memguard import _policy
+from memguard._blocks import Block, End
 from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
-from memguard._ledger.types import Ledger
+from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._locks import Turn, not_for_ever
+from memguard._logs import log as _log
+from memguard._logs import words_of
 from memguard._oom import hooks
 from memguard._specs import SPECS
-from memguard._types import Device, DevicePlan, Enforcement, Event, Sample, State, Usage, WorkloadReport
+from memguard._text import shown
+from memguard._types import (
+    Device,
+    DevicePlan,
+    Enforcement,
+    Event,
+    Moment,
+    Plan,
+    Sample,
+    State,
+    Usage,
+    WorkloadReport,
+)
+from memguard._undo import Undo
 from memguard._units import format_size, parse_size
 from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
 
@@ -30,8 +51,14 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
 
-_log = logging.getLogger("memguard")
 
+_SPILLS = (
+    "this is WSL: an allocation for which the GPU has no room may be served from the machine's memory, slowly and "
+    "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
+    "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
+)
+_NOTING = 1.0
+"""Seconds to wait for another thread that notes the drift of a cap."""
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
@@ -53,6 +80,16 @@ class _Entry:
         return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
 
 
+@dataclass
+class _Refused:
+    """How often a framework was refused memory on one GPU, and the last time. Counted without a lock."""
+
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    count: int = 0
+    last: float = 0.0
+    size: int | None = None
+
+
 class Guard:
     """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
 
@@ -68,25 +105,36 @@ class Guard:
         """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self._on_workload: Callable[[WorkloadReport], None] | None = None
         """Called with the report of each workload that ended without an error."""
-        self._on_stop: Callable[[], None] | None = None
-        """Called before everything is undone, without the guard's lock."""
+        self._on_stop: Undo | None = None
+        """Done before everything is undone, without the guard's lock."""
+        self._on_refusal: Callable[[Moment], None] | None = None
+        """Called when a framework was refused memory, within the allocation that fails."""
+        self._refusals: dict[tuple[str, str], _Refused] = {}
         self._lock = threading.RLock()
+        self._noting = Turn()
+        """For the drift of the caps. Nobody waits for anything while having it."""
         self._hook = ImportHook()
-        self._undo = ExitStack()
+        self._undo = Undo()
         self._not_undone: list[str] = []
         self._entries: dict[str, _Entry] = {}
         self._warned: set[str] = set()
         self._samples = self._resized = 0
-        self._started = False
+        self._started = self._over = self._told = False
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
+        self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
     @property
     def active(self) -> bool:
         """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
-        return bool(self._entries) and self._pid == os.getpid()
+        return bool(self._entries) and not self._over and self._pid == os.getpid()
+
+    @property
+    def undone(self) -> bool:
+        """Whether nothing of it is left. An interrupted `start` or `stop` leaves something, which `stop` takes back."""
+        return self._over and self._undo.done and (self._on_stop is None or self._on_stop.done)
 
     @property
     def frameworks(self) -> Mapping[str, Framework]:
@@ -99,14 +147,27 @@ class Guard:
             raise MemguardError("this guard was started before\n    fix: call memguard.init again")
         self._started = True
         try:
+            if self._real is not None:
+                self._undo.add("the notice about real frameworks", self._real.stop)
+                self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
             entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
+            for name, entry in entries.items():
+                entry.framework.on_warning = functools.partial(self._met_the_cap, name)
+                entry.framework.on_change = self._find_drift
             states = {name: entry.framework.state() for name, entry in entries.items()}
+            for entry in entries.values():
+                entry.framework.on_refusal = self._refused
             with self._lock:
                 for note in self.plan.notes:
                     self._warn(note)
                 self._warn_where_busy()
+                if self.host.spills:
+                    self._warn(_SPILLS)
+                if self._over:
+                    raise NotActive("this budget was shut down while it was being applied")
+                self._undo.add("import hooks", self._hook.clear)
                 self._entries = entries
                 self._cure(states)
                 for name, entry in entries.items():
@@ -119,45 +180,57 @@ class Guard:
             raise
 
     def stop(self) -> list[str]:
-        """Undo everything, last first. Returns what stays, as sentences."""
+        """Undo everything, last first. Returns what stays, as sentences.
+
+        If it is interrupted, call it again: it does the rest.
+        """
+        self._over = True  # from now on nothing may say that a cap holds
         try:
             if self._on_stop is not None:
-                self._on_stop()  # without the lock, for which the monitor's thread may be waiting
+                self._on_stop.run()  # without the lock, for which the monitor's thread may be waiting
         finally:
             with self._lock:
                 try:
-                    self._undo.close()  # every step runs, also after one was interrupted
-                finally:  # no cap holds any more, so nothing may say that one does
+                    self._undo.run()
+                finally:
+                    for entry in self._entries.values():
+                        entry.framework.on_refusal = None
                     self._entries = {}  # a new dict: other threads may be iterating over the old one
                     self._reader.clear()
                     self.host.close()
-                stays, self._not_undone = self._not_undone + self.permanent, []
-        for sentence in stays:
-            _log.info("%s", sentence)
+        stays = [*self._not_undone, *self.permanent]
+        if not self._told:
+            self._told = True
+            for sentence in stays:
+                _log.info("%s", sentence)
         return stays
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
-        self._lock = threading.RLock()  # another thread of the parent may have held the old one
+        self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
         self._reader.forked()
         self._hook.clear()
+        if self._real is not None:
+            self._real.stop()
         for entry in self._entries.values():
             entry.framework.forked()
 
     def ledger(self) -> Ledger:
         """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
         self._find_drift()
-        with self._lock:
-            self._check_active()
-            enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-            parts = tuple(self._reader.ledger(part, self.frameworks, enforcements) for part in self.plan.devices)
-            above = (
-                _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
-                for part in parts
-                for row in part.rows
-            )
-            notes = [*self._all_notes(), *(note for note in above if note is not None)]
-            return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
+        # Without the guard's lock, which another thread may have while it waits for one that this thread has.
+        self._check_active()
+        frameworks, plan = self.frameworks, self.plan
+        enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+        parts = tuple(self._with_refusals(self._reader.ledger(part, frameworks, enforcements)) for part in plan.devices)
+        self._check_active()  # another thread's shutdown would leave half a reading
+        above = (
+            _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
+            for part in parts
+            for row in part.rows
+        )
+        notes = [*self._all_notes(), *(note for note in above if note is not None)]
+        return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
         """The ledger's figures without its rows, for several readings a second on any thread.
@@ -167,27 +240,88 @@ class Guard:
         self._check_active()
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1:
-            self._find_drift(wait=False)
+            self._find_drift()
         frameworks, reader = self.frameworks, self._reader
         parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
 
-    def _find_drift(self, *, wait: bool = True) -> None:
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self.plan.devices:
+            usages = {name: one.usage(part.device) for name, one in self.frameworks.items()}
+            found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
+        return found
+
+    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
+        """Count a refused request. Any thread, also within an allocation: it takes no lock."""
+        known = self._refusals.setdefault((framework, uuid), _Refused())
+        known.count, known.last, known.size = next(known.numbers), when, size
+
+    def _refused(self, moment: Moment) -> str | None:
+        """What adapters call when a request was refused for good. Returns the name of the record.
+
+        It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
+        whoever holds that may be waiting for the allocator.
+        """
+        part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
+        if part is None or not self.active:
+            return None
+        cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
+        scene: Callable[[], hooks.Scene] = hooks.Scene
+        try:
+            reading, processes = self._reader.glance(part, self.frameworks)
+        except MemguardError as error:  # a GPU is lost
+            _log.debug("no reading at a refused request: %s", str(error))
+            moment = replace(moment, cap=cap)
+        else:
+            usage = reading.usages.get(moment.framework) or Usage(None, None)
+            moment = replace(
+                moment, cap=cap, held=usage.held, in_use=usage.in_use,
+                reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
+                free=reading.memory.free if moment.free is None else moment.free,
+            )  # fmt: skip
+            entries = self._entries
+            enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
+            if (entry := entries.get(moment.framework)) is not None and self._drift_of(moment.framework, entry):
+                enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
+            others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
+            scene = functools.partial(
+                _scene_of, reading, part, enforcements, others, self.plan, self.budget, moment.time, self.host.simulated
+            )
+        self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
+        record = hooks.refused(moment, scene)
+        if self._on_refusal is not None:
+            self._on_refusal(moment)
+        return record
+
+    def _with_refusals(self, part: DeviceLedger) -> DeviceLedger:
+        """The rows, with how often each framework was refused: unknown if it does not say so and no error was seen."""
+        rows = [self._with_refused(row, part.device.uuid) if row.kind == "framework" else row for row in part.rows]
+        return replace(part, rows=tuple(rows))
+
+    def _with_refused(self, row: Row, uuid: str) -> Row:
+        entry, known = self._entries.get(row.name), self._refusals.get((row.name, uuid))
+        if known is not None:
+            return replace(row, refused=known.count, last_refused=known.last)
+        return replace(row, refused=0) if entry is not None and entry.framework.unseen() is None else row
+
+    def _find_drift(self) -> None:
         """Ask each framework whether the cap that was set still holds, and note what changed.
 
         Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
-        changes what they compare with. `wait=False` gives up if the lock is taken.
+        changes what they compare with.
         """
         entries, resized = self._entries, self._resized
         answers = {name: self._drift_of(name, entry) for name, entry in entries.items()} if self.active else {}
-        if not answers or not self._lock.acquire(blocking=wait):
+        events: list[Event] = []
+
+        def note() -> None:
+            if self._entries is entries and self._resized == resized and not resized % 2:
+                events.extend(e for name, found in answers.items() if (e := self._drifted(name, entries[name], found)))
+
+        if not self._noting.take(note, _NOTING):
             return
-        events = []
-        try:
-            if self._entries is entries and self._resized == resized:
-                events = [e for name, found in answers.items() if (e := self._drifted(name, entries[name], found))]
-        finally:
-            self._lock.release()
         for event in events:
             if self._on_event is not None:
                 self._on_event(event)
@@ -210,14 +344,20 @@ class Guard:
         entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
         for sentence in found:
             self._warn_once(sentence)
-        text = f"its cap no longer holds: {entry.drift_reason}" if found else "its cap holds again"
+        text = f"its cap no longer holds: {_cause(entry.drift_reason)}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
+
+    def _met_the_cap(self, name: str, sentence: str) -> None:
+        """A setting that the user made later met the cap of a framework, which has logged it."""
+        if self._on_event is not None:
+            self._on_event(Event(time.time(), "note", sentence, framework=name))
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
         self._checkpoint()
         self._find_drift()
+        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -230,7 +370,7 @@ class Guard:
                 self._admit(framework, needed, part)
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
-        footprint = self._entries[framework].framework.footprint(needed)
+        footprint = self._entry(framework).framework.footprint(needed)
         for last in (False, True):
             usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
             memory = self.host.memory(part.device)
@@ -245,36 +385,42 @@ class Guard:
                     framework,
                     needed,
                     memory.free,
-                    f"{framework} needs {format_size(needed)}, the card has {format_size(memory.free)} free, and the "
-                    f"cache of {names} could not be given back from here (fragmented, another thread's, or a CUDA "
-                    f"graph is being captured)\n"
+                    f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
+                    f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
+                    f"or a CUDA graph is being captured)\n"
                     f"    fix: call memguard.trim() on the thread that runs {names}",
                 )
             self._trim(admission.trim, part.device)
 
-    @contextmanager
-    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Iterator[WorkloadReport]:
+    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
-        if needs is not None:
-            self.require(framework, needs)
-        else:
-            self._checkpoint()
-        report = WorkloadReport(name, framework)
-        report.before, earlier = totals(self._usages_of(framework))
+
+        def begin() -> tuple[WorkloadReport, End]:
+            if needs is not None:
+                self.require(framework, needs)
+            else:
+                self._checkpoint()
+            report = WorkloadReport(name, framework)
+            report.before, earlier = totals(self._usages_of(framework))
+            return report, lambda error: self._end_workload(report, earlier, error)
+
+        return Block(begin)
+
+    def _end_workload(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
         try:
-            yield report
-        except Exception as error:
-            hooks.seen(error)
-            raise
+            if error is not None:
+                hooks.seen(error)
         finally:
             try:
                 self._check_active()
-                report.after, peak = totals(self._usages_of(framework))
+                report.after, peak = totals(self._usages_of(report.framework))
                 report.peak = peak if peak is not None and peak > (earlier or 0) else None
-            except MemguardError as error:  # shut down in the block, or a GPU is lost: the user's own error goes first
-                text = str(error)  # the object would keep the block's frames alive in a log that keeps its records
-                _log.debug("workload %s: no figures at its end: %s", name, text)
-        if self._on_workload is not None:
+            except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
+                if error is None and not isinstance(failure, MemguardError):
+                    raise
+                text = str(failure)  # the object would keep the block's frames alive in a log that keeps its records
+                _log.debug("workload %s: no figures at its end: %s", report.name, text)
+        if self._on_workload is not None and error is None:
             self._on_workload(report)
 
     def _checkpoint(self) -> None:
@@ -284,6 +430,7 @@ class Guard:
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
         self._find_drift()
+        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
@@ -297,14 +444,16 @@ class Guard:
             if entry.enforcement is not Enforcement.ENFORCED:
                 raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
             try:
+                self._resized += 1
                 entry.framework.resize(plan.caps(framework))
             finally:
-                self._resized += 1
+                self._resized += self._resized % 2  # even again, and another one than before
             self.plan = plan
             self._trim_above_cap(framework)
 
     def trim(self, framework: str | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
+        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             if framework is not None:
@@ -313,7 +462,7 @@ class Guard:
             before = [self._free(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
-                self._trim([n for n in chosen if self._entries[n].framework.usage(part.device)], part.device)
+                self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
             after = [self._free(part.device) for part in self.plan.devices]
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
@@ -322,8 +471,17 @@ class Guard:
         own = self.host.processes(device).get(self.host.pid)
         return self.host.memory(device).free if own is None else device.total - own
 
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the plan."""
+        gpus = ", ".join(part.device.name for part in self.plan.devices)
+        mark = " (simulated)" if self.host.simulated else ""
+        state = "active" if self.active else "not active"
+        return shown(
+            f"<Guard {self.budget.source or 'of a mapping'}: {', '.join(self._entries)} on {gpus}{mark}, {state}>"
+        )
+
     def __str__(self) -> str:
-        self._find_drift(wait=False)
+        self._find_drift()
         lines = []
         for part in self.plan.devices:
             mark = " (simulated)" if part.device.simulated else ""
@@ -335,14 +493,13 @@ class Guard:
             for name, cap in part.caps.items():
                 entry = self._entries.get(name)
                 lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self._all_notes())])
+        return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
 
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
         if state is State.ABSENT:
             self._absent(name, entry)
         elif state is State.IMPORTABLE:
-            forget = self._hook.watch(entry.framework.hook, lambda: self._imported(name))
-            self._undo.callback(self._take_back, f"{name}: import hook", forget)
+            self._hook.watch(entry.framework.hook, lambda: self._imported(name))
         else:
             self._apply(name, entry)
 
@@ -364,10 +521,17 @@ class Guard:
         self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
     def _apply(self, name: str, entry: _Entry) -> None:
-        applied = entry.framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
-        entry.enforcement = applied.enforcement
+        framework = entry.framework
+        self._undo.add(name, lambda: self._take_back(name, framework.changes.run))  # if it is interrupted in the middle
+        applied = framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
         if applied.undo is not None:
-            self._undo.callback(self._take_back, name, applied.undo)
+            undo = applied.undo
+            self._undo.add(name, lambda: self._take_back(name, undo))
+        framework.changes.clear()
+        if self._over:  # by a signal handler, within `apply`
+            self._undo.run()
+            return
+        entry.enforcement = applied.enforcement
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
         for note in applied.notes:
@@ -378,17 +542,20 @@ class Guard:
         """One step of the undoing. What fails is listed, and does not stop the other steps."""
         try:
             undo()
+            return
         except CapNotApplied as error:
-            self._not_undone.append(f"{what}: stays: {error.reason}")
+            stays = f"{what}: stays: {error.reason}"
         except Exception as error:
-            self._not_undone.append(f"{what}: could not be undone: {error}")
+            stays = f"{what}: could not be undone: {words_of(error)}"
         except BaseException:  # Ctrl-C: the other steps run, and it goes on afterwards
-            _log.warning("%s: the undoing was interrupted, and may be incomplete", what)
+            _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", what)
             raise
+        if stays not in self._not_undone:
+            self._not_undone.append(stays)
 
     def _trim_above_cap(self, name: str) -> None:
         """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""
-        entry = self._entries[name]
+        entry = self._entry(name)
 
         def above() -> str | None:
             usage = entry.framework.usage(part.device)
@@ -409,7 +576,7 @@ class Guard:
             return
         with contexts.beside_captures():
             for name in names:
-                self._entries[name].framework.trim(device)
+                self._entry(name).framework.trim(device)
 
     def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
@@ -446,13 +613,15 @@ class Guard:
 
     def _is_current(self, framework: str, device: Device) -> bool:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
-        used = [p.device.uuid for p in self.plan.devices if (self._entries[framework].framework.usage(p.device))]
+        used = [p.device.uuid for p in self.plan.devices if (self._entry(framework).framework.usage(p.device))]
         return device.uuid in (used or [self.plan.devices[0].device.uuid])
 
     def _entry(self, framework: str) -> _Entry:
         try:
             return self._entries[framework]
         except KeyError:
+            if self._over:  # since the call began: by another thread, or by a signal handler
+                self._check_active()
             known = ", ".join(self._entries) or "none: it is not active"
             near = difflib.get_close_matches(str(framework), self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -482,6 +651,26 @@ class Guard:
         if note not in self.notes:
             self.notes.append(note)
             _log.log(level, "%s", note)
+
+
+def _scene_of(
+    reading: Reading,
+    part: DevicePlan,
+    enforcements: Mapping[str, str],
+    others: Mapping[int, int | None],
+    plan: Plan,
+    budget: Budget,
+    when: float,
+    simulated: bool,
+) -> hooks.Scene:
+    """What an out-of-memory report is made from, out of a reading of the moment."""
+    ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
+    return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
+
+
+def _cause(reason: str) -> str:
+    """A drift without its own words that the cap does not hold."""
+    return re.sub(r": (?:the|its) cap (?:no longer holds|does not hold(?: there)?|will not hold)(?=;|$)", "", reason)
 
 
 def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:

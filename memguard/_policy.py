@@ -7,7 +7,7 @@ granules of 2 MiB, so caps never add up to more than was declared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -79,6 +79,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
                 "name the GPUs by UUID (`nvidia-smi -L`), or run `memguard doctor` to see why CUDA does not start",
             )
         )
+    tight = _Tight()
     for device in devices:
         limit: _Rule[Fraction | int] = _Rule(budget.device.limit, ("device",))
         reserve: _Rule[int | str] = _Rule(budget.device.reserve, ("device",))
@@ -89,11 +90,10 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
             override = overrides[key]
             limit = limit if override.limit is None else _Rule(override.limit, ("devices", key))
             reserve = reserve if override.reserve is None else _Rule(override.reserve, ("devices", key))
-        resolved = _device_plan(budget, device, limit, reserve)
-        if isinstance(resolved, DevicePlan):
+        resolved = _device_plan(budget, device, limit, reserve, tight)
+        if resolved is not None:
             plans.append(resolved)
-        else:
-            problems.extend(resolved)
+    problems += tight.problems(budget)
     if problems:
         raise PlanError(problems, budget.source or "plan")
     options = {
@@ -105,16 +105,55 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
     return Plan(tuple(plans), options, notes)
 
 
+@dataclass
+class _Tight:
+    """What does not fit, on all devices: one number in a fix has to do for each of them.
+
+    `found` holds a place, what is wrong there on one device, and what to do (None: lower the parts to fit each room).
+    `most` is the least that CUDA can give of the GPUs that a limit is set for, `least` the most that one of them needs.
+    """
+
+    found: list[tuple[tuple[str, ...], str, str | None]] = field(default_factory=list)
+    rooms: list[int] = field(default_factory=list)
+    most: dict[tuple[str, ...], int] = field(default_factory=dict)
+    least: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def problems(self, budget: Budget) -> list[Problem]:
+        return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
+
+    def _fix(self, budget: Budget, loc: tuple[str, ...]) -> str:
+        from memguard._config import fitting
+
+        if loc[-1] == "limit" and loc in self.most:
+            return f"lower it to at most {self.most[loc] // MIB}MiB or write a percentage"
+        if loc in self.least:
+            entry = ".".join(loc)
+            return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
+        shares, limits = _parts(budget)
+        lowered = fitting.as_text(fitting.fitting(shares, limits, min(self.rooms)))
+        return f"lower shares or limits, for example to {lowered}, or raise device.limit"
+
+
+def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
+    """The shares and the limits, in bytes, of the budget's frameworks."""
+    shares = {name: part.share for name, part in budget.frameworks.items() if part.share is not None}
+    return shares, {name: round_down(part.limit) for name, part in budget.frameworks.items() if part.limit is not None}
+
+
 def _device_plan(
-    budget: Budget, device: Device, limit_rule: _Rule[Fraction | int], reserve_rule: _Rule[int | str]
-) -> DevicePlan | list[Problem]:
+    budget: Budget, device: Device, limit_rule: _Rule[Fraction | int], reserve_rule: _Rule[int | str], tight: _Tight
+) -> DevicePlan | None:
+    """The plan of one device; None if something does not fit it, which is in `tight` then."""
     label = f"{device.name} ({device.uuid})"
     share = limit_rule.value
     limit = int(share * device.usable) if isinstance(share, Fraction) else share
-    if limit > device.usable:
+    fits = limit <= device.usable
+    if not fits:
         message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"
-        fix = f"lower it to at most {device.usable // MIB}MiB or write a percentage"
-        return [budget.problem((*limit_rule.at, "limit"), message, fix)]
+        at = (*limit_rule.at, "limit")
+        tight.found.append((at, message, None))
+        tight.most[at] = min(device.usable, tight.most.get(at, device.usable))
+        limit = device.usable // MIB * MIB  # what does not fit into the rest either is said at once
     auto = reserve_rule.value == "auto"
     reserve = (
         auto_reserve(device.architecture, list(budget.frameworks), communicators(budget), own_context(budget))
@@ -122,32 +161,43 @@ def _device_plan(
         else reserve_rule.value
     )
     room = limit - reserve
+    shares, fixed = _parts(budget)
+    total = sum(shares.values(), Fraction(0))
     if room < GRANULE:
         message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
         at = limit_rule.at if reserve_rule.at == ("device",) else reserve_rule.at
-        return [budget.problem(at, message, "raise device.limit or lower device.reserve")]
-    fixed = {n: round_down(f.limit) for n, f in budget.frameworks.items() if f.limit is not None}
-    shares = {n: f.share for n, f in budget.frameworks.items() if f.share is not None}
-    wanted = sum(shares.values(), Fraction(0)) * room + sum(fixed.values())
+        # Room for what is in bytes, and for the smallest cap of each share.
+        least = sum(fixed.values()) / (1 - total) if fixed and total < 1 else 0
+        least = reserve + int(max(least, *(GRANULE / part for part in shares.values()), GRANULE)) + 1
+        fix = None if least <= device.usable and fits else _smaller_reserve(auto, device.usable - (least - reserve))
+        tight.found.append((at, message, fix))
+        tight.least[at] = max(least, tight.least.get(at, 0))
+        return None
+    wanted = total * room + sum(fixed.values())
     if wanted > room:
         message = (
             f"the frameworks ask for {format_size(int(wanted))} on {label}, "
             f"but limit − reserve is {format_size(room)} ({format_size(limit)} − {format_size(reserve)})"
         )
-        return [budget.problem(("frameworks",), message, "lower shares or limits, or raise device.limit")]
+        tight.found.append((("frameworks",), message, None))
+        tight.rooms.append(room)
+        return None
     divided = {**fixed, **_divide(room, shares)}
-    empty = [name for name, cap in divided.items() if cap < GRANULE]
-    if empty:
-        return [
-            budget.problem(
-                ("frameworks", name),
-                f"its cap on {label} would be less than {format_size(GRANULE)}, the smallest cap",
-                "raise its share",
-            )
-            for name in empty
-        ]
+    for name in (name for name, cap in divided.items() if cap < GRANULE):
+        message = f"its cap on {label} would be less than {format_size(GRANULE)}, the smallest cap"
+        least_share = Fraction(-(-GRANULE * 100_000 // room), 1000)
+        tight.found.append((("frameworks", name), message, f"raise its share to at least {float(least_share):g}%"))
+        fits = False
+    if not fits:
+        return None
     caps = {name: divided[name] for name in budget.frameworks}
     return DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
+
+
+def _smaller_reserve(auto: bool, most: int) -> str:
+    if auto or most < GRANULE:
+        return "this GPU is too small for it: name fewer frameworks, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+    return f"lower device.reserve to at most {most // MIB}MiB for it"
 
 
 def communicators(budget: Budget) -> int:
@@ -177,7 +227,8 @@ def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def _is_ordinal(key: object) -> bool:
-    return str(key).isdecimal()
+    text = str(key)
+    return text.isascii() and text.isdecimal()  # int() takes the digits of other alphabets too
 
 
 def _precedence(key: str) -> int:
@@ -195,6 +246,10 @@ def _matches(key: str, device: Device) -> bool:
 def resized(current: Plan, framework: str, size: int) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit."""
     cap = round_down(size)
+    most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
+    fix = "lower another framework's cap first"
+    fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
+    fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
     problems = []
     devices = []
     for part in current.devices:
@@ -204,7 +259,7 @@ def resized(current: Plan, framework: str, size: int) -> Plan:
                 Problem(
                     f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
                     f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps",
-                    "ask for less, or lower another framework's cap first",
+                    fix,
                 )
             )
         devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=free - cap))
@@ -221,11 +276,19 @@ def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
     available = memory.free + (own or 0)
     if part.limit <= available:
         return None
-    who = "this process and others" if own is None else "other processes"
-    return (
+    left = (
         f"{part.device.name} ({part.device.uuid}) has {format_size(available)} left for this process, less than its "
-        f"limit of {format_size(part.limit)}: {who} hold {format_size(memory.used - (own or 0))}"
+        f"limit of {format_size(part.limit)}"
     )
+    if memory.used is None:  # unified memory
+        return f"{left}: it uses the machine's memory, of which programs and the system hold the rest"
+    who = "this process and others" if own is None else "other processes"
+    return f"{left}: {who} hold {format_size(memory.used - (own or 0))}"
+
+
+def card(memory: MemoryInfo) -> str:
+    """What sentences call the place that is full."""
+    return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 
 @dataclass(frozen=True)
@@ -275,7 +338,7 @@ def admit(
     return Admission(
         max(stuck, min(room, memory.free + found + idle)),
         refusal=(
-            f"{framework} needs {format_size(needed)} and its cap allows it, but the card has only "
+            f"{framework} needs {format_size(needed)} and its cap allows it, but {card(memory)} has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
             "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
         ),
@@ -301,5 +364,6 @@ def _over_cap(framework: str, needed: int, footprint: int, available: int, cap: 
     return (
         f"{framework} needs {format_size(needed)}{takes} but can get {format_size(available)}: its cap is "
         f"{format_size(cap)} and it holds {least}{format_size(held)}, of which {format_size(own.in_use)} in use\n"
-        f"    fix: free arrays, make the batch smaller, or raise frameworks.{framework} in the budget"
+        f"    fix: free arrays, make the batch smaller, or raise frameworks.{framework} in the budget to at "
+        f"least {-(-(cap + footprint - available) // MIB)}MiB"
     )

@@ -120,6 +120,10 @@ class FrameworkSpec:
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
     context_module    the module whose import makes a CUDA context beside the primary one
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
+    figures           what its errors say of the moment: pairs of a field of `Moment` (or `cached`) and a pattern, whose
+                      first group is a size
+    pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
+    refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
     """
 
     name: str
@@ -143,6 +147,9 @@ class FrameworkSpec:
     own_trim: str | None = None
     context_module: str = ""
     unfragment: str | None = None
+    figures: tuple[tuple[str, str], ...] = ()
+    pads: bool = False
+    refuses_silently: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)
@@ -191,6 +198,13 @@ _ROWS = (
                 "gpu",
                 True,
                 "torch's text, whatever the type",
+                r"(CUDA|HIP|XPU) out of memory\. Tried to allocate|MPS backend out of memory \("
+                "|out of memory occurred when warming up",
+            ),
+            ErrorPattern(
+                "gpu",
+                False,
+                "its first words: a program that read torch's error, or quotes it",
                 "(CUDA|HIP|XPU|MPS backend) out of memory",
             ),
             ErrorPattern(
@@ -201,6 +215,18 @@ _ROWS = (
             ),
             # Page-locked memory gives CUDA's error 2 too.
             ErrorPattern("gpu", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
+        ),
+        figures=(
+            ("in_use", r"Of the allocated memory ([\d.]+ \w+) is allocated by PyTorch"),
+            ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
+            ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
+            # cudaMallocAsync.
+            ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
+            ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
+            # Until torch 2.0.
+            ("in_use", r"([\d.]+ \w+) already allocated"),
+            ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
+            ("free", r"already allocated; ([\d.]+ \w+) free"),
         ),
         own_trim="torch.cuda.empty_cache()",
         unfragment="PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch starts, avoids that",
@@ -231,17 +257,36 @@ _ROWS = (
                 "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True
             ),
             ErrorPattern("host", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
-            ErrorPattern("host", True, "the node ran on the CPU", r"allocating tensor.*_device=\S*\bcpu:\d"),
+            # Of several nodes in the text the first has failed; the others only wait for it.
+            ErrorPattern(
+                "host",
+                True,
+                "the node ran on the CPU",
+                r"allocating tensor(?:(?!\]\]).)*_device=\S*\bcpu:\d",
+            ),
             ErrorPattern("gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)"),
             ErrorPattern("gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor"),
+            # Eager errors begin with the node, and Keras puts the layer's name before that.
             ErrorPattern(
-                "gpu", False, "no word of the device", "^failed to allocate memory", r"ResourceExhaustedError$"
+                "gpu",
+                True,
+                "a kernel on a GPU",
+                r"\bgpu:\d+\}\}\s+failed to allocate memory",
+                r"ResourceExhaustedError$",
+            ),
+            ErrorPattern(
+                "gpu",
+                False,
+                "no word of the device",
+                r"(^|\n|\}\}\s+)failed to allocate memory",
+                r"ResourceExhaustedError$",
             ),
             ErrorPattern("gpu", True, "no room for a copy to a GPU", r"\bgpu:\d.*Dst tensor|Dst tensor.*\bgpu:\d"),
             ErrorPattern("gpu", False, "no room for a copy to a device", "Dst tensor is not initialized"),
             ErrorPattern("gpu", True, "a context, a module or XLA's buffers", "out.of.memory", r"^tensorflow\."),
         ),
         never_gives_back=True,
+        refuses_silently=True,
     ),
     FrameworkSpec(
         name="cupy",
@@ -263,6 +308,7 @@ _ROWS = (
             ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$"),
         ),
         size_attribute="_size",
+        figures=(("held", r"allocated so far: ([\d,]+ bytes)"),),
         install="cupy-cuda13x",
         own_trim="cupy.get_default_memory_pool().free_all_blocks()",
     ),
@@ -295,6 +341,7 @@ _ROWS = (
             ),
         ),
         never_gives_back=True,
+        refuses_silently=True,
         install="jax[cuda13]",
     ),
     FrameworkSpec(
@@ -335,6 +382,7 @@ _ROWS = (
         ),
         context_module="pycuda.autoinit",
         rounds_up=Fraction(1, 16),  # its bins: 256 MiB asked, 272 MiB taken
+        pads=True,
     ),
     FrameworkSpec(
         name="numba",
@@ -347,6 +395,7 @@ _ROWS = (
         hook="numba.cuda",
         allocator="emm",
         families=("numba",),
+        pads=True,
         install="numba-cuda[cu13]",
     ),
 )

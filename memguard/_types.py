@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from memguard._text import shown, visible
+from memguard._units import format_size
 
 
 class State(Enum):
@@ -35,6 +38,9 @@ class Device:
 
     `total` is NVML's total; `reserved` the part of it that the driver keeps (NVML v2; None on older
     drivers). `usable` is what CUDA reports as total: measured equal to total − reserved on an H200.
+
+    `unified`: the GPU has no memory of its own and allocates from the machine's (DGX Spark's GB10, Jetson), so that
+    NVML has no figures of it. `total` is then CUDA's (`cuDeviceTotalMem`), and `reserved` None.
     """
 
     uuid: str
@@ -45,6 +51,11 @@ class Device:
     architecture: str
     ordinal: int | None = None
     simulated: bool = False
+    unified: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("uuid", "name", "architecture"):  # from a driver or a file, and on their way to a terminal
+            object.__setattr__(self, name, visible(getattr(self, name), keep=""))
 
     @property
     def usable(self) -> int:
@@ -55,12 +66,18 @@ class MemoryInfo(NamedTuple):
     """NVML's memory figures of one device. With v2, total = reserved + used + free to the byte.
 
     Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
+
+    Of a GPU with unified memory NVML knows nothing: `used` is None, `total` is CUDA's, and `free` what the machine can
+    give out, at most `total`. It is the larger of the kernel's `MemAvailable` and of `cuda_free`, CUDA's own figure
+    (`cuMemGetInfo`), which leaves out the file cache that the kernel would give up; None before this process has a
+    context. Nothing adds up to `total` there.
     """
 
     total: int
     reserved: int | None
-    used: int
+    used: int | None
     free: int
+    cuda_free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,32 @@ class Usage(NamedTuple):
     held_at_least: int | None = None
     held_at_most: int | None = None
     peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was known when one request for GPU memory was refused. Sizes are bytes; None if not known.
+
+    source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
+    error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
+    `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known.
+    """
+
+    framework: str
+    source: Literal["refusal", "observer", "text", "peak", "sample"]
+    time: float
+    uuid: str | None = None
+    requested: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    reclaimable: int | None = None
+    cap: int | None = None
+    free: int | None = None
+    thread: int = 0
+
+    @property
+    def cached(self) -> int | None:
+        return None if self.held is None or self.in_use is None else max(self.held - self.in_use, 0)
 
 
 @dataclass(frozen=True)
@@ -155,6 +198,16 @@ class WorkloadReport:
         """What the block left allocated."""
         return None if self.after is None or self.before is None else self.after - self.before
 
+    def __str__(self) -> str:
+        peak = "no higher than it had been" if self.peak is None else format_size(self.peak)
+        left = "what it left is unknown"
+        if self.delta is not None:
+            left = f"{format_size(abs(self.delta))} {'more' if self.delta >= 0 else 'less'} in use than before"
+        return shown(f"{self.name}: {self.framework} peak {peak}, {left}")
+
+    def __repr__(self) -> str:
+        return f"<WorkloadReport {self}>"
+
 
 class Pressure(str, Enum):
     """How close a framework is to its cap, or the process to its limit on a GPU. Equal to its name as text."""
@@ -181,11 +234,14 @@ class FrameworkSample(NamedTuple):
 
 
 class DeviceSample(NamedTuple):
-    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown."""
+    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown.
+
+    `used` is NVML's; None on a GPU with unified memory, where `free` is what the machine can give out.
+    """
 
     uuid: str
     total: int
-    used: int
+    used: int | None
     free: int
     process: int | None
     limit: int | None
@@ -205,7 +261,9 @@ class Event(NamedTuple):
     """Something that the monitor or the guard noticed, or that was done.
 
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds, or holds again).
+    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds, or holds again;
+    a setting made later met it), refused (only in timelines: an allocator refused `times` requests, whether or not the
+    program catches the errors).
     """
 
     time: float
@@ -216,3 +274,14 @@ class Event(NamedTuple):
     framework: str | None = None
     seconds: float | None = None
     bytes: int | None = None
+    times: int | None = None
+
+    def __str__(self) -> str:
+        """`critical pressure: torch: ...`, without the time."""
+        return shown(f"{f'{self.level} ' if self.level is not None else ''}{self.kind}: {self.text}")
+
+    def __repr__(self) -> str:
+        """The fields that it has."""
+        known = ((name, getattr(self, name)) for name in self._fields)
+        said = (f"{name}={(str(value) if name == 'level' else value)!r}" for name, value in known if value is not None)
+        return shown(f"<Event {' '.join(said)}>")

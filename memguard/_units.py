@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import TypeGuard
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 GRANULE = 2 * MIB
@@ -114,6 +115,11 @@ def _percent_hint(value: object) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100:
         return f"{float(value * 100 if value < 1 else value):g}%"
     return "50%"
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a number of bytes: whole, from 0 to 1 PiB."""
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def short(value: object) -> str:

@@ -1,4 +1,6 @@
-"""Worker processes that import the script again, and with it run its `memguard.init` a second time.
+"""Where `memguard.init` applies nothing: in worker processes, with MEMGUARD_DISABLE, and without a GPU.
+
+Workers import the script again, and with it run its `memguard.init` a second time.
 
 `spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. An `init` at its
 top would give every worker the whole budget once more, so it applies nothing there unless it is asked to.
@@ -6,14 +8,19 @@ top would give every worker the whole budget once more, so it applies nothing th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memguard._blocks import Block
 from memguard._guard import Guard
+from memguard._ledger.types import Ledger
+from memguard._types import Device, Plan, Sample, WorkloadReport
 from memguard.errors import NotActive
 
 ASKED = "MEMGUARD_CHILDREN"
 """The environment variable that makes the script's `init` apply in the workers too."""
+DISABLE, SIMULATE = "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE"
 WHY = (
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
     "imports the script again in it\n"
@@ -53,6 +60,16 @@ def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
     return not reimporting or environ.get(ASKED, "") not in ("", "0")
 
 
+def disabled(environ: Mapping[str, str]) -> bool:
+    """Whether MEMGUARD_DISABLE is set, so that nothing is applied."""
+    return environ.get(DISABLE, "") not in ("", "0")
+
+
+def simulated(environ: Mapping[str, str]) -> list[str] | None:
+    """The GPUs of MEMGUARD_SIMULATE; None if there are none."""
+    return [name.strip() for name in environ.get(SIMULATE, "").split(",") if name.strip()] or None
+
+
 class PassiveGuard(Guard):
     """What `init` returns if it applied nothing: not active, and whatever needs a budget raises NotActive."""
 
@@ -81,5 +98,69 @@ class PassiveGuard(Guard):
     def forked(self) -> None:
         pass
 
+    def __repr__(self) -> str:
+        return "<PassiveGuard, not active: print it for the reason>"
+
     def __str__(self) -> str:
         return WHY
+
+
+class IdleGuard(Guard):
+    """What `init` returns if a program is to run on without a budget. Its calls do nothing, and none raises.
+
+    `why` says why nothing is applied, `given` is what `init` was given: `budget` reads it when it is asked for.
+    `ledger()` and `sample()` are empty, what is unknown is None.
+    """
+
+    def __init__(self, why: str, given: Any) -> None:  # not Guard's, which asks for GPUs
+        self.why, self.given = why, given
+        self.notes, self.permanent = [why], []
+        self.plan = Plan((), notes=(why,))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "budget":
+            raise AttributeError(f"{name}: {self.why}")
+        from memguard import _config
+
+        return _config.of(self.given)
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    @property
+    def frameworks(self) -> Mapping[str, Any]:
+        return {}
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> list[str]:
+        return []
+
+    def forked(self) -> None:
+        pass
+
+    def ledger(self) -> Ledger:
+        return Ledger(time.time(), (), notes=(self.why,))
+
+    def sample(self) -> Sample:
+        return Sample(time.time(), ())
+
+    def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
+        pass
+
+    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
+        return Block(lambda: (WorkloadReport(name, framework), lambda error: None))
+
+    def resize(self, framework: str, size: int | str) -> None:
+        pass
+
+    def trim(self, framework: str | None = None) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "<IdleGuard, not active: print it for the reason>"
+
+    def __str__(self) -> str:
+        return self.why

@@ -26,11 +26,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memguard._text import shown
+
 
 class MemguardError(Exception):
     """Base of all of memguard's errors; `exit_code` is what the command line returns."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,17 @@ class PlanError(ProblemsError):
 
 
 class DeviceError(MemguardError):
-    """No GPU to budget: no driver, no device, or NVML refused. The text says which and what to do."""
+    """No GPU to budget: no driver, no device, or NVML refused. The text says which and what to do.
+
+    `missing`: this process has no GPU at all, which `missing_gpu` of `memguard.init` is for. False if there is one that
+    cannot be used, such as one with a broken driver.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str = "", *, missing: bool = False) -> None:
+        self.missing = missing
+        super().__init__(message)
 
 
 class CapNotApplied(MemguardError):
@@ -131,7 +144,7 @@ class UnderPressure(MemguardError):
         self.framework, self.uuid = framework, uuid
 
     def __str__(self) -> str:
-        return f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget"
+        return shown(f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget")
 
 
 class CannotShare(MemguardError):

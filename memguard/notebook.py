@@ -28,6 +28,7 @@ from memguard._units import format_size
 from memguard.errors import MemguardError
 
 _LINE = "%memguard [plan | trim [FRAMEWORK]]"
+_TRACEBACK = vars(BaseException)["__traceback__"]
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CELL = "%%memguard --framework NAME [--needs SIZE] [--name TEXT]"
 
@@ -172,7 +173,7 @@ def let_go(error: BaseException) -> None:
     user's): `%tb` shows them again, but `%debug` finds no locals. A generator or coroutine that caught the error and is
     suspended keeps what it has.
     """
-    frames = [place.tb_frame for one in _chain(error) for place in _places(one.__traceback__)]
+    frames = [place.tb_frame for one in _chain(error) for place in _places(_TRACEBACK.__get__(one))]
     waiting = _waiting([frame for frame in frames if frame.f_code.co_flags & _GENERATORS])
     for frame in frames:
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a cell: the names are the user's
@@ -212,9 +213,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             continue
         known.add(id(one))
         yield one
-        within = getattr(one, "exceptions", ())
-        more = [one.__cause__, one.__context__, *(within if isinstance(within, tuple) else ())]
-        waiting += [other for other in more if isinstance(other, BaseException)]
+        cause, context, members = hooks.kin(one)
+        waiting += [other for other in (cause, context, *members) if other is not None]
 
 
 def _line(words: list[str]) -> Any:
@@ -236,13 +236,7 @@ def _run(body: Any, last: Any, names: dict[str, Any]) -> Any:
 
 
 def _summary(report: WorkloadReport, failed: bool = False) -> str:
-    peak = "no higher than it had been" if report.peak is None else format_size(report.peak)
-    if report.delta is None:
-        left = "what it left is unknown"
-    else:
-        left = f"{format_size(abs(report.delta))} {'more' if report.delta >= 0 else 'less'} in use than before"
-        left += ", with what the traceback holds" if failed else ""
-    return f"{report.name}: {report.framework} peak {peak}, {left}"
+    return f"{report}{', with what the traceback holds' if failed and report.delta is not None else ''}"
 
 
 def _in_use() -> dict[str, int]:

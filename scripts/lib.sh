@@ -61,3 +61,36 @@ have_packages() {
 make_venv() {
     have_python && have_packages "$@"
 }
+
+# have_pycuda: have PyCUDA in $VENV, built from its sdist. There are no wheels, and a machine without CUDA has neither
+# its headers, which are taken from wheels, nor libcuda, for which a library of one function is linked. Needs g++.
+PYCUDA='pycuda==2026.1'
+CUDA_HEADERS=('nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-profiler-api==13.0.*')
+have_pycuda() {
+    local stamp="$VENV/.memguard-pycuda" folder code=0
+    [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ] || return 0
+    say "building $PYCUDA into $VENV: a minute or two"
+    folder=$(mktemp -d) || return
+    build_pycuda "$folder" || code=$?
+    rm -rf "$folder"
+    if [ "$code" -ne 0 ]; then
+        say "memguard: PyCUDA could not be built, and its tests need it"
+        say "    fix: install g++ and Python's headers, on Debian and Ubuntu: apt-get install g++ python3-dev"
+        return "$code"
+    fi
+    fingerprint >"$stamp"
+}
+
+build_pycuda() {
+    local folder=$1 source
+    "$VENV/bin/python" -m pip install --quiet --no-deps --target "$folder/cuda" "${CUDA_HEADERS[@]}" >&2 || return
+    "$VENV/bin/python" -m pip download --quiet --no-deps --no-binary pycuda --dest "$folder" "$PYCUDA" >&2 || return
+    tar xzf "$folder"/pycuda-*.tar.gz -C "$folder" || return
+    source=$(dirname "$folder"/pycuda-*/setup.py)
+    # One function is in it: a linker leaves a library out that has nothing of what is needed.
+    echo 'int cuInit(unsigned flags) { return (int)flags; }' >"$folder/cuda.c" || return
+    "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so" "$folder/cuda.c" || return
+    printf '%s\n' "CUDA_INC_DIR = ['$folder/cuda/nvidia/cu13/include']" "CUDADRV_LIB_DIR = ['$folder']" \
+        "CUDA_ENABLE_CURAND = False" >"$source/siteconf.py" || return
+    "$VENV/bin/python" -m pip install --quiet --no-compile "$source" >&2
+}

@@ -38,7 +38,7 @@ def activate(folder: str) -> None:
         if lacking := [name for name, module in _NEEDED.items() if importlib.util.find_spec(module) is None]:
             _end_without(", ".join(lacking), folder)
         show_warnings()
-        apply(memguard.init, budget, simulated.split(",") if simulated else None)
+        _apply(memguard.init, budget, simulated.split(",") if simulated else None)
     except KeyboardInterrupt:
         _end("", 130)
     except ModuleNotFoundError as error:
@@ -59,17 +59,17 @@ def _end_without(lacking: str, folder: str) -> NoReturn:
     )
 
 
-def apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> Any:
-    """Call `init` with the budget. Later calls of the program use the same simulated GPUs."""
-    guard = init(budget, simulate=simulated)
+def _apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> None:
+    """Call `init` with the budget. `memguard run` has said already that the GPUs are simulated."""
     if simulated is not None:
         active: Any = importlib.import_module("memguard._api")
-        active.simulated_by_default = simulated
-    return guard
+        active.simulated_by_default = simulated  # the program's own `init` means them too
+        active.real_imports.said = True
+    init(budget, simulate=simulated)
 
 
 def _leave_path(folder: str) -> None:
-    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    sys.path = [entry for entry in sys.path if entry != folder]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != folder]
     if entries:
         os.environ["PYTHONPATH"] = os.pathsep.join(entries)
@@ -114,6 +114,11 @@ def _load(name: str, package: str, file: str, **more: Any) -> ModuleType:
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
     """Shows memguard's warnings if the program sets up no logging of its own."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        from memguard._text import visible
+
+        return visible(super().format(record))
+
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
             super().emit(record)
@@ -129,7 +134,11 @@ def show_warnings() -> Callable[[], None]:
 
 
 def _end(text: str, code: int) -> NoReturn:
-    if text and sys.stderr is not None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    os._exit(code)
+    try:
+        if text and sys.stderr is not None:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+    except (OSError, ValueError):  # full or closed: the program must not start without its budget all the same
+        pass
+    finally:
+        os._exit(code)

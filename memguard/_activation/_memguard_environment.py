@@ -42,7 +42,6 @@ why: str | None = None
 _waiting: dict[str, _Finder] = {}
 _undo: list[Callable[[], None]] = []
 _applying = False
-_armed = False
 
 
 def arm() -> None:
@@ -51,7 +50,6 @@ def arm() -> None:
     It does so even if nothing is applied here: a child may start without MEMGUARD_DISABLE, and none inherits
     MEMGUARD_RUN.
     """
-    global _armed
     config = os.environ.get(CONFIG, "")
     if not config:
         return
@@ -62,7 +60,6 @@ def arm() -> None:
     # `memguard run` has its own budget, which is applied next.
     if _is_set(DISABLE) or "MEMGUARD_RUN" in os.environ:
         return
-    _armed = True
     _wait(_Finder())
 
 
@@ -72,17 +69,10 @@ def disarm() -> None:
     if _applying:
         return
     why = None
-    _leave(_waiting.pop("finder", None))
+    _waiting.pop("finder", None)
+    _leave()
     while _undo:
         _undo.pop()()
-
-
-def simulated() -> list[str] | None:
-    """The GPUs of MEMGUARD_SIMULATE for the program's own `init`, with a line on stderr; None if nothing was armed."""
-    names = _names() if _armed and not _is_set(DISABLE) else None
-    if names is not None:
-        _say_simulated(names)
-    return names
 
 
 def activate() -> None:
@@ -93,7 +83,7 @@ def activate() -> None:
     finder = _waiting.pop("finder", None)
     if finder is None:
         return
-    _leave(finder)
+    _leave()
     if _is_set(DISABLE) or _is_tool(sys.argv):
         return
     _applying = True
@@ -122,11 +112,12 @@ def _apply(config: str, names: list[str] | None) -> None:
             return
         raise
     from memguard._activation import _memguard_child as child
+    from memguard._frameworks import real_imports
     from memguard.errors import AlreadyActive
 
     hide = child.show_warnings()
     try:
-        _api.from_environment = child.apply(_api.init, config, names)
+        _api.from_environment = _api.init(config, simulate=names)
     except BaseException as error:
         hide()
         if isinstance(error, AlreadyActive):  # another thread was faster
@@ -134,15 +125,12 @@ def _apply(config: str, names: list[str] | None) -> None:
         raise
     _undo.append(hide)
     if names is not None:
-        _say_simulated(names)
+        real_imports.said = True
+        _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 
 def _names() -> list[str] | None:
     return [name for name in os.environ.get(SIMULATE, "").split(",") if name] or None
-
-
-def _say_simulated(names: list[str]) -> None:
-    _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 
 def _fail(error: Exception) -> None:
@@ -162,11 +150,20 @@ def _write(text: str) -> None:
 
 def _wait(finder: _Finder) -> None:
     _waiting["finder"] = finder
-    sys.meta_path.insert(0, finder)
+    sys.meta_path = [finder, *sys.meta_path]
 
 
-def _leave(finder: object) -> None:
-    sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
+def _leave() -> None:
+    """As `memguard._frameworks.import_hook.leave`: another list, as other threads walk through this one."""
+    while True:
+        now = sys.meta_path
+        before = [*now]
+        kept = [one for one in before if not isinstance(one, _Finder)]
+        if len(kept) == len(before):
+            return
+        if sys.meta_path is now and now == before:
+            sys.meta_path = kept
+            return
 
 
 def _is_set(name: str) -> bool:

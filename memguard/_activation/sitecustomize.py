@@ -8,9 +8,11 @@ import os
 import sys
 
 if sys.version_info < (3, 10):
-    sys.stderr.write("memguard: Python 3.10 or newer is needed, and %s is older\n" % sys.executable)
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stderr.write("memguard: Python 3.10 or newer is needed, and %s is older\n" % sys.executable)
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
 
 try:
     import importlib
@@ -19,6 +21,8 @@ try:
 except Exception:
     import traceback
 
-    traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:  # whatever stderr is
+        os._exit(1)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from memguard._config import values
+from memguard._config import fitting, meant, values
 from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import SPECS
+from memguard._units import GRANULE
 
 T = TypeVar("T")
 
@@ -21,7 +22,8 @@ T = TypeVar("T")
 class Violation:
     """A problem that has not been given its line yet.
 
-    `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place.
+    `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place, and at or
+    below those in `instead`, which it explains too.
     """
 
     loc: Loc
@@ -29,6 +31,7 @@ class Violation:
     fix: str
     at_key: bool = False
     alone: bool = False
+    instead: tuple[Loc, ...] = ()
 
 
 def check(data: Mapping[str, Any]) -> list[Violation]:
@@ -38,12 +41,14 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     shares = {name: s for name, entry in frameworks.items() if (s := _read(values.share, entry.get("share")))}
     limits = {name: b for name, entry in frameworks.items() if (b := _read(values.limit, entry.get("limit")))}
     device, devices, pressure = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("on_pressure")
-    violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry)]
-    violations += _shares(shares, limits)
-    if sum(shares.values()) < 1:
-        violations += _fits(("device",), device, {}, shares, limits)
-        for key, override in devices.items():
-            violations += _fits(("devices", key), _mapping(override), device, shares, limits)
+    violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry, data)]
+    scopes: list[tuple[Loc, Mapping[str, Any], Mapping[str, Any]]] = [(("device",), device, {})]
+    scopes += [(("devices", key), _mapping(override), device) for key, override in devices.items()]
+    rooms = [room for _, own, inherited in scopes if (room := _room(own, inherited)) is not None and room > 0]
+    violations += _shares(shares, limits, rooms)
+    for loc, own, inherited in scopes:
+        violations += _fits(loc, own, inherited, shares, limits, rooms)
+    violations += _misplaced(data)
     violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))
     if "monitor" not in data and isinstance(pressure, list) and pressure:
@@ -54,15 +59,21 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     return violations
 
 
-def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Violation]:
+def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
     loc: Loc = ("frameworks", name)
     options = {option.name: (owner, option) for owner, spec in SPECS.items() for option in spec.options}
     if "share" in entry and "limit" in entry:
         later = [key for key in entry if key in ("share", "limit")][-1]
-        yield Violation((*loc, later), "has both share and limit: exactly one is allowed", "remove one of them", True)
+        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in ("share", "limit"))
+        fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
+        yield Violation((*loc, later), "has both share and limit: exactly one is allowed", fix, True)
     elif not {"share", "limit"} & set(entry) and set(entry) <= set(options):
-        message = "has neither share nor limit: exactly one is needed"
-        yield Violation(loc, message, f"write '{name}: {{share: 50%}}' or '{name}: {{limit: 4GiB}}'", True)
+        message, left = "has neither share nor limit: exactly one is needed", meant.share_left(data)
+        kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
+        rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
+        yield Violation(
+            loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
+        )
     own = {option.name for option in SPECS[name].options}
     for key, (owner, option) in options.items():
         if key in entry and key not in own:
@@ -70,17 +81,30 @@ def _framework(name: str, entry: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation((*loc, key), message, option.fix, True, True)
 
 
-def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int]) -> Iterator[Violation]:
+def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
+    numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
     if total > 1:
         message = f"the shares add up to {percent_text(total)} ({_sum(shares)}); at most 100% can be given out"
-        fix = f"lower them by {percent_text(total - 1)} together"
+        fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
         yield Violation(("frameworks", list(shares)[-1], "share"), message, fix)
     elif total == 1 and limits:
         size = size_text(sum(limits.values()))
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
-        fix = f"lower the share of {' and '.join(shares)}"
+        fix = f"lower the share of {' and '.join(shares)}, for example to {numbers}"
         yield Violation(("frameworks", list(limits)[-1], "limit"), message, fix)
+
+
+def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Limit and reserve in bytes; None if the limit is not in bytes, for then only the GPU decides."""
+    limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
+    declared = _read(values.reserve, own.get("reserve", inherited.get("reserve")))
+    return (limit, declared if isinstance(declared, int) else 0) if isinstance(limit, int) else None
+
+
+def _room(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> int | None:
+    found = _bytes(own, inherited)
+    return None if found is None else found[0] - found[1]
 
 
 def _fits(
@@ -89,25 +113,55 @@ def _fits(
     inherited: Mapping[str, Any],
     shares: Mapping[str, Fraction],
     limits: Mapping[str, int],
+    rooms: list[int],
 ) -> Iterator[Violation]:
     """Bytes against bytes. The plan finds what fits only on some GPUs."""
     at = next((key for key in ("limit", "reserve") if key in own), None)
-    limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
-    if at is None or not isinstance(limit, int):
+    if at is None or (found := _bytes(own, inherited)) is None:
         return
-    declared = _read(values.reserve, own.get("reserve", inherited.get("reserve")))
-    reserve = declared if isinstance(declared, int) else 0
+    limit, reserve = found
+    total = sum(shares.values(), Fraction(0))
+    needed, left = sum(limits.values()), 1 - total
     if reserve >= limit:
         message = f"the reserve of {size_text(reserve)} leaves nothing of the limit of {size_text(limit)}"
-        yield Violation((*loc, "reserve" if "reserve" in own else at), message, "lower the reserve or raise the limit")
+        lower = fitting.fitting(shares, limits, min(rooms, default=None)) if total >= 1 else {}
+        after = {**shares, **limits, **lower}  # too large shares have to be lowered in any case
+        spare = 1 - sum((after[name] for name in shares), Fraction(0))
+        wanted = max(math.ceil(sum(after[name] for name in limits) / spare) if spare > 0 else 0, reserve)
+        fix = f"lower the reserve or raise the limit to {_about(wanted + reserve)}"
+        yield Violation((*loc, "reserve" if "reserve" in own else at), message, fix)
         return
-    needed, left = sum(limits.values()), 1 - sum(shares.values(), Fraction(0))
+    if total >= 1:  # what is said of the shares fits this limit too, unless no cap of the smallest size does
+        if limit - reserve < 2 * GRANULE * len(limits):
+            message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits)} beside shares"
+            yield Violation((*loc, at), message, f"raise the limit to {_about(2 * needed + reserve)}")
+        return
     over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
         message = f"{_sum({**limits, **shares})} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
         least = _about(math.ceil(needed / left) + reserve)
-        yield Violation((*loc, at), message, f"raise the limit to {least}, or lower the frameworks by {_about(over)}")
+        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
+        fix = f"raise the limit to {least}, or lower the frameworks by {_about(over)}, for example to {numbers}"
+        yield Violation((*loc, at), message, fix)
+
+
+def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
+    """`device` for `devices` and the other way round: what is below them tells."""
+    device, devices = data.get("device"), data.get("devices")
+    own = {"limit", "reserve"}
+    if isinstance(devices, Mapping) and (keys := own & set(devices)):
+        message = "names single GPUs, by UUID, number or name"
+        if keys == set(devices) and "device" not in data:
+            yield Violation(("devices",), f"{message}; what holds for all is in device", "write 'device'", True, True)
+        else:
+            for key in sorted(keys, key=list(devices).index):
+                yield Violation(("devices", key), f"{key} is no GPU", "move it below 'device:'", True, True)
+    if isinstance(device, Mapping) and device and not own & set(device) and "devices" not in data:
+        gpus = all(isinstance(entry, Mapping) and set(entry) <= own for entry in device.values())
+        if gpus and all(_read(values.device_key, key) is not None for key in device):
+            message = "holds for all GPUs; what differs on single ones is in devices"
+            yield Violation(("device",), message, "write 'devices'", True, True)
 
 
 def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
@@ -131,7 +185,12 @@ def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
         f"{name} at {percent_text(part)}{'' if name in monitor else ' by default'}"
         for name, part in (("warn", warn), ("critical", critical))
     )
-    fix = f"write a warn below {percent_text(critical)}" if at == "warn" else "raise critical, or lower warn"
+    lower = Fraction(85, 100) if critical > Fraction(85, 100) else critical * 9 / 10
+    higher = Fraction(95, 100) if warn < Fraction(95, 100) else (warn + 1) / 2
+    if at == "warn" or warn == 1:
+        fix = f"write a warn below {percent_text(critical)}, for example 'warn: {percent_text(lower)}'"
+    else:
+        fix = f"raise critical, or lower warn, for example 'critical: {percent_text(higher)}'"
     yield Violation(("monitor", at), f"{first} must come before {second}", fix)
 
 

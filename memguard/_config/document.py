@@ -12,6 +12,10 @@ from memguard.errors import Problem
 
 MAX_DEPTH = 16
 MAX_NODES = 10_000
+MAX_TEXT = 4096
+"""Characters in one key or value: no path, name or number of a budget needs more."""
+MAX_BITS = 1 << 17
+"""Bits in a whole number from Python: a longer one takes long to show."""
 
 Mark = tuple[int, int]
 """Line and column, both from 1."""
@@ -60,7 +64,12 @@ def _plain(value: object, path: Loc, document: Document) -> object:
         raise OverflowError
     if isinstance(value, Mapping):
         found: dict[str, object] = {}
-        for key, child in value.items():
+        for number, (key, child) in enumerate(value.items()):
+            if number > MAX_NODES:
+                raise OverflowError
+            if isinstance(key, str) and len(key) > MAX_TEXT:
+                document.problems.append(too_long(key, "key"))
+                continue
             name = _key(key)
             at = (*path, name or "")
             if name is None or name in found:
@@ -74,10 +83,23 @@ def _plain(value: object, path: Loc, document: Document) -> object:
         return [_plain(child, (*path, index), document) for index, child in enumerate(value)]
     if isinstance(value, str):
         text = str.__str__(value)
+        if len(text) > MAX_TEXT:
+            document.problems.append(too_long(text, "value"))
+            document.bad.add(path)
+            return Opaque(value)
         return text if encodable(text) else Opaque(value)
-    if value is None or isinstance(value, (bool, int, float, Fraction)):
+    if value is None or isinstance(value, (bool, float)):
         return value
+    if isinstance(value, (int, Fraction)):
+        large = max(int.bit_length(int(value.numerator)), int.bit_length(int(value.denominator))) > MAX_BITS
+        return Opaque(value) if large else value
     return Opaque(value)
+
+
+def too_long(text: str, what: str, line: int | None = None, column: int | None = None) -> Problem:
+    """The problem of a key or value that is longer than any budget's."""
+    message = f"this {what} has {len(text):,} characters; {MAX_TEXT:,} are the most: {short(text[:60])}"
+    return Problem(message, "shorten it; check that this is the file you mean", line, column)
 
 
 def _key(key: object) -> str | None:

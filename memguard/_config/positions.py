@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from memguard._config.document import MAX_DEPTH, MAX_NODES, Document, Loc, Mark, encodable
+from memguard._config.document import MAX_DEPTH, MAX_NODES, MAX_TEXT, Document, Loc, Mark, encodable, too_long
 from memguard._units import short
 from memguard.errors import Problem
 
@@ -119,6 +119,9 @@ class _Composer(yaml.SafeLoader):
         half = isinstance(node, ScalarNode) and not encodable(node.value)
         if half:
             self.problems.append(Problem("an escape stands for half a character (a surrogate)", "correct it", *mark))
+        if isinstance(node, ScalarNode) and len(node.value) > MAX_TEXT:
+            self.problems.append(too_long(node.value, "text", *mark))
+            self.bad.add(id(node))
         if half or (tag is not None and isinstance(node, ScalarNode)):
             self.bad.add(id(node))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
+from memguard._config import meant
 from memguard._config.checks import Violation
 from memguard._config.document import Document, Loc, Mark
 from memguard._config.values import device_key, found
@@ -35,9 +36,25 @@ _OFF = {"monitor": "remove the key: nothing watches then", "forecast": "write '0
 # Words that people write, each with the one that it stands for.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
-_KEYS = {"gpu": "device", "gpus": "devices", "every": "interval", "file": "timeline", "path": "timeline"}
-_KEYS |= {"skip": "ignore"} | {alias: name for name, spec in SPECS.items() for alias in spec.aliases}
-_KEYS |= {alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases}
+_KEYS = {
+    **dict.fromkeys(("gpu", "all", "card", "cards"), "device"),
+    **dict.fromkeys(("gpus", "overrides", "per_device", "per_gpu"), "devices"),
+    **dict.fromkeys(("reserved", "overhead", "headroom", "margin", "slack", "buffer"), "reserve"),
+    **dict.fromkeys(("libraries", "libs", "packages", "backends", "engines", "caps", "shares", "limits"), "frameworks"),
+    **dict.fromkeys(("watch", "watcher", "sampler", "monitoring", "watching"), "monitor"),
+    **dict.fromkeys(("every", "frequency", "period", "poll", "polling", "sample_every", "sampling"), "interval"),
+    **dict.fromkeys(("warning", "warn_at", "warn_level", "soft"), "warn"),
+    **dict.fromkeys(("crit", "critical_at", "critical_level", "error", "hard"), "critical"),
+    **dict.fromkeys(("predict", "prediction", "lookahead", "look_ahead", "horizon"), "forecast"),
+    **dict.fromkeys(("file", "path", "log", "logfile", "log_file", "output", "filename", "trace"), "timeline"),
+    **dict.fromkeys(("max_size", "size", "file_size", "log_size", "rotate"), "timeline_size"),
+    **dict.fromkeys(("pressure", "when_critical", "on_critical", "on_memory_pressure"), "on_pressure"),
+    **dict.fromkeys(("busy", "if_busy", "when_busy"), "on_busy"),
+    **dict.fromkeys(("skip", "ignored", "exclude", "silence"), "ignore"),
+    **dict.fromkeys(("ver", "format", "format_version", "schema_version"), "version"),
+    **{meant.normal(alias): name for name, spec in SPECS.items() for alias in spec.aliases},
+    **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
+}
 _OTHERS = ("cudf", "cuml", "numpy")
 """Libraries whose names are close to a framework's and that are not misspelt ones."""
 
@@ -47,14 +64,17 @@ def problems(
 ) -> list[Problem]:
     """Everything wrong, in file order."""
     named = {violation.loc for violation in violations if violation.alone}
-    every = [*(_violation(error, fields) for error in errors if tuple(error["loc"]) not in named), *violations]
+    found = [_violation(error, fields, document.data) for error in errors if tuple(error["loc"]) not in named]
+    every = [*found, *violations]
     alone = {violation.loc for violation in every if violation.alone}
+    explained = document.bad | {loc for violation in every for loc in violation.instead}
+    everything = explained | alone
 
     def reported(violation: Violation) -> bool:
         """Whether something at or above its place was reported already, or is the only thing to report."""
         above = {violation.loc[:n] for n in range(len(violation.loc))}
-        at = document.bad if violation.alone else document.bad | alone
-        return violation.loc in at or not above.isdisjoint(document.bad | alone)
+        at = explained if violation.alone else everything
+        return violation.loc in at or not above.isdisjoint(everything)
 
     order = {path: index for index, path in enumerate(document.values)}
     kept = [violation for violation in dict.fromkeys(every) if not reported(violation)]
@@ -96,25 +116,26 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
     return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
-def _violation(error: Mapping[str, Any], fields: Fields) -> Violation:
+def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violation:
     loc, kind = tuple(error["loc"]), error["type"]
     if kind == "missing":
         fix = "'version: 1' as the first line" if loc == ("version",) else f"'frameworks:' and below it '  {_EXAMPLE}'"
         return Violation(loc, "is missing; every budget needs it", f"add {fix}")
     if kind == "extra_forbidden":
-        return _unknown(loc, fields)
+        return _unknown(loc, fields, data)
     raw, at_key = error["input"], loc[-1] == "[key]"
     loc = loc[:-1] if at_key else loc
     *_, key = (part for part in loc if isinstance(part, str))
     info: Any = fields[_level(loc)].get(key)
-    if kind != "value_error" and (shape := _shape(loc, raw)):
+    if kind != "value_error" and (shape := _shape(loc, raw, data)):
         message, fix = f"expected {shape[0]}, found {found(raw)}", f"write {shape[1]}"
     elif raw is None and loc[-1] == key and not info.is_required():
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
         # A parser says what is wrong and, if that depends on the value, what to do.
-        message, *own = re.split("; (?=write |copy |remove |add )", str(error["ctx"]["error"]))
-        fix = own[0] if own and "is not a size" not in message else f"write for example {_examples(info)}"
+        message, *own = re.split("; (?=write |copy |remove |add |update |name the GPU )", str(error["ctx"]["error"]))
+        general = "is not a size; write '512MiB'" in str(error["ctx"]["error"])
+        fix = own[0] if own and not general else f"write for example {_examples(info)}"
     else:
         what, fix = _choice(loc, key, kind, raw, info)
         message = f"{what}, found {found(raw)}"
@@ -123,17 +144,41 @@ def _violation(error: Mapping[str, Any], fields: Fields) -> Violation:
     return Violation(loc, message, fix, at_key)
 
 
-def _shape(loc: Loc, raw: object) -> tuple[str, str] | None:
+def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
     """What belongs below a key, the name of a GPU or a framework, and what to write there."""
     if len(loc) == 1:
-        return _SHAPES.get(str(loc[0]))
+        key = str(loc[0])
+        shape = _SHAPES.get(key)
+        return None if shape is None else (shape[0], _instead(key, raw) or shape[1])
     if len(loc) != 2 or loc[0] not in ("devices", "frameworks"):
         return None
+    name = str(loc[1]) if len(str(loc[1])) <= 60 else "..."
     if loc[0] == "devices":
-        return "the keys limit and reserve", f"'{loc[1]}: {{limit: 50%}}'"
-    sized = isinstance(raw, str) and re.fullmatch(r"\s*[\d.]+ ?(%|[KMGT]iB)\s*", raw)
-    value = str(raw).strip() if sized else "50%"
-    return "share or limit", f"'{loc[1]}: {{{'share' if '%' in value else 'limit'}: {value}}}'"
+        return "the keys limit and reserve", f"'{name}: {{{meant.sized(raw, '%', 'device') or 'limit: 50%'}}}'"
+    return "share or limit", f"'{meant.entry(name, raw, data)}'"
+
+
+def _instead(key: str, raw: object) -> str:
+    """What to write for a key of the top level whose value has another shape; "" if an example has to do."""
+    if key in ("device", "devices") and (line := meant.sized(raw, "%", "device")):
+        return f"'device: {{{line}}}'"
+    if not isinstance(raw, list) or not 0 < len(raw) <= 20:
+        names = [_name(raw)] if key == "frameworks" and isinstance(raw, str) else []
+    elif all(isinstance(one, Mapping) for one in raw):
+        line = meant.flow({name: value for one in raw for name, value in one.items()})
+        return f"'{key}: {line}', without the list" if len(line) < 300 else ""
+    else:
+        names = [_name(one) for one in raw] if key == "frameworks" else []
+    if not names or not all(names):
+        return ""
+    part = f"{{share: {max(100 // len(names), 1) if len(names) > 1 else 50}%}}"
+    return f"'frameworks: {meant.flow(dict.fromkeys(names, part))}'"
+
+
+def _name(word: object) -> str:
+    """The framework that a word stands for; "" if none."""
+    normal = meant.normal(word) if isinstance(word, str) else ""
+    return normal if normal in SPECS else next((n for n, spec in SPECS.items() if normal in spec.aliases), "")
 
 
 def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str, str]:
@@ -188,28 +233,132 @@ def _word(raw: object) -> str:
     return found(raw).strip("'").strip().lower()
 
 
-def _unknown(loc: Loc, fields: Fields) -> Violation:
+def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
     name, level = str(loc[-1]), _level(loc)
-    allowed, lowered = fields[level], name.lower()
-    near = _KEYS.get(lowered, "")
-    if near not in allowed:
-        near = "" if ":" in name or lowered in _OTHERS else _near(lowered, allowed)
-    home = "" if near else _home(name, fields)
-    fix = f"did you mean {near!r}?" if near else home or "remove it"
-    if not near and ":" in name and len(name) <= 40:  # {share:50%}
-        fix = "write a space after ':'"
-    elif not near and name[:1].isdecimal() and level not in ("", "frameworks"):  # {limit: 1,5GiB}
-        fix = "write decimals with a point, as in 1.5GiB"
-    thing, here = "framework" if level == "frameworks" else "key", " here" if home else ""
-    return Violation(loc, f"unknown {thing} {short(name)}{here}; allowed: {', '.join(allowed)}", fix, True, True)
+    value, allowed = meant.at(data, loc), fields[level]
+    around = meant.at(data, loc[:-1])
+    siblings: Mapping[str, Any] = around if isinstance(around, Mapping) else {}
+    fix, instead, here = _advice(name, level, value, siblings, fields, data)
+    thing, where = "framework" if level == "frameworks" else "key", " here" if here else ""
+    message = f"unknown {thing} {short(name)}{where}; allowed: {', '.join(allowed)}"
+    return Violation(loc, message, fix, True, True, instead)
 
 
-def _home(name: str, fields: Fields) -> str:
+def _advice(
+    name: str, level: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
+) -> tuple[str, tuple[Loc, ...], bool]:
+    """What to do about an unknown key, the places that this explains too, and whether the key belongs elsewhere."""
+    own: Loc = () if level == "" else (level,) if level not in SPECS else ("frameworks", level)
+    allowed = fields[level]
+
+    def known(word: str) -> str:
+        """The key of this level that a word stands for; "" if none."""
+        normal = meant.normal(word)
+        if level == "frameworks" and normal in _OTHERS:
+            return ""
+        if normal in allowed:
+            return normal
+        return alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
+
+    if cut := meant.decimals(name, siblings):
+        fix = f"write '{cut[0]}: {cut[1]}'; write decimals with a point, as in 1.5GiB"
+        return fix, ((*own, cut[0]),), False
+    if line := meant.in_one_word(name, value, known):
+        return f"write '{line}', with a space after ':'", (), False
+    if ":" in name and len(name) <= 40:  # {share:50%}
+        return "write a space after ':'", (), False
+    if name[:1].isdecimal() and level not in ("", "frameworks", "device"):
+        return "write decimals with a point, as in 1.5GiB", (), False
+    amount = meant.is_quantity(name) and meant.normal(name) not in allowed and not _exactly_elsewhere(name, fields)
+    if amount and level in SPECS and set(FRAMEWORK_KEYS) & set(siblings) and not known(name):
+        return "remove it", (), False
+    line = _sized(name, value, level, siblings, known(name)) if amount else ""
+    if line and not line.startswith(f"write '{known(name)}: {value}'"):  # that is only misspelt
+        return line, (), level == "" or name == "share"
+    if near := known(name):
+        explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()
+        explains += (("on_pressure",),) if near == "monitor" and level == "" else ()
+        if near in siblings:
+            return f"did you mean {near!r}? It is there too: keep one of them", (), False
+        return f"did you mean {near!r}?", explains, False
+    if level == "device" and (elsewhere := _of_device(name, value, siblings, data)):
+        return elsewhere, (), False
+    if level == "frameworks" and (line := _too_far_left(name, value, fields, data)):
+        return f"write '{line}'", (("frameworks", line.partition(":")[0]),), False
+    if level == "" and (moved := _top(name, value, siblings, fields, data)):
+        return moved
+    if home := _home(name, value, fields, data):
+        return home, (("on_pressure",),) if name == "monitor" else (), True
+    return "remove it", (), False
+
+
+FRAMEWORK_KEYS = ("share", "limit")
+
+
+def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str:
+    """The whole line of a framework whose key below it is not indented, so that it stands beside it; "" if none is."""
+    empty = [one for one in meant.unsized(data) if meant.at(data, ("frameworks", one)) is None]
+    if len(empty) != 1 or name not in fields[empty[0]] or isinstance(value, (Mapping, list)):
+        return ""
+    return f"{empty[0]}: {{{name}: {meant.flow(value)}}}"
+
+
+def _exactly_elsewhere(name: str, fields: Fields) -> bool:
+    """Whether a key belongs to another level as it is written; share and limit belong to two."""
+    normal = meant.normal(name)
+    return normal not in FRAMEWORK_KEYS and any(normal in level for level in fields.values())
+
+
+def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], near: str) -> str:
+    """What to write for an amount of memory below a key of other words than ours; "" if that cannot be told.
+
+    At the top level it is that of the device. `near` is a key of this level that looks like it.
+    """
+    if level not in ("", "device", *SPECS) or ("device" if level == "" else "limit") in siblings:
+        return ""
+    if level == "" and name in FRAMEWORK_KEYS:
+        return ""
+    line = meant.sized(value, meant.bare_unit(name), "framework" if level in SPECS else "device")
+    below = " (a share is written below a framework)" if name == "share" else ""
+    if line:
+        return f"write 'device: {{{line}}}'" if level == "" else f"write '{line}'{below}"
+    if near or level == "":
+        return ""
+    key = "limit" if level == "device" else "share" if meant.bare_unit(name) == "%" else "limit"
+    return f"write for example '{key}: {'50%' if key == 'share' else '4GiB'}'{below}"
+
+
+def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: object) -> str:
+    """What to do with a GPU's name in `device`, which holds for all; "" if it is none."""
+    gpu = re.fullmatch(r"[0-9]{1,4}|(?i:gpu|cuda).*|.*[*].*", name) is not None
+    return "move it below 'devices:'" if gpu and isinstance(value, Mapping) else ""
+
+
+def _top(
+    name: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
+) -> tuple[str, tuple[Loc, ...], bool] | None:
+    """What to do with an unknown key of the top level, by its value."""
+    if (shape := meant.looks_like(value, fields)) and shape not in siblings and name not in SPECS:
+        return f"did you mean {shape!r}?", ((shape,),), False
+    if isinstance(value, Mapping) and "frameworks" in value and "frameworks" not in siblings:
+        fix = "remove this line, and indent what is below it less, so that 'frameworks:' begins its line"
+        return fix, (("version",), ("frameworks",)), False
+    if name in SPECS and "frameworks" not in siblings:
+        return "move it below 'frameworks:'", (("frameworks",),), True
+    return None
+
+
+def _home(name: str, value: object, fields: Fields, data: object) -> str:
     """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
     for level in ("frameworks", "device", "monitor", "doctor", *SPECS):
         if name in fields[level]:
-            anywhere = level in SPECS and name in ("share", "limit")
-            return "move it below " + (f"a framework, as in '{_EXAMPLE}'" if anywhere else f"'{level}:'")
+            if level in SPECS and name in FRAMEWORK_KEYS:
+                owner = next(meant.unsized(data), "torch")
+                written = meant.flow(value) if isinstance(value, (str, int)) and len(str(value)) < 20 else "50%"
+                return f"move it below a framework, as in '{owner}: {{{name}: {written}}}'"
+            return f"move it below '{level}:'" + (
+                ", or remove it" if level in SPECS and not meant.at(data, ("frameworks", level)) else ""
+            )
     return "align it with 'version:'" if name in fields[""] else ""
 
 
@@ -225,7 +374,12 @@ def _problem(violation: Violation, document: Document) -> Problem:
     loc = violation.loc
     marks = document.keys if violation.at_key else document.values
     line, column = marks.get(loc) or document.values.get(_nearest(loc, document.values)) or (None, None)
-    return Problem(violation.message, violation.fix, line, column, _path(loc))
+    return Problem(_printable(violation.message), _printable(violation.fix), line, column, _path(loc))
+
+
+def _printable(text: str) -> str:
+    """What was written may hold anything, and a terminal obeys control characters."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:

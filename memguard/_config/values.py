@@ -6,20 +6,27 @@ A parser raises ValueError. Its sentence may end with what to do: "...; write '5
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticKnownError
 
+from memguard._config import meant
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
+
+T = TypeVar("T")
 
 INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
 """The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
 WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
 MAX_PATH = 1024
+MAX_KEY = 100
+"""Characters in the key of a GPU: NVML's names have at most 95 (`NVML_DEVICE_NAME_V2_BUFFER_SIZE`)."""
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
@@ -70,7 +77,7 @@ def text(value: Fraction | int | str | None) -> str | None:
 def percent(value: object) -> Fraction:
     """A part above 0 and at most 1, of text such as `50%` or of a Fraction."""
     if not isinstance(value, Fraction) or not 0 < value <= 1:
-        return parse_percent(value)
+        return _or_meant(parse_percent, value, "%", lambda text: "%" in text)
     if len(percent_text(value)) > 20:  # a third, for example: a budget must be the same when its own text is read
         raise ValueError(f"{value} has no exact percentage; write '{float(value * 100):.6g}%'")
     return value
@@ -80,7 +87,7 @@ def size(value: object, least: int = GRANULE) -> int:
     """Bytes; a number that is too small lacks its unit."""
     if isinstance(value, str) and re.fullmatch(r"\s*0[0-9]+\s*", value):
         raise ValueError(f"{found(value)} starts with 0: octal to some programs; write it without the leading 0")
-    size = parse_size(value)
+    size = _or_meant(parse_size, value, "MiB", lambda text: "%" not in text)
     if size < least:
         why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
         unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
@@ -90,27 +97,48 @@ def size(value: object, least: int = GRANULE) -> int:
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
-    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*[KMGTkmgt][Ii][Bb]\s*", value):
-        raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {value.strip()}'")
+    if isinstance(value, str) and (size := meant.quantity(value, "%")) and not size.endswith("%"):
+        raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'")
     return percent(value)
 
 
 def limit(value: object) -> int:
     """The bytes of one framework."""
-    if isinstance(value, str) and "%" in value:
-        instead = f"'share: {value.strip()}', or " if len(value) < 12 else ""
+    if _is_part(value):
+        part = meant.quantity(value, "%")
+        instead = f"'share: {part}', or " if part else ""
         raise ValueError(f"a framework's limit is bytes, found {found(value)}; write {instead}a size such as '4GiB'")
     return size(value)
 
 
 def device_limit(value: object) -> Fraction | int:
     """A part of what CUDA can give, or bytes."""
-    if isinstance(value, Fraction) or (isinstance(value, str) and "%" in value):
+    if isinstance(value, Fraction) or _is_part(value):
         return percent(value)
     bare = found(value).strip("' ")
     if re.fullmatch("100|[1-9][0-9]?", bare):
         raise ValueError(f"{found(value)} has no unit; write '{bare}%', or a size such as '40GiB'")
+    if isinstance(value, str) and value.strip().lower() in ("all", "max", "none", "unlimited", "full"):
+        raise ValueError(f"{found(value)} is no limit; write '100%' for all that CUDA can give")
     return size(value)
+
+
+def _is_part(value: object) -> bool:
+    """Whether a value is a percentage, or means one: `50%`, `0.5`, `50 percent`."""
+    if isinstance(value, str) and "%" in value:
+        return True
+    return isinstance(value, (str, float)) and (meant.quantity(value, "MiB") or "").endswith("%")
+
+
+def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Callable[[str], bool]) -> T:
+    """What `parse` makes of the value. Its error ends with what was most likely meant, if that can be told."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        text = meant.quantity(value, bare)
+        if text is None or not fits(text) or re.search(f"write (for example )?'{text}'", str(error)):
+            raise
+        raise ValueError(f"{re.split('; (?=write )', str(error))[0]}; write '{text}'") from None
 
 
 def reserve(value: object) -> int | Literal["auto"]:
@@ -121,6 +149,8 @@ def reserve(value: object) -> int | Literal["auto"]:
         raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}")
     if value == 0 and not isinstance(value, bool):
         raise ValueError("a reserve of 0 cannot hold: every CUDA context takes memory; write 'auto'")
+    if isinstance(value, str) and value.strip().lower() in ("auto", "none", "off", "no", "default", "automatic"):
+        raise ValueError(f"{found(value)} is not a size; write 'auto', or a size such as '2GiB'")
     return size(value)
 
 
@@ -136,6 +166,10 @@ def duration(value: object, least: float, most: float, or_none: str = "") -> flo
 def version(value: object) -> int:
     """The version of the format."""
     if isinstance(value, bool) or value != 1 or not isinstance(value, int):
+        newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", found(value))
+        if newer and int(newer[1]) > 1 and not isinstance(value, bool):
+            reads = f"this memguard reads version 1, found {found(value)}: the file was written for a newer memguard"
+            raise ValueError(f"{reads}; update memguard, or use a budget of version 1")
         quotes = " without quotes" if value == "1" else ""
         raise ValueError(f"this memguard reads version 1, found {found(value)}; write 'version: 1'{quotes}")
     return value
@@ -159,25 +193,46 @@ def timeline(value: object) -> str:
 
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
-    name = value.strip()
+    name = value.strip(" \t") if len(value) <= MAX_KEY else value
+    shown = found(value)
+    if len(value) > MAX_KEY:
+        raise ValueError(f"{shown} is longer than {MAX_KEY} characters; {_NAME_A_GPU}")
+    if odd := next((c for c in name if not " " <= c <= "~"), ""):
+        # A digit of another alphabet would be taken for an ordinal, and a letter that looks alike fits no GPU's name.
+        what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
+        instead = meant.device_key(value)
+        fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU
+        raise ValueError(f"{shown} has {what} in it; GPUs' names and numbers are plain ASCII; {fix}")
     if re.fullmatch(_UUID, name):
         return "GPU-" + name[4:].lower()
     if ordinal := re.fullmatch(_ORDINAL, name):
         return ordinal[2]
-    shown = found(value)
-    if name.upper().startswith("GPU-"):
+    if re.fullmatch(_UUID, name.replace(" ", "")):
+        raise ValueError(f"{shown} has a space in it; name the GPU '{name.replace(' ', '')}'")
+    if name.upper().startswith("GPU-") and not re.fullmatch("[Gg][Pp][Uu]-[0-9]{1,4}", name):
         raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
         raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
-    if re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
-        fix = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
-        raise ValueError(f"{shown} names no GPU; {fix}")
-    return name
+    instead = meant.device_key(name)
+    if instead == name:
+        return name
+    if instead == "*":
+        raise ValueError(f"{shown} names no GPU; name the GPU '*', which is every GPU, or put its keys below 'device:'")
+    if instead.isdecimal():
+        raise ValueError(f"{shown} names no GPU; name the GPU '{instead}': a CUDA ordinal such as 0")
+    if not instead or re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
+        raise ValueError(f"{shown} names no GPU; {_NAME_A_GPU}")
+    raise ValueError(
+        f"{shown} is no GPU's whole name, such as 'NVIDIA H200'; name the GPU '{instead}', with the quotes"
+    )
+
+
+_NAME_A_GPU = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
 
 
 def _unit_missing(value: object, likely: bool, unit: str) -> str:
     number = re.sub(r"\.0*$", "", found(value).strip("' "))
-    return f"; write '{number}{unit}' if you mean that" if likely and number.isdecimal() else ""
+    return f"; write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
 
 
 def _written(value: object) -> object:
@@ -213,7 +268,10 @@ _NAMES = r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$"
 _FOLDER = {"pattern": r"(^|/)\.{0,2}$"}
 _PATH: dict[str, Any] = {"type": "string", "maxLength": MAX_PATH, "pattern": _NAMES, "not": _FOLDER}
 _NO_NAME = {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"}
-DEVICE_KEYS: list[Any] = [{"pattern": rf"^\s*({_UUID}|{_ORDINAL})\s*$"}, {"pattern": r"[^-+.0-9_\s]", "not": _NO_NAME}]
+DEVICE_KEYS: list[Any] = [
+    {"pattern": rf"^[ \t]*({_UUID}|{_ORDINAL})[ \t]*$"},
+    {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
+]
 """The JSON Schema of what may name a GPU below `devices`: any of these."""
 _TEXT, _DURATION = PlainSerializer(text), PlainSerializer(duration_text)
 

@@ -19,6 +19,7 @@ from memguard.errors import DeviceError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _initialised: libcuda.DriverAPI | None = None
 """libcuda once it was found initialised: it stays so, and asking again would cost more than the calls themselves."""
@@ -29,11 +30,17 @@ _lost = False
 
 @dataclass(frozen=True)
 class VisibleDevice:
-    """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`)."""
+    """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`).
+
+    `total`: `cuDeviceTotalMem`, which needs no context, in bytes; None if CUDA does not say. `integrated`: it shares
+    the machine's memory.
+    """
 
     ordinal: int
     uuid: str
     multiprocessors: int
+    total: int | None = None
+    integrated: bool = False
 
 
 def loaded() -> libcuda.DriverAPI | None:
@@ -103,8 +110,21 @@ def visible() -> tuple[VisibleDevice, ...] | None:
         check("cuDeviceGet", cuda.cuDeviceGet(device, ordinal))
         uuid = libcuda.device_uuid(cuda, device.value)
         check("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(number, _MULTIPROCESSORS, device.value))
-        found.append(VisibleDevice(ordinal, uuid, number.value))
+        multiprocessors, size = number.value, c_size_t()
+        total = size.value if cuda.cuDeviceTotalMem_v2(size, device.value) == 0 else None
+        integrated = cuda.cuDeviceGetAttribute(number, _INTEGRATED, device.value) == 0 and bool(number.value)
+        found.append(VisibleDevice(ordinal, uuid, multiprocessors, total, integrated))
     return tuple(found)
+
+
+def free_memory(ordinal: int) -> int | None:
+    """What CUDA says is free on the device (`cuMemGetInfo`), in bytes; None if its primary context does not exist."""
+    context, cuda = primary(ordinal), loaded()
+    if context is None or cuda is None:
+        return None
+    free, total = c_size_t(), c_size_t()
+    with entered(context):
+        return free.value if cuda.cuMemGetInfo_v2(free, total) == 0 else None
 
 
 def ordinals() -> dict[str, int]:

@@ -8,15 +8,16 @@ yet, a short child process is asked instead.
 from __future__ import annotations
 
 import json
-import logging
+import os
 import subprocess
 import sys
+from dataclasses import astuple
 
 from memguard._devices import contexts, libcuda
 from memguard._devices.contexts import VisibleDevice
+from memguard._logs import log as _log
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _CHILD_TIMEOUT = 60.0
 
@@ -38,7 +39,7 @@ def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
 
 def _ask_child() -> tuple[VisibleDevice, ...] | None:
     code = "from memguard._devices import cuda_order; cuda_order._answer_parent()"
-    path = [entry for entry in sys.path if isinstance(entry, str)]
+    path = importable()
     try:
         answer = subprocess.run(
             [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
@@ -55,10 +56,17 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
         return None
 
 
+def importable() -> list[str]:
+    """`sys.path` for a child that needs memguard: without the current folder, which may have a json.py."""
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return path if own in path else [*path, own]
+
+
 def _answer_parent() -> None:
     """In the child: print the GPUs as JSON, or the reason on stderr."""
     try:
-        print(json.dumps([(gpu.ordinal, gpu.uuid, gpu.multiprocessors) for gpu in _initialise()]))
+        print(json.dumps([astuple(gpu) for gpu in _initialise()]))
     except (OSError, DeviceError) as error:
         raise SystemExit(str(error).partition("\n")[0]) from None
 

@@ -15,6 +15,8 @@ class Host(Protocol):
     """
 
     simulated: bool
+    spills: bool
+    """Whether the driver may serve allocations beyond a GPU's memory from the machine's, as under WSL."""
 
     @property
     def pid(self) -> int:
@@ -29,7 +31,10 @@ class Host(Protocol):
         ...
 
     def memory(self, device: Device) -> MemoryInfo:
-        """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 if the driver has it)."""
+        """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 if the driver has it).
+
+        Of a device with unified memory: what CUDA and the machine say.
+        """
         ...
 
     def processes(self, device: Device) -> Mapping[int, int | None]:

@@ -9,7 +9,6 @@ the process list, so their bytes are ignored.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -17,10 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from memguard._devices import survey
+from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
+from memguard._units import MAX_SIZE, is_whole, short
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 T = TypeVar("T")
 
 _ARCHITECTURES = {
@@ -42,21 +43,26 @@ _FIXES = {
     "NVMLError_NoPermission": "run as a user who may open /dev/nvidia*",
     "NVMLError_GpuIsLost": "the GPU fell off the bus: reset it or reboot the machine (`dmesg | grep Xid` says why)",
     "NVMLError_ResetRequired": "reset the GPU (`nvidia-smi --gpu-reset`), or reboot the machine",
-    "NVMLError_NotSupported": "this GPU does not report it, as those that share the machine's memory do not: "
-    "choose another one with CUDA_VISIBLE_DEVICES",
+    "NVMLError_NotSupported": "this GPU does not report it: choose another one with CUDA_VISIBLE_DEVICES",
     "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: restart it",
 }
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
-_LIBRARY = "NVMLError_LibraryNotFound"
+_LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
+_WITHIN = (
+    "NVML is just being started or shut down on this thread, and was asked within that by a signal handler or a "
+    "finalizer\n    fix: ask again after it"
+)
 
 
-def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None) -> str:
+def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
     """The fix if NVML's library cannot be loaded, judged by what the machine has.
 
     `control`: /dev/nvidiactl exists. `module`: the kernel module is loaded. `amd`: what AMD hardware or software was
-    found, in words.
+    found, in words. `tegra`: it is a Jetson.
     """
+    if tegra:
+        return "this is a Jetson without NVML: install the package nvidia-l4t-nvml (JetPack 6 and later)"
     if control:
         return (
             "the driver is there (/dev/nvidiactl), but its library libnvidia-ml.so.1 is missing: start the container "
@@ -81,11 +87,38 @@ def _without_library() -> str:
         module=_exists("/proc/driver/nvidia/version"),
         wsl=_exists("/dev/dxg"),
         amd=_amd(),
+        tegra=_tegra(),
     )
+
+
+def _missing(error: str) -> bool:
+    """Whether that error means that there is no GPU here, rather than one that does not work."""
+    return no_gpu(
+        error,
+        control=_exists("/dev/nvidiactl") or _tegra(),
+        module=_exists("/proc/driver/nvidia/version"),
+        pci=error == _NOT_LOADED and bool(survey.pci()),
+    )
+
+
+def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
+    """Whether NVML's error means that this process has no GPU, judged by what the machine has.
+
+    `control`, `module`: as for `without_library`; a Jetson counts as `control`, as its GPU needs no NVML. `pci`: an
+    NVIDIA GPU is on the PCI bus. A GPU whose driver is there and does not work is not missing: a program that went on
+    would use it without a cap, or not use it in silence.
+    """
+    if control:
+        return False
+    return error == _LIBRARY or (error == _NOT_LOADED and (module or not pci))
 
 
 def _exists(path: str) -> bool:
     return os.path.exists(path)
+
+
+def _tegra() -> bool:
+    return any(map(_exists, ("/etc/nv_tegra_release", "/dev/nvhost-ctrl-gpu", "/dev/nvhost-gpu", "/dev/nvgpu")))
 
 
 def _amd() -> str | None:
@@ -101,17 +134,23 @@ class Nvml:
     _slow_warned = False  # one warning per process, not per instance
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self._turning = False
+        """Whether a call of nvmlInit or nvmlShutdown is under way, for which pynvml has a lock of its own."""
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
         self._indices: dict[str, int] = {}
         self._refused: dict[int, str] = {}
         self._v2: dict[str, bool] = {}
+        self._totals: dict[str, int] = {}
         self._bytes_trusted = True
-        self._doing = ""
+        self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`."""
+        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`.
+
+        One whose memory NVML does not report, as none with unified memory, is `unified` and has a total of 0 here.
+        """
         return self._call("", self._devices)
 
     @property
@@ -124,8 +163,11 @@ class Nvml:
         return self._call(f"memory of {uuid}", lambda n: self._memory(n, uuid))
 
     def processes(self, uuid: str) -> dict[int, int | None]:
-        """Bytes by PID of every compute process; None if NVML gives no bytes. 40 µs on an H200."""
-        return self._call(f"processes of {uuid}", lambda n: self._processes(n, self._handle(n, uuid)))
+        """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
+
+        40 µs on an H200.
+        """
+        return self._call(f"processes of {uuid}", lambda n: self._processes(n, uuid))
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
@@ -134,40 +176,69 @@ class Nvml:
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
-            if self._pid == os.getpid():
+            pid, self._pid = self._pid, None  # first: NVML counts, and must not be shut down once too often
+            if pid == os.getpid() and not self._turning:
                 import pynvml
 
-                with contextlib.suppress(pynvml.NVMLError):  # the driver is gone: nothing is left to shut down
-                    pynvml.nvmlShutdown()
-            self._pid = None
-            self._handles.clear()
+                self._shut_down(pynvml)
+            self._handles = {}
+
+    def _shut_down(self, n: Any) -> None:
+        self._turning = True
+        try:
+            with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing is left to shut down
+                n.nvmlShutdown()
+        finally:
+            self._turning = False
 
     def _call(self, what: str, work: Callable[[Any], T]) -> T:
         try:
             import pynvml  # not timed: it may come from a slow disk
         except ImportError as error:
-            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from error
+            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
         started = time.monotonic()
         try:
+            if self._pid == os.getpid():  # NVML itself serves several threads
+                with contextlib.suppress(pynvml.NVMLError_Uninitialized):  # other code in this process shut it down
+                    return self._asked(pynvml, what, work)
             with self._lock:
-                started = time.monotonic()  # waiting for another thread's call is not ours to report
+                started = time.monotonic()  # waiting for another thread's start is not ours to report
                 return self._ask(pynvml, what, work)
         finally:
             self._warn_slow(what, time.monotonic() - started)  # not under the lock: a log handler may call us
 
     def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+        """As `_asked`, after starting NVML if that is needed. With the lock held."""
+        if self._turning:
+            raise DeviceError(_WITHIN)
         try:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
                 self._start(n)
-            self._doing = what
             try:
-                return work(n)
+                return self._asked(n, what, work)
             except n.NVMLError_Uninitialized:  # other code in this process shut it down
                 self._start(n)
-                self._doing = what
-                return work(n)
+            return self._asked(n, what, work)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
-            raise DeviceError(self._text(error)) from None
+            raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
+
+    def _asked(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+        """What `work` finds. NVMLError_Uninitialized comes out as it is, every other error as a DeviceError."""
+        self._doing = what
+        try:
+            return work(n)
+        except n.NVMLError_Uninitialized:
+            raise
+        except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
+            raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
+
+    @property
+    def _doing(self) -> str:
+        return getattr(self._here, "doing", "")
+
+    @_doing.setter
+    def _doing(self, what: str) -> None:
+        self._here.doing = what
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__
@@ -188,44 +259,49 @@ class Nvml:
         )
 
     def _start(self, n: Any) -> None:
-        self._pid, self._doing = None, ""
-        n.nvmlInit()
+        self._pid, self._doing, self._turning = None, "", True
         try:
-            self._probe(n)
-        except BaseException:
-            with contextlib.suppress(n.NVMLError):
-                n.nvmlShutdown()
-            raise
-        self._pid = os.getpid()  # last, so that a failure on the way starts again from the beginning
+            n.nvmlInit()
+            try:
+                self._probe(n)
+            except BaseException:
+                self._shut_down(n)
+                raise
+            self._pid = os.getpid()  # last, so that a failure on the way starts again from the beginning
+        finally:
+            self._turning = False
 
     def _probe(self, n: Any) -> None:
-        self._handles.clear()
-        self._refused.clear()
+        handles: dict[str, Any] = {}  # put in place at once: other threads look at them meanwhile
+        refused: dict[int, str] = {}
+        indices = dict(self._indices)
         for index in range(n.nvmlDeviceGetCount()):
             self._doing = f"GPU {index}"
             try:
                 handle = n.nvmlDeviceGetHandleByIndex(index)
                 uuid = n.nvmlDeviceGetUUID(handle)
             except n.NVMLError_NoPermission as error:  # NVML counts other users' GPUs too (SLURM, containers)
-                self._refused[index] = self._text(error)
+                refused[index] = self._text(error)
                 continue
-            self._handles[uuid], self._indices[uuid] = handle, index
+            handles[uuid], indices[uuid] = handle, index
+        self._handles, self._indices, self._refused = handles, indices, refused
         self._doing = "driver version"
         version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
         self._bytes_trusted = not (535, 43) <= version <= (535, 85)
 
     def _handle(self, n: Any, uuid: str) -> Any:
         if uuid not in self._handles:
-            with contextlib.suppress(n.NVMLError):
-                n.nvmlShutdown()
-            self._pid = None  # the next call initialises NVML again: the GPU may be back
+            with self._lock:
+                pid, self._pid = self._pid, None  # the next call initialises NVML again: the GPU may be back
+                if pid == os.getpid():
+                    self._shut_down(n)
             gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
             raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
         return self._handles[uuid]
 
     def _devices(self, n: Any) -> tuple[Device, ...]:
         found = []
-        for uuid, handle in self._handles.items():
+        for uuid, handle in [*self._handles.items()]:
             self._doing = uuid
             name = n.nvmlDeviceGetName(handle)
             try:
@@ -235,8 +311,11 @@ class Nvml:
                     raise
                 self._refused[self._indices[uuid]] = divided(name, uuid)  # only root may read the whole GPU's memory
                 continue
+            except n.NVMLError_NotSupported:
+                info = MemoryInfo(0, None, None, 0)
             index, architecture = self._indices[uuid], self._architecture(n, handle)
-            found.append(Device(uuid, name, index, info.total, info.reserved, architecture))
+            unified = not info.total
+            found.append(Device(uuid, name, index, info.total, info.reserved, architecture, unified=unified))
         return tuple(found)
 
     def _memory(self, n: Any, uuid: str) -> MemoryInfo:
@@ -245,20 +324,38 @@ class Nvml:
             try:
                 info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
                 self._v2[uuid] = True
-                return MemoryInfo(info.total, info.reserved, info.used, info.free)
+                return self._checked(uuid, MemoryInfo(info.total, info.reserved, info.used, info.free))
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
                 if uuid in self._v2:  # it worked before: v1's figures would not fit the plan
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
-        return MemoryInfo(info.total, None, info.used, info.free)
+        return self._checked(uuid, MemoryInfo(info.total, None, info.used, info.free))
 
-    def _processes(self, n: Any, handle: Any) -> dict[int, int | None]:
+    def _checked(self, uuid: str, info: MemoryInfo) -> MemoryInfo:
+        """The reading, or DeviceError if it cannot be true: a driver in trouble gives 2⁶⁴-1, or 0 of everything."""
+        total, reserved, used, free = info[:4]
+        parts = [size for size in (used, free, reserved or 0) if is_whole(size) and size <= total]
+        if not is_whole(total) or total == 0 or len(parts) < 3:
+            raise DeviceError(
+                f"NVML: {uuid} says total {short(total)}, reserved {short(reserved)}, used {short(used)}, free "
+                f"{short(free)} bytes, which cannot be\n    fix: run `nvidia-smi`, and check `dmesg | grep Xid`"
+            )
+        self._totals[uuid] = total
+        return info
+
+    def _processes(self, n: Any, uuid: str) -> dict[int, int | None]:
         found: dict[int, int | None] = {}
-        for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
-            size = process.usedGpuMemory if self._bytes_trusted else None
+        total = self._totals.get(uuid, MAX_SIZE)
+        try:
+            processes = n.nvmlDeviceGetComputeRunningProcesses(self._handle(n, uuid))
+        except n.NVMLError_NotSupported:
+            return {}
+        for process in processes:
+            size: object = process.usedGpuMemory if self._bytes_trusted else None
             before = found.get(process.pid, 0)
-            found[process.pid] = None if size is None or before is None else before + size
+            together = None if before is None or not is_whole(size) else before + size
+            found[process.pid] = together if together is None or together <= total else None
         return found
 
     @staticmethod

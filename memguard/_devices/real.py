@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import platform
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memguard._devices import contexts, cuda_order
+from memguard._devices import contexts, cuda_order, machine_memory
 from memguard._devices.nvml import Nvml, divided
+from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 _ELSEWHERE = {
     "darwin": ("this is macOS (darwin), which has no CUDA", "run on Linux"),
     "win32": ("this is Windows (win32)", "run on Linux, or in WSL 2, which is Linux to memguard"),
@@ -31,10 +31,12 @@ class RealHost:
             here, fix = _ELSEWHERE.get(sys.platform, (f"this is {sys.platform}", "run on Linux"))
             raise DeviceError(
                 f"memguard budgets NVIDIA GPUs on Linux, and {here}\n"
-                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')"
+                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')",
+                missing=True,
             )
         self._nvml = Nvml()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self.spills = machine_memory.wsl(platform.release())
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 
     @property
@@ -46,7 +48,7 @@ class RealHost:
         refused = self._nvml.refused
         if not all_of_them:
             nothing = "NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all"
-            raise DeviceError(refused[0] if refused else nothing)
+            raise DeviceError(refused[0] if refused else nothing, missing=not refused)
         found = self._visible(all_of_them, ordinals)
         for device in found:
             if self._nvml.mig(device.uuid):
@@ -56,9 +58,15 @@ class RealHost:
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
         if cuda_order.hides_all(hidden) and not contexts.initialised():  # an initialised CUDA read the variable before
-            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+            raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=True)
         alone = len(all_of_them) == 1 and not refused
-        asked = self._ask(child=hidden is not None or (ordinals and not alone))
+        silent = next((device for device in all_of_them if device.unified), None)
+        asked = self._ask(child=hidden is not None or silent is not None or (ordinals and not alone))
+        if asked is None and silent is not None:
+            raise DeviceError(
+                f"NVML does not report the memory of {silent.name} ({silent.uuid}), and CUDA could not be asked\n"
+                "    fix: run `memguard doctor` to see why CUDA does not start"
+            )
         if asked is None:
             if hidden is not None:
                 _log.warning(
@@ -69,17 +77,27 @@ class RealHost:
                 )
             return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
         if not asked:
-            raise DeviceError(_shows_none(hidden, len(all_of_them)))
+            # Without the variable something else keeps CUDA from a GPU that is there.
+            raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=hidden is not None)
         by_uuid = {device.uuid: device for device in all_of_them}
         for gpu in asked:
             if gpu.uuid not in by_uuid:  # a MIG part, or a GPU that NVML does not list: it would have no cap
                 parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
                 unlisted = f"CUDA shows {gpu.uuid}, and NVML does not\n    fix: compare with `nvidia-smi -L`"
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))
-        return tuple(replace(by_uuid[gpu.uuid], ordinal=gpu.ordinal) for gpu in asked)
+        return tuple(_joined(by_uuid[gpu.uuid], gpu) for gpu in asked)
 
     def memory(self, device: Device) -> MemoryInfo:
-        return self._nvml.memory(device.uuid)
+        if not device.unified:
+            return self._nvml.memory(device.uuid)
+        by_cuda = None if device.ordinal is None else contexts.free_memory(device.ordinal)
+        known = [size for size in (machine_memory.available(), by_cuda) if size is not None]
+        if not known:
+            raise DeviceError(
+                f"{device.name} uses the machine's memory, and /proc/meminfo does not say how much is available\n"
+                "    fix: mount /proc where this process runs"
+            )
+        return MemoryInfo(device.total, None, None, min(max(known), device.total), by_cuda)
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
         return self._nvml.processes(device.uuid)
@@ -103,6 +121,18 @@ class RealHost:
             if self._cuda is None:  # after cuInit, what CUDA shows cannot change
                 self._cuda = cuda_order.visible(ask_child=child)
             return self._cuda
+
+
+def _joined(device: Device, gpu: contexts.VisibleDevice) -> Device:
+    """NVML's device with CUDA's number, and with CUDA's total if it has no memory of its own."""
+    if not device.unified:
+        return replace(device, ordinal=gpu.ordinal)
+    if not gpu.integrated or not gpu.total:
+        raise DeviceError(
+            f"NVML does not report the memory of {device.name} ({device.uuid}), and CUDA does not say that it uses the "
+            "machine's\n    fix: run `nvidia-smi` and check the driver, or choose another GPU with CUDA_VISIBLE_DEVICES"
+        )
+    return replace(device, ordinal=gpu.ordinal, total=gpu.total)
 
 
 def _shows_none(visible_devices: str | None, count: int) -> str:

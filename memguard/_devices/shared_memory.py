@@ -9,7 +9,6 @@ with whatever else lies in it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator
 from ctypes import c_int, c_size_t, c_uint64, c_void_p, sizeof
@@ -23,10 +22,10 @@ from memguard._devices.libcuda import (
     DriverAPI,
     check,
 )
+from memguard._logs import log as _log
 from memguard._units import MIB, format_size
 from memguard.errors import DeviceError
 
-_log = logging.getLogger("memguard")
 _PINNED, _ON_DEVICE, _FILE, _READ_WRITE = 1, 1, 1, 3  # CU_MEM_…
 _LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY

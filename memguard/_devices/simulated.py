@@ -1,16 +1,12 @@
-"""Simulated GPUs: the one place that holds their state.
-
-The H200's figures are measured. The other totals come from public nvidia-smi output and were not measured by us; their
-driver reserves vary with the driver version and are typical values.
-"""
+"""Simulated GPUs: the one place that holds their state. What a user may call one is in `named.py`."""
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from memguard._types import Device, MemoryInfo
 from memguard._units import MIB, format_size
@@ -24,25 +20,51 @@ PID = (1 << 22) + 1
 
 @dataclass(frozen=True)
 class Model:
-    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes."""
+    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes.
+
+    `source`: `measured` by this project; `nvidia-smi`: the total as public output of nvidia-smi shows it, with a
+    reserve that is typical; `cudaMemGetInfo`: as users report it; `typical`: of such a card. Empty for one that a user
+    described.
+
+    `unified`: it uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's list of
+    them has. `spills`: as of `Host`.
+    """
 
     name: str
     architecture: str
     total: int
     reserved: int = 0
     multiprocessors: int | None = None
+    source: str = ""
+    unified: bool = False
+    processes: Literal["bytes", "pids", "nothing"] = "bytes"
+    spills: bool = False
 
 
+_SMI = "nvidia-smi"
 CATALOGUE: Mapping[str, Model] = {
-    "h200": Model("NVIDIA H200", "hopper", 143_771 * MIB, 615 * MIB, 132),  # measured
-    "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132),
-    "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108),
-    "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108),
-    "l40s": Model("NVIDIA L40S", "ada", 46_068 * MIB, 596 * MIB, 142),
-    "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58),
-    "t4": Model("Tesla T4", "turing", 15_360 * MIB, 449 * MIB, 40),
-    "rtx4090": Model("NVIDIA GeForce RTX 4090", "ada", 24_564 * MIB, 381 * MIB, 128),
+    "b200": Model("NVIDIA B200", "blackwell", 183_359 * MIB, 717 * MIB, 148, _SMI),
+    "h200": Model("NVIDIA H200", "hopper", 143_771 * MIB, 615 * MIB, 132, "measured"),
+    "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132, _SMI),
+    "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108, _SMI),
+    "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108, _SMI),
+    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, as it is delivered
+    "a10": Model("NVIDIA A10", "ampere", 23_028 * MIB, 475 * MIB, 72, _SMI),
+    "l40s": Model("NVIDIA L40S", "ada", 46_068 * MIB, 596 * MIB, 142, _SMI),
+    "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58, _SMI),
+    "t4": Model("Tesla T4", "turing", 15_360 * MIB, 449 * MIB, 40, _SMI),
+    "v100-16gb": Model("Tesla V100-SXM2-16GB", "volta", 16_384 * MIB, 233 * MIB, 80, _SMI),
+    "v100-32gb": Model("Tesla V100-SXM2-32GB", "volta", 32_768 * MIB, 274 * MIB, 80, _SMI),
+    "rtx4090": Model("NVIDIA GeForce RTX 4090", "ada", 24_564 * MIB, 381 * MIB, 128, _SMI),
+    "rtx5090": Model("NVIDIA GeForce RTX 5090", "blackwell", 32_607 * MIB, 487 * MIB, 170, _SMI),
+    # They share the machine's memory. GB10's total is what CUDA gives on users' machines (121.69 GiB:
+    # unslothai/unsloth, pull request 10283), Orin's a typical one of a module with 64 GiB.
+    "gb10": Model("NVIDIA GB10", "blackwell", 124_610 * MIB, 0, 48, "cudaMemGetInfo", unified=True),
+    "jetson-agx-orin": Model(
+        "Orin (nvgpu)", "ampere", 62_841 * MIB, 0, 16, "typical", unified=True, processes="nothing"
+    ),
 }
+"""Whole GPUs. MIG slices are in `named.py`."""
 
 
 class SimulatedOutOfMemory(RuntimeError):
@@ -53,22 +75,10 @@ class SimulatedOutOfMemory(RuntimeError):
         super().__init__(message)
 
 
-def model(name: str) -> Model:
-    """The catalogue's model with that short name or NVML name. DeviceError lists the known ones and the nearest."""
-    wanted = name.strip().lower()
-    for key, entry in CATALOGUE.items():
-        if wanted in (key, entry.name.lower()):
-            return entry
-    names = {entry.name.lower(): key for key, entry in CATALOGUE.items()} | {key: key for key in CATALOGUE}
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {names[near[0]]!r}?" if near else ""
-    raise DeviceError(f"no simulated GPU {name[:60]!r}{hint}\n    fix: use one of {', '.join(CATALOGUE)}")
-
-
 @dataclass
 class _State:
     device: Device
-    multiprocessors: int | None
+    model: Model
     context: int | None = None
     taken: int = 0
     peak: int = 0
@@ -78,6 +88,11 @@ class _State:
     def process(self) -> int:
         return (self.context or 0) + self.taken
 
+    def note_peak(self) -> None:
+        process = self.process
+        if process > self.peak:  # not `max`: a call lets a signal handler in, which may raise the peak
+            self.peak = process
+
     @property
     def free(self) -> int:
         return self.device.usable - self.process - sum(self.others.values())
@@ -86,25 +101,32 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls by which simulated frameworks take memory. Thread-safe.
 
-    `names` are catalogue names, NVML names or `Model`s, one per device. Figures are exact bytes: the simulated
-    frameworks round to the 2 MiB pages in which a real driver allocates.
+    `names` are `Model`s, or names as `named.models` takes them: most of one GPU, a file of devices of several.
+    Figures are exact bytes: the simulated frameworks round to the 2 MiB pages in which a real driver allocates.
+    Raises DeviceError for an unknown name, and ConfigError for a wrong file.
     """
 
     simulated = True
 
     def __init__(self, names: Sequence[str | Model] = ("h200",)) -> None:
+        from memguard._devices import named
+
         if isinstance(names, str):
             names = (names,)
         if not names:
             raise DeviceError("a simulated host needs at least one GPU\n    fix: name one, for example 'h200'")
-        self.names = tuple(name if isinstance(name, str) else name.name for name in names)
-        self._lock = threading.Lock()
+        self.names = tuple(named.canonical(name) if isinstance(name, str) else name.name for name in names)
+        kinds = [kind for name in names for kind in (named.models(name) if isinstance(name, str) else (name,))]
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         self._states: dict[str, _State] = {}
-        for index, name in enumerate(names):
-            kind = model(name) if isinstance(name, str) else name
+        for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
-            device = Device(uuid, kind.name, index, kind.total, kind.reserved, kind.architecture, index, simulated=True)
-            self._states[uuid] = _State(device, kind.multiprocessors)
+            reserved = None if kind.unified else kind.reserved
+            device = Device(
+                uuid, kind.name, index, kind.total, reserved, kind.architecture, index, True, unified=kind.unified
+            )
+            self._states[uuid] = _State(device, kind)
+        self.spills = any(state.model.spills for state in self._states.values())
 
     @property
     def pid(self) -> int:
@@ -114,22 +136,27 @@ class SimulatedHost:
         return tuple(state.device for state in self._states.values())
 
     def memory(self, device: Device) -> MemoryInfo:
-        """As NVML v2 reports it: total = reserved + used + free, to the byte."""
+        """As NVML v2 reports it: total = reserved + used + free, to the byte. NVML says nothing of unified memory."""
         with self._state(device) as state:
             free, true = state.free, state.device
+            if true.unified:
+                return MemoryInfo(true.total, None, None, free, None if state.context is None else free)
             return MemoryInfo(true.total, true.reserved, true.usable - free, free)
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
         with self._state(device) as state:
             own = {PID: state.process} if state.context is not None or state.taken else {}
-            return {**own, **state.others}
+            found = {**own, **state.others}
+            if state.model.processes == "nothing":
+                return {}
+            return found if state.model.processes == "bytes" else dict.fromkeys(found)
 
     def context_active(self, device: Device) -> bool:
         with self._state(device) as state:
             return state.context is not None
 
     def multiprocessors(self, uuid: str) -> int | None:
-        return self._states[uuid].multiprocessors if uuid in self._states else None
+        return self._states[uuid].model.multiprocessors if uuid in self._states else None
 
     def close(self) -> None:
         """Nothing to release."""
@@ -139,7 +166,7 @@ class SimulatedHost:
         with self._state(device) as state:
             self._check(state, nbytes)
             state.taken += nbytes
-            state.peak = max(state.peak, state.process)
+            state.note_peak()
 
     def give(self, device: Device, nbytes: int) -> None:
         """This process gives memory back. ValueError for more than it took."""
@@ -155,7 +182,7 @@ class SimulatedHost:
                 return False
             self._check(state, nbytes)
             state.context = nbytes
-            state.peak = max(state.peak, state.process)
+            state.note_peak()
             return True
 
     def occupy(self, device: Device, pid: int, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from memguard._doctor.examine import examine
 from memguard._doctor.facts import Facts, FrameworkFacts, Probe
 from memguard._doctor.finding import Finding, Severity
 from memguard._specs import SPECS
+from memguard._text import shown, visible
 from memguard._units import format_size
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ Line = list[Piece]
 
 def text(report: DoctorReport, *, brief: bool = False) -> str:
     """Without colours, for files, pipes and `str`. `brief` as in `lines`."""
-    return "\n".join("".join(piece for _, piece in line) for line in lines(report, brief=brief))
+    return shown("\n".join("".join(piece for _, piece in line) for line in lines(report, brief=brief)))
 
 
 def rich(report: DoctorReport, *, brief: bool = False) -> Text:
@@ -47,7 +48,7 @@ def rich(report: DoctorReport, *, brief: bool = False) -> Text:
     for number, line in enumerate(lines(report, brief=brief)):
         out.append("\n" if number else "")
         for style, piece in line:
-            out.append(piece, style)
+            out.append(visible(piece), style)
     return out
 
 

@@ -15,7 +15,12 @@ The rules for every method:
 - Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  returns an undo, or says why there is none. If it raises, nothing stays applied.
+  returns an undo, or says why there is none. If it raises, nothing stays applied. A Ctrl-C may come at any point, also
+  right after the last change: so before each change it adds to `changes` what takes it back. An undo can be called
+  again, and does then what is left of it.
+- A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
+  holds, and `_warn` says so at once (`replacements.py` is how). Where it cannot be held, `_changed` has `drift` tell it
+  at once. The undo gives the user what was asked for meanwhile.
 - `usage` reports what the framework knows: None if it holds nothing or is not live. A figure that it does not give is
   None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
@@ -25,7 +30,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -33,12 +37,12 @@ from types import ModuleType
 from typing import Any
 
 from memguard._devices.host import Host
+from memguard._logs import log as _log
 from memguard._specs import FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
+from memguard._undo import Undo
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
-
-_log = logging.getLogger("memguard")
 
 
 class Framework(ABC):
@@ -51,6 +55,14 @@ class Framework(ABC):
         self.host = host
         self.notes: list[str] = []
         """What was learned after `apply`, as sentences: the guard shows them with its own notes."""
+        self.on_warning: Callable[[str], None] | None = None
+        """Called with what `_warn` says, on the thread whose call led to it."""
+        self.on_change: Callable[[], None] | None = None
+        """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
+        self.changes = Undo()
+        """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
+        self.on_refusal: Callable[[Moment], str | None] | None = None
+        """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
 
     @property
     def name(self) -> str:
@@ -116,6 +128,25 @@ class Framework(ABC):
         """What was changed since `apply` so that the cap no longer holds: sentences, mostly none."""
         return []
 
+    def unseen(self) -> str | None:
+        """Why a refused request is not seen if the program catches its error; None if each is told by `_refused`."""
+        return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
+
+    def _refused(self, error: BaseException | None, moment: Moment) -> None:
+        """Tell that a request was refused for good, on the thread that made it. Call it without a lock of the adapter.
+
+        The guard adds what this framework and the others hold. `error` is marked with the record, to know it again.
+        Raises nothing.
+        """
+        if self.on_refusal is None:
+            return
+        try:
+            record = self.on_refusal(moment)
+            if error is not None and record is not None:
+                vars(BaseException)["__dict__"].__get__(error)["memguard_refusal"] = record
+        except Exception as failure:
+            _log.debug("%s: a refused request was not recorded: %s", self.name, str(failure))
+
     def capturing(self) -> bool:
         """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil the graph."""
         return False
@@ -139,6 +170,19 @@ class Framework(ABC):
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s", note)
+
+    def _warn(self, sentence: str) -> None:
+        """Say at once, and once, that a setting which the user made after `apply` met the cap."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+            _log.warning("%s", sentence)
+            if self.on_warning is not None:
+                self.on_warning(sentence)
+
+    def _changed(self) -> None:
+        """The user has changed what the cap rests on: it is checked now, not at the next reading."""
+        if self.on_change is not None:
+            self.on_change()
 
     def about(self) -> dict[str, str]:
         """What a trace records about the framework beside its version, such as its allocator."""

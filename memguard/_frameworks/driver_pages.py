@@ -9,8 +9,8 @@ serves every framework in its context, and goes back to the driver with its last
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memguard._units import GRANULE, MIB, round_down, round_up
@@ -52,7 +52,8 @@ class Slabs:
 
     def __init__(self) -> None:
         self.gaps = 0
-        self._lock = threading.Lock()
+        # A signal handler or a finalizer may come within: so there is no call between figures that belong together.
+        self._lock = threading.RLock()
         self._slabs: dict[int, _Shared] = {}
 
     def enter(self, address: int) -> bool:
@@ -115,7 +116,7 @@ class DriverPages:
     """One framework's allocations on one GPU, by address: the pages that the driver takes for them.
 
     With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Not to be called
-    from finalizers.
+    from finalizers. What a signal handler changes within another change follows that one.
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
@@ -123,6 +124,8 @@ class DriverPages:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._going = 0
         self._slabs: dict[int, _Own] = {}
+        self._changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+        self._changing = False
 
     def growth(self, size: int) -> int:
         """The least by which `held` grows with one more allocation of `size`. A slab's room may be in holes."""
@@ -135,6 +138,29 @@ class DriverPages:
         return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap
 
     def add(self, address: int, size: int) -> None:
+        self._in_turn(self._add, address, size)
+
+    def going(self, address: int, size: int) -> None:
+        """Its free is pending: no longer in use, but the driver does not have it back."""
+        self._in_turn(self._set_going, address, size)
+
+    def remove(self, address: int, size: int) -> None:
+        """Its pending free is done."""
+        self._in_turn(self._remove, address, size)
+
+    def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
+        self._changes.append((change, address, size))
+        if self._changing:
+            return
+        self._changing = True
+        try:
+            while self._changes:
+                change, address, size = self._changes.popleft()
+                change(address, size)
+        finally:
+            self._changing = False
+
+    def _add(self, address: int, size: int) -> None:
         self.in_use += size
         if size > SMALL:
             self._large += round_up(size)
@@ -143,16 +169,14 @@ class DriverPages:
         slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
         self._change(slab, address, 1, size, 0, 0)
 
-    def going(self, address: int, size: int) -> None:
-        """Its free is pending: no longer in use, but the driver does not have it back."""
+    def _set_going(self, address: int, size: int) -> None:
         self.in_use -= size
         if size > SMALL:
             self._going += round_up(size)
         else:
             self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size)
 
-    def remove(self, address: int, size: int) -> None:
-        """Its pending free is done."""
+    def _remove(self, address: int, size: int) -> None:
         if size > SMALL:
             self._large -= round_up(size)
             self._going -= round_up(size)

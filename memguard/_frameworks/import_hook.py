@@ -6,7 +6,6 @@ What the callback raises comes out of the user's `import` statement. Removing th
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -21,7 +20,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
-        self._lock = threading.Lock()  # never held during a search or an import
+        self._lock = threading.RLock()  # never held during a search or an import
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
@@ -29,7 +28,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         with self._lock:
             self._waiting[module] = callback
             if self not in sys.meta_path:
-                sys.meta_path.insert(0, self)
+                enter(self)
 
         def forget() -> None:
             with self._lock:
@@ -41,7 +40,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def clear(self) -> None:
         """Cancel every callback. Also for a forked child, where another thread may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiting.clear()
         self._leave_when_idle()
 
@@ -80,8 +79,30 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def _leave_when_idle(self) -> None:
         if not self._waiting:
-            with contextlib.suppress(ValueError):  # removed already
-                sys.meta_path.remove(self)
+            leave(self)
+
+
+def enter(finder: importlib.abc.MetaPathFinder, *, last: bool = False) -> None:
+    """Put the finder before the others in `sys.meta_path`, or behind them.
+
+    Here and in `leave` that becomes another list. An import of another thread walks through the list that it began
+    with: if the finders moved in it, the import would skip one, and not find its module.
+    """
+    # One statement, in which Python runs no other thread: none can add a finder between reading and writing.
+    sys.meta_path = [*sys.meta_path, finder] if last else [finder, *sys.meta_path]
+
+
+def leave(finder: object) -> None:
+    """Take the finder out of `sys.meta_path`, if it is there."""
+    while True:
+        now = sys.meta_path
+        before = [*now]
+        kept = [one for one in before if one is not finder]
+        if len(kept) == len(before):
+            return
+        if sys.meta_path is now and now == before:  # else another thread has changed it meanwhile
+            sys.meta_path = kept
+            return
 
 
 class _Loader(importlib.abc.Loader):

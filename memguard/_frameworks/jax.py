@@ -16,12 +16,13 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import MIB, format_size, round_up
@@ -45,6 +46,7 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
+        self._asked: Any = None  # the options that the user wants
 
     def why_absent(self) -> str | None:
         """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
@@ -89,6 +91,9 @@ class JAX(Framework):
             self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
+        wanted.setdefault("allocator", "bfc")  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
+        replaced = Replacements()
+        self.changes.add(self.name, replaced.undo)
         jax.config.update(_OPTIONS, wanted)
         found = getattr(jax.config, _OPTIONS)
         if found != wanted:
@@ -98,16 +103,22 @@ class JAX(Framework):
                 f"the options read back as {found!r}",
                 "report this with the version; until then leave jax out of the budget",
             )
-        self._caps, self._options = dict(caps), wanted
+        self._caps, self._options, self._asked = dict(caps), wanted, before
 
         def undo() -> None:
+            replaced.undo()
             if _client() is not None:
                 _standing.update(self._caps)
                 raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
-            if getattr(jax.config, _OPTIONS) == wanted:
-                jax.config.update(_OPTIONS, before)
+            if getattr(jax.config, _OPTIONS) == self._options:
+                jax.config.update(_OPTIONS, self._asked)
             self._caps = {}
 
+        try:
+            replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
+        except BaseException:
+            undo()
+            raise
         return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
@@ -170,6 +181,43 @@ class JAX(Framework):
                 raise ConflictingSetting(
                     self.name, f"{setting}={value}", "has no limit", "unset it, so that JAX uses its BFC allocator"
                 )
+
+    def _held(
+        self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
+    ) -> Callable[..., Any]:
+        """`jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
+
+        def update(config: Any, name: str, val: Any) -> Any:
+            if name != _OPTIONS or not self._caps or _client() is not None:
+                return original(config, name, val)
+            original(config, name, val)  # JAX's own error, for what it does not accept
+            theirs, lost = _as_mapping(val), []
+            held = {**theirs, "memory_fraction": cap["memory_fraction"], "allocator": cap["allocator"]}
+            held.setdefault("preallocate", cap["preallocate"])
+            fraction = theirs.get("memory_fraction")
+            try:
+                number = math.nan if fraction is None else float(fraction)
+            except (TypeError, ValueError):
+                number = math.inf
+            if 0 < number <= cap["memory_fraction"]:
+                held["memory_fraction"] = fraction
+            elif fraction is not None:
+                lost.append(f"memory_fraction={fraction}")
+            allocator = theirs.get("allocator")
+            if allocator is not None and str(allocator).strip().lower() in _LIMITED:
+                held["allocator"] = allocator
+            elif allocator is not None:
+                lost.append(f"allocator={allocator}")
+            self._asked, self._options = val, held
+            original(config, name, held)
+            if lost:
+                size = min(self._caps[uuid] for uuid in usable)
+                self._warn(
+                    f"jax: {_OPTIONS} asks for {' and '.join(lost)}, past its cap of {format_size(size)}: the cap holds"
+                )
+            return None
+
+        return update
 
     def _stricter(
         self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]

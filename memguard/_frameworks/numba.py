@@ -4,6 +4,9 @@ Measured: the plugin must be set before Numba makes its context. Numba has no po
 the driver. Frees are deferred until more than ten, or more than a fifth of the GPU, are pending. What counts is the
 pages that the driver takes, including those of pending frees. `Device.reset()` destroys the memory of every framework.
 
+A context that somebody else made has for its device whatever they gave it (`CUdevice`, a number, Numba's own object),
+so a GPU is known by its number. All contexts of one GPU share its cap.
+
 Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`).
 """
 
@@ -13,7 +16,9 @@ import contextlib
 import os
 import sys
 import threading
-from collections import deque
+import time
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar
@@ -22,12 +27,16 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
+from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _DRIVER = "numba.cuda.cudadrv.driver"
+
+
+_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 
 
 class _Count:
@@ -37,7 +46,7 @@ class _Count:
     """
 
     def __init__(self, uuid: str) -> None:
-        self.lock = threading.RLock()
+        self.lock = _locks[uuid]  # of the GPU: its contexts share the cap
         self.peak = 0
         self._pages = DriverPages(slabs[uuid])
         self._sizes: dict[int, int] = {}  # by address, of the live ones
@@ -83,6 +92,7 @@ class Numba(Framework):
         super().__init__(host)
         self._caps: dict[str, int] = {}
         self._manager: Any = None
+        self._asked: Any = None  # the memory manager that the user wants
         self._rmm: rmm.Limit | None = None
 
     def why_absent(self) -> str | None:
@@ -139,13 +149,33 @@ class Numba(Framework):
                 "report this with the version; until then leave numba out of the budget",
             )
         self._caps, self._manager, manager.memguard = dict(caps), manager, self
+        replaced, self._asked = Replacements(), before
 
         def undo() -> None:
+            replaced.undo()
             if driver._memory_manager is manager:
-                driver._memory_manager = before
+                driver._memory_manager = self._asked
             manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
 
+        try:
+            for owner in (driver, sys.modules.get("numba.cuda")):
+                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+        except BaseException:
+            undo()
+            raise
         return Applied(Enforcement.ENFORCED, undo)
+
+    def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
+        def set_memory_manager(mm_plugin: Any) -> Any:
+            """Numba's own manager is the capped one; another is told at once, unless no new context can get it."""
+            if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
+                answer = original(mm_plugin)
+            else:
+                answer, self._asked = original(self._manager), driver.NumbaCUDAMemoryManager
+            self._changed()
+            return answer
+
+        return set_memory_manager
 
     def usage(self, device: Device) -> Usage | None:
         """From memguard's own count of Numba's allocations; None if Numba has no context on the device."""
@@ -158,10 +188,13 @@ class Numba(Framework):
             return None
         if not isinstance(managers[0], self._manager):
             return Usage(None, None)  # another memory manager took its place, and nobody counts
-        count: _Count = managers[0].deallocations.count
-        with count.lock:
-            pages = count.pages()
-            return Usage(pages.held(), pages.in_use, pages.reclaimable(), peak=count.peak)
+        counts: list[_Count] = [manager.deallocations.count for manager in _sharing(managers[0])]
+        with counts[0].lock:
+            pages = [count.pages() for count in counts]
+            held, in_use = sum(one.held() for one in pages), sum(one.in_use for one in pages)
+            return Usage(
+                held, in_use, sum(one.reclaimable() for one in pages), peak=sum(count.peak for count in counts)
+            )
 
     def trim(self, device: Device) -> None:
         """Flush the frees that are pending on the device."""
@@ -183,6 +216,9 @@ class Numba(Framework):
     def footprint(self, size: int) -> int:
         return round_up(size)
 
+    def unseen(self) -> str | None:
+        return rmm.UNSEEN if self._rmm is not None else None
+
     def drift(self) -> list[str]:
         if self._rmm is not None:
             return self._rmm.drift(self.name)
@@ -197,14 +233,16 @@ class Numba(Framework):
 
     def forked(self) -> None:
         self._caps = {}
-        for context in _contexts():
-            count = getattr(getattr(context.memory_manager, "deallocations", None), "count", None)
-            if count is not None:
-                count.lock = threading.RLock()  # another thread of the parent may have held the old one
+        _locks.clear()  # another thread of the parent may have held the old ones
+        for manager in list(self._manager.alive) if self._manager is not None else ():
+            manager.deallocations.count.lock = _locks[manager.uuid]
 
     def allocate(self, driver: Any, manager: Any, size: int, ask: Callable[[int], Any]) -> Any:
         """Allocate through `ask`. Raises Numba's own error if the cap does not allow it, even with nothing pending."""
         count, cap = manager.deallocations.count, self._caps.get(manager.uuid)
+        whole, others = cap or 0, [other.deallocations.count for other in _sharing(manager)[1:]]
+        elsewhere = sum(other.pages().held() for other in others)  # in other contexts of the GPU
+        cap = None if cap is None else max(cap - elsewhere, 0)
         for _ in range(2):
             if cap is None or count.pages().fits(size, cap):
                 try:
@@ -221,10 +259,17 @@ class Numba(Framework):
             driver.CudaAPIError(
                 driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2,
                 f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
-                f"{format_size(count.pages().held())} of the {format_size(cap)} that the memguard budget gives numba",
+                f"{format_size(elsewhere + count.pages().held())} of the {format_size(whole)} that the memguard "
+                "budget gives numba",
             ),
             size,
         )
+
+    def tell(self, error: BaseException, uuid: str, size: int) -> None:
+        """Tell of a request that was refused, when the count's lock is free again."""
+        if uuid in self._caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:
@@ -253,13 +298,33 @@ def _capped(driver: Any) -> type:
         """Numba's own memory manager, capped by memguard."""
 
         memguard: ClassVar[Numba | None] = None
+        alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+        """Those that have allocated since their last reset, of every GPU."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            # With no context Numba only asks for the version. A device that is not known yet is the current one of the
+            # first allocation.
             self.uuid = "" if self.context is None else _uuid(self.context)
             self.deallocations = Pending(self.uuid)
 
+        def reset(self) -> None:
+            super().reset()
+            self.alive.discard(self)  # its context may be gone; if not, the next allocation counts it again
+
         def memalloc(self, size: int) -> Any:
+            if not self.uuid and (here := _current_uuid()):
+                self.uuid, self.deallocations.count = here, _Count(here)
+            self.alive.add(self)
+            try:
+                return self._counted(size)
+            except driver.CudaAPIError as error:
+                framework = self.memguard
+                if framework is not None and "OUT_OF_MEMORY" in str(error):
+                    framework.tell(error, self.uuid, size)
+                raise
+
+        def _counted(self, size: int) -> Any:
             count: _Count = self.deallocations.count
             with count.lock:
                 framework = self.memguard
@@ -283,6 +348,42 @@ def _managers(uuid: str) -> list[Any]:
     return [context.memory_manager for context in _contexts() if _uuid(context) == uuid]
 
 
+def _sharing(manager: Any) -> list[Any]:
+    """The capped managers of all contexts on the GPU of this one, which is the first."""
+    return [manager, *(other for other in list(manager.alive) if other is not manager and other.uuid == manager.uuid)]
+
+
 def _uuid(context: Any) -> str:
-    uuid = str(context.device.uuid)
-    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    """The UUID of a context's GPU; "" if it cannot be known.
+
+    Its device is Numba's own object, or what somebody else made the context with: a `CUdevice` of cuda-python, a
+    number of ctypes or a plain one. These are CUDA's ordinals, as are Numba's numbers.
+    """
+    device = context.device
+    try:
+        known = getattr(device, "uuid", None)
+        if known:
+            return _as_nvml(known)
+        ordinal = int(getattr(device, "value", getattr(device, "id", device)))
+    except (AttributeError, ReferenceError, TypeError, ValueError):  # a device that is gone, or no device at all
+        return ""
+    return _of_ordinal(ordinal)
+
+
+def _of_ordinal(ordinal: int) -> str:
+    driver = getattr(sys.modules.get(_DRIVER), "driver", None)
+    known = getattr((getattr(driver, "devices", None) or {}).get(ordinal), "uuid", None)
+    if known:
+        return _as_nvml(known)
+    return next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
+
+
+def _current_uuid() -> str:
+    """The UUID of the GPU whose context is current on this thread; "" if there is none."""
+    ordinal = contexts.current()
+    return "" if ordinal is None else _of_ordinal(ordinal)
+
+
+def _as_nvml(uuid: Any) -> str:
+    text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

@@ -16,6 +16,8 @@ from memguard._devices.host import Host
 from memguard._types import Applied, Enforcement, Usage
 from memguard.errors import CapNotApplied
 
+UNSEEN = "RMM tells nobody of a refused request"
+
 _limits: dict[int, tuple[str, Any]] = {}
 """By ordinal: the framework whose cap holds, and the adaptor."""
 

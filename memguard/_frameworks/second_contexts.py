@@ -6,14 +6,12 @@ pool, and those current on the calling thread. A context of another thread may s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from memguard._devices import contexts
 from memguard._frameworks.pycuda import contexts as pycuda_contexts
+from memguard._logs import log as _log
 from memguard.errors import DeviceError
-
-_log = logging.getLogger("memguard")
 
 
 def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:

@@ -4,11 +4,14 @@ Measured: the limit must be set before TensorFlow builds its allocator, at its f
 is silently lost beside a limit, so `TF_FORCE_GPU_ALLOW_GROWTH` is used. TensorFlow takes the whole of a GPU without a
 limit. `cuda_malloc_async` ignores the limit (11,274 MiB taken under 4,096), so it is refused. Nothing shrinks the pool
 afterwards. With growth TensorFlow does not say how much it holds.
+
+A later `set_logical_device_configuration` and the `config` of a TF1 session are held to the cap in the calls behind all
+their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with a `config` of its own
+would not look at the logical devices at all.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +19,13 @@ from types import ModuleType
 from typing import Any
 
 from memguard._frameworks.base import Framework, accept_standing
+from memguard._frameworks.replacements import Replacements
+from memguard._logs import log as _log
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-_log = logging.getLogger("memguard")
 _standing: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -44,6 +48,10 @@ class TensorFlow(Framework):
         self._limits: dict[str, int] = {}  # what holds: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
         self._seen: dict[str, range] | None = None  # its numbers for each GPU, if live without caps
+        self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
+        self._asked: dict[Any, list[Any]] = {}  # what the user asked for since, by TensorFlow's device
+        self._spans: dict[str, range] = {}  # its numbers for each GPU, once the user has configured one
+        self._session = False  # a TF1 session has made the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
         context = _context()
@@ -74,6 +82,11 @@ class TensorFlow(Framework):
                 self._limits[uuid] = limit
                 undo.append(step)
             self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
+            self._gpus = dict(by_gpu)
+            replaced = Replacements()
+            self.changes.add(self.name, replaced.undo)
+            undo.append(replaced.undo)
+            self._replace(replaced)
         except BaseException:
             self._caps, self._limits, self.notes = {}, {}, notes
             for step in reversed(undo):
@@ -82,12 +95,13 @@ class TensorFlow(Framework):
 
         def undo_all() -> None:
             undo[0]()  # the environment variable, which children would inherit
-            if self._live(tf):
+            undo[-1]()
+            if self._live(tf) or self._session:
                 _standing.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
             for step in reversed(undo[1:]):
                 step()
-            self._logical, self._limits = {}, {}
+            self._logical, self._limits, self._gpus, self._asked, self._spans = {}, {}, {}, {}, {}
 
         return Applied(Enforcement.ENFORCED, undo_all)
 
@@ -169,11 +183,22 @@ class TensorFlow(Framework):
 
     def _numbers(self, tf: Any, device: Device) -> Sequence[int]:
         """The numbers of the GPU's logical devices; empty if TensorFlow has none there, or they cannot be known."""
+        if self._spans:
+            return self._spans.get(device.uuid, ())
         if self._logical:
             return [self._logical[device.uuid]] if device.uuid in self._logical else ()
         if self._seen is None:
             self._seen = self._look(tf)
         return self._seen.get(device.uuid, ())
+
+    def _count(self) -> dict[str, range]:
+        """The numbers for all GPUs, of which the user may have split some into several logical devices."""
+        found, first = {}, 0
+        for gpu, uuid in self._gpus.items():
+            count = len(self._asked.get(gpu) or "1")
+            found[uuid] = range(first, first + count)
+            first += count
+        return found
 
     def _look(self, tf: Any) -> dict[str, range]:
         """The numbers for all GPUs. CUDA is initialised by now, so reading its numbering starts no child process."""
@@ -195,9 +220,6 @@ class TensorFlow(Framework):
     def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
         """Limit a GPU. Returns what then holds, in bytes, and the undo. If it raises, the device table is as before."""
         own = tf.config.get_logical_device_configuration(gpu)
-        if own:
-            return self._keep(gpu, [c.memory_limit for c in own], cap), lambda: None
-        wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
 
         def undo() -> None:
             table = getattr(_context(), "_virtual_device_map", None)
@@ -205,8 +227,14 @@ class TensorFlow(Framework):
                 raise CapNotApplied(
                     self.name, "this TensorFlow keeps its device table elsewhere", "restart the process"
                 )
-            table.pop(gpu, None)
+            if gpu in self._asked:
+                table[gpu] = self._asked[gpu]
+            elif not own:
+                table.pop(gpu, None)
 
+        if own:
+            return self._keep(gpu, [c.memory_limit for c in own], cap), undo
+        wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
         tf.config.set_logical_device_configuration(gpu, [wanted])
         try:
             back = tf.config.get_logical_device_configuration(gpu)
@@ -217,11 +245,117 @@ class TensorFlow(Framework):
             raise
         return cap // MIB * MIB, undo
 
+    def _replace(self, replaced: Replacements) -> None:
+        """Hold what the user configures from now on."""
+        context: Any = sys.modules.get("tensorflow.python.eager.context")
+        session: Any = sys.modules.get("tensorflow.python.client.session")
+        cls = getattr(context, "Context", None)
+        if cls is not None:
+            replaced.put(cls, "set_logical_device_configuration", self._configured)
+            replaced.put(cls, "set_memory_growth", self._growing)
+        if hasattr(session, "BaseSession"):
+            replaced.put(session.BaseSession, "__init__", self._in_session)
+
+    def _configured(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
+            uuid = self._gpus.get(dev)
+            if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
+                return original(context, dev, virtual_devices)  # TensorFlow's own error, for the limit that is missing
+            cap = self._caps[uuid] // MIB
+            limits = _within([entry.memory_limit for entry in virtual_devices], cap)
+            entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
+            held = [entry._replace(memory_limit=limit) for entry, limit in zip(entries, limits, strict=True)]
+            fits = held == entries
+            answer = original(context, dev, virtual_devices if fits else held)
+            self._asked[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
+            self._spans = self._count()
+            if not fits:
+                asked = int(sum(entry.memory_limit or 0 for entry in entries)) * MIB
+                self._say_larger(
+                    f"set_logical_device_configuration ({format_size(asked) if asked else 'no limit'})",
+                    _short(dev),
+                    cap * MIB,
+                )
+            return answer
+
+        return set_logical_device_configuration
+
+    def _growing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
+            """As without a budget: what TensorFlow refuses beside logical devices is a limit of the user's own."""
+            table = getattr(context, "_virtual_device_map", None)
+            if dev not in self._gpus or dev in self._asked or not isinstance(table, dict) or dev not in table:
+                return original(context, dev, enable)
+            ours = table[dev]
+            try:
+                del table[dev]
+                answer = original(context, dev, enable)
+            finally:
+                table[dev] = ours
+            if bool(enable) != self._growth:
+                self._say(
+                    f"tensorflow: set_memory_growth({enable}) changes nothing: the budget's growth: "
+                    f"{str(self._growth).lower()} holds"
+                )
+            return answer
+
+        return set_memory_growth
+
+    def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
+            here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor an error
+            original(session, target, graph, self._in_proto(config) if here and config is not None else config)
+            self._session = self._session or (here and _uses_gpus(config))
+
+        return __init__
+
+    def _in_proto(self, config: Any) -> Any:
+        """A session's ConfigProto with every GPU within its cap: the same object if it is so already."""
+        options = config.gpu_options
+        uuids = list(self._gpus.values())
+        listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
+        chosen = [uuids[n] for n in listed if n < len(uuids)] if listed else uuids
+        if not chosen or not _uses_gpus(config):
+            return config
+        own = [list(entry.memory_limit_mb) for entry in options.experimental.virtual_devices]
+        fraction = options.per_process_gpu_memory_fraction
+        usable = {device.uuid: device.usable for device in self.host.devices()}
+        caps = [self._limits[uuid] // MIB for uuid in chosen]
+        asked: list[list[float]] = own or [
+            [int(fraction * usable.get(uuid, 0)) // MIB] if fraction else [] for uuid in chosen
+        ]
+        wanted = [_within(limits, cap) for limits, cap in zip(asked, caps, strict=False)]
+        if wanted == asked and len(asked) == len(caps):
+            return config
+        held = type(config)()
+        held.CopyFrom(config)
+        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow allows it only without a limit
+        devices = held.gpu_options.experimental.virtual_devices
+        if not own:
+            for limits in wanted:
+                devices.add().memory_limit_mb.extend(limits)
+        else:
+            for entry, limits in zip(devices, wanted, strict=False):
+                del entry.memory_limit_mb[:]
+                entry.memory_limit_mb.extend(limits)
+        given = [sum(limits) * MIB if limits else None for limits in asked]
+        if fraction or own:
+            shown = f"per_process_gpu_memory_fraction={fraction:.4g}" if fraction else "virtual_devices"
+            largest = max((size for size in given if size is not None), default=0)
+            setting = f"the config of a session ({shown}, {format_size(int(largest))})"
+            self._say_larger(setting, f"GPU:{listed[0] if listed else 0}", caps[0] * MIB)
+        else:
+            self._say("tensorflow: a session has a config without a limit: the cap holds in it")
+        return held
+
+    def _say_larger(self, setting: str, where: str, cap: int) -> None:
+        self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
+
     def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
         """The user's own limit in bytes, which stays unless it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
-            self._say_stricter(gpu.name.rsplit("physical_device:", 1)[-1], only * MIB, cap)
+            self._say_stricter(_short(gpu), only * MIB, cap)
             return only * MIB
         setting = f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)"
         if len(limits) > 1:
@@ -251,6 +385,28 @@ def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | Non
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
+
+
+def _within(limits: Sequence[float], cap: int) -> list[float]:
+    """Limits of logical devices of one GPU, in MiB, scaled down so that all together they fit the cap."""
+    total = sum(limits)
+    if not limits:
+        return [cap]
+    return list(limits) if total <= cap else [max(int(limit * cap / total), 1) for limit in limits]
+
+
+def _uses_gpus(config: Any) -> bool:
+    """Whether a session with this ConfigProto, or with none, may use a GPU."""
+    return config is None or "GPU" not in config.device_count or config.device_count["GPU"] > 0
+
+
+def _short(gpu: Any) -> str:
+    """`GPU:0`."""
+    return str(gpu.name).rsplit("physical_device:", 1)[-1]
+
+
+def _module(name: str) -> Any:
+    return getattr(sys.modules["tensorflow.python.eager.context"], name)
 
 
 def _limited(tf: Any, gpu: Any, cap: int) -> bool:

@@ -6,9 +6,9 @@ What is charged `overhead` decides, and what the rows are, `rows`.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from memguard._devices import contexts
 from memguard._devices.host import Host
@@ -17,12 +17,14 @@ from memguard._frameworks.base import Framework
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
+from memguard._locks import Turn, interrupting
 from memguard._policy import modules
 from memguard._specs import SECOND_CONTEXT, setting
 from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
 
+_Read = TypeVar("_Read")
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
@@ -37,7 +39,7 @@ class LedgerReader:
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self._host, self._unnamed, self._warn = host, unnamed, warn
-        self._lock = threading.RLock()
+        self._turn = Turn()
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._warned: set[str] = set()
@@ -56,7 +58,7 @@ class LedgerReader:
 
     def forked(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.RLock()
+        self._turn = Turn()
 
     def unnamed(self) -> Mapping[str, Framework]:
         """The frameworks that the budget does not name and the program imported. Others' adapters are not loaded."""
@@ -72,27 +74,58 @@ class LedgerReader:
 
         Raises MemguardError if another thread's reading does not return: a driver that hangs must not hang everybody.
         """
-        if not self._lock.acquire(timeout=_PATIENCE):
-            raise MemguardError(
-                f"another thread has waited {_PATIENCE:.0f} s for the driver\n"
-                "    fix: run nvidia-smi to see if it hangs"
-            )
-        try:
-            reading = self._read(part, frameworks)
-        finally:
-            self._lock.release()
+        reading = self._in_turn(lambda charge: self._read(part, frameworks, charge))
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
         return device_ledger(reading, part, {**watched, **enforcements})
+
+    def glance(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> tuple[Reading, Mapping[int, int | None]]:
+        """One GPU's figures and processes, read once, without a lock, and nothing charged: when a request is refused.
+
+        It is called within allocations, where another thread may wait for this one. Contexts and loans are left out.
+        """
+        device = part.device
+        usages: dict[str, Usage | None] = {}
+        for name, one in {**self._created, **frameworks}.items():
+            try:
+                usages[name] = one.usage(device)
+            except Exception:  # unknown
+                usages[name] = Usage(None, None)
+        memory, processes = self._host.memory(device), self._host.processes(device)
+        own = own_bytes(processes, self._host.pid, True)
+        slabs = driver_pages.slabs[device.uuid].gaps
+        state = self._overhead.get(device.uuid, Overhead())
+        gap = gap_of(own, usages.values(), slabs)
+        if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
+            live = {name for name, usage in usages.items() if usage is not None}
+            exact = all(usage is None or usage.held is not None for usage in usages.values())
+            state = state.after(gap, state.appeared.union(live, {"context"}), exact)
+        return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
         """One GPU's figures, each asked for once: what the monitor can afford several times a second.
 
         If the unaccounted part has changed, a whole reading follows, which charges it to overhead if it belongs there.
         """
-        with self._lock:
-            return self._sample(part, frameworks)
+        return self._in_turn(lambda charge: self._sample(part, frameworks, charge))
 
-    def _read(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
+    def _in_turn(self, read: Callable[[bool], _Read]) -> _Read:
+        """What `read` returns. Readings that charge something (True) come one after the other.
+
+        A signal handler may ask while another thread reads. That one may wait for a framework's lock, which this thread
+        has: so the handler waits for nobody, and its reading charges nothing.
+        """
+        found: list[_Read] = []
+        if self._turn.take(lambda: found.append(read(True)), 0):
+            return found[0]
+        if interrupting():
+            return read(False)
+        if self._turn.take(lambda: found.append(read(True)), _PATIENCE):
+            return found[0]
+        raise MemguardError(
+            f"another thread has waited {_PATIENCE:.0f} s for the driver\n    fix: run nvidia-smi to see if it hangs"
+        )
+
+    def _read(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> Reading:
         """NVML is read before and after the frameworks, and all of it again if its figures moved meanwhile."""
         device = part.device
         for attempt in range(_ATTEMPTS):
@@ -121,12 +154,14 @@ class LedgerReader:
         if gap is not None:
             appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = self._overhead[device.uuid] = state.after(gap, appeared, exact)
+            state = state.after(gap, appeared, exact)
+            if charge:
+                self._overhead[device.uuid] = state
         state = replace(state, slabs=slabs)
         self._warn_of_overhead(state, part)
         return Reading(device, memory, own, usages, state, moved, owners, self._lent(device))
 
-    def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
+    def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
         uuid = device.uuid
         usages = _usages(frameworks, device)
@@ -139,7 +174,7 @@ class LedgerReader:
         charged = self._charged(uuid)
         rest = None if gap is None else gap - charged
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
-            reading = self._read(part, frameworks)
+            reading = self._read(part, frameworks, charge)
             usages = {name: usage for name, usage in reading.usages.items() if usage is not None}
             memory, own, slabs = reading.memory, reading.own, reading.overhead.slabs
             gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
@@ -153,12 +188,15 @@ class LedgerReader:
     def _charged(self, uuid: str) -> int:
         return self._overhead[uuid].charged if uuid in self._overhead else 0
 
-    def _own(self, device: Device, used: int, live: bool) -> int | None:
+    def _own(self, device: Device, used: int | None, live: bool) -> int | None:
         """This process's bytes. NVML's list is the slowest of the probes: it is asked when the card's figure has
-        changed, and every tenth time, for a page that changes hands."""
+        changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure."""
         before, own, age = self._owned.get(device.uuid, (None, None, 0))
-        if used != before or age >= _TRUSTED:
-            own, age = own_bytes(self._host.processes(device), self._host.pid, live), 0
+        if used is None or used != before or age >= _TRUSTED:
+            processes, pid = self._host.processes(device), self._host.pid
+            if pid not in processes and not live:
+                live = bool(self._host.context_active(device))
+            own, age = own_bytes(processes, pid, live), 0
         self._owned[device.uuid] = used, own, age + 1
         return own
 
@@ -199,13 +237,14 @@ class LedgerReader:
         ordinal = self._ordinal(device)
         pools = [handle for one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
-        known = self._second.setdefault(device.uuid, {})
+        known = {**self._second.get(device.uuid, {})}
         cost = modules(SECOND_CONTEXT)
         unseen = [handle for handle in known if handle not in found]
         for handle in unseen[: max((fell + cost // 2) // cost, 0)]:
             del known[handle]
         for handle, owner in found.items():
             known[handle] = owner if owner != "unknown" else known.get(handle, owner)
+        self._second[device.uuid] = known
         return tuple(known.values())
 
     def _warn_of_overhead(self, state: Overhead, part: DevicePlan) -> None:

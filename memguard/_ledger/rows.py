@@ -53,23 +53,47 @@ def device_ledger(
         if (usage := usages.get(name)) is not None and usage.held is None:
             silent.append(name)
     second = overhead.second if reading.contexts else 0
-    rows.append(Row("overhead", "overhead", overhead.total - second))
+    uncharged = memory.used is None and reading.own is None  # nothing tells what this process has beside its arrays
+    rows.append(Row("overhead", "overhead", None if uncharged else overhead.total - second))
     if reading.contexts:
         note = _of_contexts(reading.contexts, bool(second))
         rows.append(Row("overhead", SECOND_CONTEXT, second or None, note=note))
+    if memory.used is None:
+        rows += _unified(reading, counted, silent)
+        return DeviceLedger(reading.device, tuple(rows), reading.own, part.limit if part else None, reading.moved)
     if reading.own is None:
         rest = memory.used - counted - overhead.total
         note = "this process and others together: NVML does not name this process here"
         rows.append(Row("unaccounted", "unaccounted", rest, note=note))
         rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
     else:
-        note = f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
-        rows.append(Row("unaccounted", "unaccounted", reading.own - counted - overhead.total, note=note))
+        rest = reading.own - counted - overhead.total
+        rows.append(Row("unaccounted", "unaccounted", rest, note=_may_hold(silent)))
         rows.append(Row("other processes", "other processes", memory.used - reading.own))
     reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
     rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
     rows.append(Row("free", "free", memory.free))
     return DeviceLedger(reading.device, tuple(rows), reading.own, part.limit if part else None, reading.moved)
+
+
+def _unified(reading: Reading, counted: int, silent: Sequence[str]) -> list[Row]:
+    """The last rows of a GPU that uses the machine's memory: what adds up there is this process."""
+    memory, own = reading.memory, reading.own
+    rest = None if own is None else own - counted - reading.overhead.total
+    note = "unknown: NVML does not name this process here" if own is None else _may_hold(silent)
+    free = "of the machine's memory, which CPU and GPU share"
+    if memory.cuda_free is not None:
+        free += f"; CUDA says {format_size(memory.cuda_free)}"
+    return [
+        Row("unaccounted", "unaccounted", rest, note=note),
+        Row("other processes", "other processes", None, note="unknown: NVML has no figures of unified memory"),
+        Row("driver reserve", "driver reserve", None),
+        Row("free", "free", memory.free, note=free),
+    ]
+
+
+def _may_hold(silent: Sequence[str]) -> str:
+    return f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
 
 
 def _framework(name: str, usage: Usage | None, cap: int | None, enforcement: str, lent: Mapping[str, Lent]) -> Row:

@@ -6,10 +6,12 @@ The HTML is written here because rich exports preformatted text of one width, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
 
 from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._text import visible
 from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -17,37 +19,38 @@ if TYPE_CHECKING:
 
 NUMBERS = ("held", "cap", "in use", "cached", "trimmable")
 COLUMNS = ("MiB", *NUMBERS, "cap is")
+LINE, AT_LEAST = "─", "≥ "
 _STYLE = {"right": "text-align: right", "left": "text-align: left"}
 # Inline styles: notebooks remove style sheets from what they show.
 _RULE = "border-top: 1px solid #888"
 
 
-def rich_ledger(ledger: Ledger) -> RenderableType:
-    """One table for each GPU, sizes in MiB, and the notes below them."""
+def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
+    """One table for each GPU, sizes in MiB, and the notes below them. `ascii_only`: in these characters alone."""
     from rich.console import Group
     from rich.text import Text
 
-    tables = [_rich_table(part, ledger.simulated) for part in ledger.devices]
-    return Group(*tables, *(Text(f"note: {note}") for note in ledger.notes))
+    tables = [_rich_table(part, ledger.simulated, ascii_only) for part in ledger.devices]
+    return Group(*tables, *(Text(f"note: {visible(note)}") for note in ledger.notes))
 
 
 def html_ledger(ledger: Ledger) -> str:
     """The same in HTML."""
     tables = [_html_table(part, ledger.simulated) for part in ledger.devices]
-    return "\n".join([*tables, *(f"<div>note: {escape(note)}</div>" for note in ledger.notes)])
+    return "\n".join([*tables, *(f"<div>note: {_html(note)}</div>" for note in ledger.notes)])
 
 
-def _rich_table(part: DeviceLedger, simulated: bool) -> RenderableType:
+def _rich_table(part: DeviceLedger, simulated: bool, ascii_only: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
 
     ordinal = "" if part.device.ordinal is None else f"cuda:{part.device.ordinal}, "
     table = Table(
         title=f"{part.device.name}{' (simulated)' if simulated else ''}  {part.device.uuid}",
-        caption="\n".join([ordinal + _process(part), *_notes(part)]),
+        caption="\n".join([ordinal + _process(part), *map(visible, _notes(part))]),
         title_justify="left",
         caption_justify="left",
-        box=box.SIMPLE_HEAD,
+        box=box.Box(str(box.SIMPLE_HEAD).replace(LINE, "-"), ascii=True) if ascii_only else box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
@@ -55,14 +58,14 @@ def _rich_table(part: DeviceLedger, simulated: bool) -> RenderableType:
         table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
     for group in _groups(part):
         for row in group:
-            table.add_row(*row)
+            table.add_row(*(visible(cell.replace(AT_LEAST, ">= ") if ascii_only else cell) for cell in row))
         table.add_section()
     return table
 
 
 def _html_table(part: DeviceLedger, simulated: bool) -> str:
     mark = " (simulated)" if simulated else ""
-    head = f"<b>{escape(part.device.name)}{mark}</b> {escape(part.device.uuid)}<br>{_process(part)}"
+    head = f"<b>{_html(part.device.name)}{mark}</b> {_html(part.device.uuid)}<br>{_process(part)}"
     styles = ["", f' style="{_RULE}"', f' style="{_RULE}"']
     bodies = (
         f"<tbody{style}>{''.join(_html_row('td', row) for row in group)}</tbody>"
@@ -76,15 +79,19 @@ def _html_table(part: DeviceLedger, simulated: bool) -> str:
             f"<thead>{_html_row('th', COLUMNS)}</thead>",
             *bodies,
             "</table>",
-            *(f"<div>{escape(note)}</div>" for note in _notes(part)),
+            *(f"<div>{_html(note)}</div>" for note in _notes(part)),
         ]
     )
 
 
 def _html_row(tag: str, row: Sequence[str]) -> str:
     sides = ["left", *["right"] * len(NUMBERS), "left"]
-    written = (f'<{tag} style="{_STYLE[side]}">{escape(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True))
+    written = (f'<{tag} style="{_STYLE[side]}">{_html(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True))
     return f"<tr>{''.join(written)}</tr>"
+
+
+def _html(text: str) -> str:
+    return escape(visible(text))
 
 
 def _process(part: DeviceLedger) -> str:
@@ -93,22 +100,38 @@ def _process(part: DeviceLedger) -> str:
 
 
 def _notes(part: DeviceLedger) -> list[str]:
-    return [f"* {row.name}: {row.note}" for row in part.rows if row.note]
+    return [f"* {row.name}: {note}" for row in part.rows if (note := _note(row))]
+
+
+def _note(row: Row) -> str:
+    """Its note, and how often it was refused memory."""
+    notes = [row.note] if row.note else []
+    if row.refused and row.last_refused is not None:
+        times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
+        when = datetime.fromtimestamp(row.last_refused).strftime("%H:%M:%S")
+        notes.append(f"was refused memory {times} at {when}: memguard.last_oom()")
+    return "; ".join(notes)
 
 
 def _groups(part: DeviceLedger) -> list[list[list[str]]]:
-    """The cells in the order of `COLUMNS`: of the frameworks, of the other rows, and of the total."""
-    frameworks = [_cells(row) for row in part.rows if row.kind == "framework"]
-    others = [_cells(row) for row in part.rows if row.kind != "framework"]
-    total = _mib(sum(row.bytes or 0 for row in part.rows))
-    return [frameworks, others, [["total", total, *[""] * (len(COLUMNS) - 2)]]]
+    """The cells in the order of `COLUMNS`: of the frameworks, of the other rows, of the sum and what follows it."""
+    unified = part.device.unified
+    summed = part.own_rows if unified else part.rows
+    frameworks = [_cells(row) for row in summed if row.kind == "framework"]
+    others = [_cells(row) for row in summed if row.kind != "framework"]
+    empty = [""] * (len(COLUMNS) - 2)
+    last = [["this process" if unified else "total", _mib(part.sum), *empty]]
+    if unified:
+        last += [_cells(row) for row in part.rows if row not in summed]
+        last.append(["total by CUDA", _mib(part.device.total), *empty])
+    return [frameworks, others, last]
 
 
 def _cells(row: Row) -> list[str]:
     live = row.kind == "framework" and row.in_use is not None
     return [
-        row.name + ("*" if row.note else ""),
-        ("≥ " if row.at_least is not None else "") + _mib(row.bytes),
+        row.name + ("*" if _note(row) else ""),
+        (AT_LEAST if row.at_least is not None else "") + _mib(row.bytes),
         "" if row.cap is None else _mib(row.cap),
         *(_mib(size) if live else "" for size in (row.in_use, row.cached, row.reclaimable)),
         row.enforcement,

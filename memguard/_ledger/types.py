@@ -1,6 +1,10 @@
 """The ledger: who holds what on each GPU, in rows that add up to what the driver reports. Pure.
 
 frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
+
+Of a GPU with unified memory (`Device.unified`), of which NVML has no figures, the first three add up to this process:
+
+frameworks + overhead + unaccounted = this process's bytes, to the byte
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from memguard._text import fitting, shown
 from memguard._types import Device
 from memguard._units import format_size
 
@@ -26,7 +31,9 @@ class Row:
     """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is what counts in the sum.
 
     kind: framework, overhead, unaccounted, other processes, driver reserve, free. `lent` is the part of a framework's
-    memory that others have views of, each byte once; None if nothing is lent.
+    memory that others have views of, each byte once; None if nothing is lent. `refused` says how often a framework of
+    the budget was refused memory on this GPU since the budget is active, as far as its allocator tells of it, and
+    `last_refused` when it last was (seconds, as `time.time()`); None if unknown, or for other rows.
     """
 
     kind: str
@@ -41,6 +48,8 @@ class Row:
     at_most: int | None = None
     note: str = ""
     lent: int | None = None
+    refused: int | None = None
+    last_refused: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,13 +66,28 @@ class Lent:
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """One GPU's rows. `process`: what this process holds by NVML, None if unknown; `moved`: it changed while read."""
+    """One GPU's rows. `process`: what this process holds by NVML, None if unknown; `moved`: it changed while read.
+
+    `sum`: what the rows that add up come to, in bytes. It is `device.total`; of a GPU with unified memory `process`,
+    without the rows `other processes`, `driver reserve` and `free`; and None there if `process` is unknown.
+    """
 
     device: Device
     rows: tuple[Row, ...]
     process: int | None
     limit: int | None = None
     moved: bool = False
+
+    @property
+    def own_rows(self) -> tuple[Row, ...]:
+        """What this process holds: frameworks, overhead, unaccounted."""
+        return tuple(row for row in self.rows if row.kind in ("framework", "overhead", "unaccounted"))
+
+    @property
+    def sum(self) -> int | None:
+        if not self.device.unified:
+            return sum(row.bytes or 0 for row in self.rows)
+        return None if self.process is None else sum(row.bytes or 0 for row in self.own_rows)
 
     def row(self, name: str) -> Row:
         """The row of that name. Raises KeyError if there is none."""
@@ -94,6 +118,7 @@ class Ledger:
                     "uuid": part.device.uuid,
                     "name": part.device.name,
                     "total": part.device.total,
+                    "unified": part.device.unified,
                     "process": part.process,
                     "limit": part.limit,
                     "moved": part.moved,
@@ -116,13 +141,15 @@ class Ledger:
 
         from rich.console import Console
 
+        from memguard._ledger.tables import LINE, rich_ledger
+
         out = StringIO()
         # Else rich would display it at once in a notebook, and in italics if FORCE_COLOR is set, as Jupyter does.
         plain = Console(
             file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
         )
-        plain.print(self)
-        return out.getvalue().rstrip("\n")
+        plain.print(rich_ledger(self, ascii_only=fitting(LINE) != LINE))
+        return shown(out.getvalue().rstrip("\n"))
 
     def _repr_html_(self) -> str:
         from memguard._ledger.tables import html_ledger

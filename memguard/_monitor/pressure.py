@@ -117,13 +117,13 @@ _NEW = _Track()
 class _Level(NamedTuple):
     """How much of `top` is needed, in bytes. No framework can give back `base`, a part of both.
 
-    `others`: other processes hold what is missing.
+    `others`: who holds what is missing, if that is not this process.
     """
 
     used: int
     top: int
     base: int
-    others: bool = False
+    others: str = ""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,10 @@ def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
     squeezed = process + device.free < device.limit and device.limit - left > used
     if squeezed:  # other processes or the driver hold a part of what the limit promises
         used = device.limit - left
-    yield None, _Level(used, device.limit, min(device.overhead, device.limit), squeezed)
+    others = "other processes hold the rest of the card"
+    if device.used is None:  # unified memory
+        others = "the machine's memory, which this GPU uses, is taken"
+    yield None, _Level(used, device.limit, min(device.overhead, device.limit), others if squeezed else "")
 
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
@@ -280,7 +283,7 @@ def _sentence(settings: Settings, key: tuple[str, str | None], level: _Level, pr
     if level.others:
         left, limit = format_size(max(level.top - level.used, 0)), format_size(level.top)
         remaining = f"{left} is left of the limit of {limit}{on}"
-        return f"pressure {pressure.value}: {remaining}: other processes hold the rest of the card"
+        return f"pressure {pressure.value}: {remaining}: {level.others}"
     return f"pressure {pressure.value}: this process needs {sizes} of its limit{on}"
 
 

@@ -7,7 +7,8 @@ plain data only. Of an exception it keeps the text, as the traceback would keep 
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import math
 import os
 import threading
 import time
@@ -15,11 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._monitor import pressure
 from memguard._monitor.pressure import Action, Settings
 from memguard._types import Event, Sample
-
-_log = logging.getLogger("memguard")
 
 KEPT = 600
 """Samples that are kept: five minutes at the default interval."""
@@ -27,8 +28,34 @@ SLOWEST_RETRY = 30.0
 """Seconds between two attempts while samples fail, at most; or the interval, if that is longer."""
 BURST = 10.0
 """Seconds of its CPU share that the monitor may save up for an expensive sample."""
+_MOST = 60.0
+"""Seconds of CPU that one sample may cost. More, or less than nothing, comes of a clock that the program replaced."""
+_BEGIN = 0.2
+"""Seconds that `stop` waits for a thread whose `start` was interrupted, and which may never begin."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
+
+
+class Flag:
+    """As a `threading.Event`, for a signal handler too: of an Event it may find the lock taken, for ever."""
+
+    def __init__(self) -> None:
+        self._lock, self._set = threading.Lock(), False
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        with contextlib.suppress(RuntimeError):  # released already
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most that long until it is set. Returns whether it is. For one thread."""
+        if not self._set and self._lock.acquire(timeout=max(min(seconds, threading.TIMEOUT_MAX), 0)):
+            self._lock.release()
+        return self._set
 
 
 class Clock(Protocol):
@@ -40,7 +67,7 @@ class Clock(Protocol):
     def cpu(self) -> float:
         """The CPU time of the calling thread so far."""
 
-    def wait(self, stop: threading.Event, seconds: float) -> bool:
+    def wait(self, stop: Flag, seconds: float) -> bool:
         """Wait, but not longer than until `stop` is set. Returns whether it is."""
 
 
@@ -53,7 +80,7 @@ class SystemClock:
     def cpu(self) -> float:
         return time.thread_time()
 
-    def wait(self, stop: threading.Event, seconds: float) -> bool:
+    def wait(self, stop: Flag, seconds: float) -> bool:
         return stop.wait(seconds)
 
 
@@ -77,9 +104,9 @@ class Monitor:
         self._clock: Clock = clock or SystemClock()
         self._state = pressure.START
         self._ring: deque[Sample] = deque(maxlen=KEPT)
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._thread: threading.Thread | None = None
+        self._begun = Flag()
         self._interval = settings.interval
         self._failures = 0
         self._complained: set[str] = set()
@@ -97,50 +124,68 @@ class Monitor:
 
     def start(self) -> None:
         """Begin, also again after `stop`. Does nothing if it runs already."""
-        with self._lock:
-            if self.alive:
-                return
-            self._stop = threading.Event()  # a new one: a thread that still hangs must not come back to life
-            self._thread = threading.Thread(
-                target=self._run, args=(self._stop, os.getpid()), name="memguard-monitor", daemon=True
-            )
-            self._thread.start()
+        if self.alive:
+            return
+        self._stop, self._begun = Flag(), Flag()  # new: a thread that hangs must not come back
+        self._thread = threading.Thread(
+            target=self._run, args=(self._stop, os.getpid(), self._begun), name="memguard-monitor", daemon=True
+        )
+        self._thread.start()
 
     def stop(self) -> None:
         """End, and wait for it at most `JOIN` seconds. Called on its own thread, by a callback, it does not wait."""
         self._stop.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.ident is None and not thread.is_alive():  # interrupted in `start`: if it begins, it ends at once
+            self._begun.wait(_BEGIN)
+        if self._begun.is_set():  # else `join` would raise
             thread.join(JOIN)
 
     def forked(self) -> None:
-        """In a forked child: no thread runs there, and the parent's lock may be held for ever."""
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        """In a forked child: no thread runs there."""
+        self._stop = Flag()
         self._thread = None
         self._ring = deque(maxlen=KEPT)
         self._state = pressure.START
 
     def last(self, seconds: float) -> list[Sample]:
         """The samples of that time before the newest one, oldest first."""
-        with self._lock:
-            samples = list(self._ring)
+        samples = self._ring.copy()  # one call, during which the monitor's thread cannot append
         return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
 
-    def _run(self, stop: threading.Event, pid: int) -> None:
+    def _run(self, stop: Flag, pid: int, begun_here: Flag | None = None) -> None:
+        if begun_here is not None:
+            begun_here.set()
         debt = 0.0  # seconds of CPU beyond the share
         share = max(self._settings.cpu, 1e-6)
-        while True:
-            begun = self._clock.cpu()
-            self._tick(lambda: stop.is_set() or os.getpid() != pid)
-            if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
-                return
-            debt += self._clock.cpu() - begun
-            wait = max(self._retry() if self._failures else self._settings.interval, debt / share)
-            self._interval = wait
-            if self._clock.wait(stop, wait):
-                return
+        while not stop.is_set():
+            wait = self._settings.interval
+            try:
+                begun = self._cpu()
+                self._tick(lambda: stop.is_set() or os.getpid() != pid)
+                if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
+                    return
+                cost = self._cpu() - begun
+                debt += cost if 0.0 <= cost <= _MOST else 0.0
+                wait = max(self._retry() if self._failures else wait, debt / share)
+                self._interval = wait
+                if self._clock.wait(stop, wait):
+                    return
+            except BaseException as error:  # what a program puts into the place of `time` or `logging`, say
+                self._complain("take a sample", error)
+                if _nap(stop, wait):
+                    return
             debt = max(debt - wait * share, -BURST * share)
+
+    def _cpu(self) -> float:
+        """The thread's CPU time; 0 if the clock does not tell, as in a program that has replaced `time`."""
+        try:
+            seconds = float(self._clock.cpu())
+        except BaseException:
+            return 0.0
+        return seconds if math.isfinite(seconds) else 0.0
 
     def _retry(self) -> float:
         """Seconds until the next attempt: twice as long each time, up to a bound."""
@@ -155,19 +200,18 @@ class Monitor:
         except BaseException as error:  # SystemExit would end the thread without a word
             if over():
                 return  # the budget ended during the sample
-            sample = Sample(self._clock.time(), ())
+            sample = Sample(self._now(), ())
             self._failures += 1
             if self._failures > 1:
                 return
-            actions = _both("warn", sample.time, f"the GPUs cannot be read, trying again later: {_text(error)}")
+            actions = _both("warn", sample.time, f"the GPUs cannot be read, trying again later: {text_of(error)}")
         else:
             if over():
                 return
             if self._failures:
                 self._failures = 0
                 actions = _both("log", sample.time, "the GPUs can be read again")
-            with self._lock:
-                self._ring.append(sample)
+            self._ring.append(sample)
             try:
                 self._state, decided = pressure.decide(self._settings, sample, self._state)
                 actions += decided
@@ -190,18 +234,25 @@ class Monitor:
     def _complain(self, what: str, error: BaseException) -> None:
         if what not in self._complained:
             self._complained.add(what)
-            _log.warning("the monitor could not %s (logged once): %s", what, _text(error))
+            _log.warning("the monitor could not %s (logged once): %s", what, text_of(error))
+
+    def _now(self) -> float:
+        try:
+            return float(self._clock.time())
+        except BaseException:  # the program has replaced `time`
+            return self._ring[-1].time if self._ring else 0.0
+
+
+def _nap(stop: Flag, seconds: float) -> bool:
+    """Wait, whatever was replaced: by a lock, which is C. Returns whether `stop` is set."""
+    lock = threading.Lock()
+    lock.acquire()
+    while seconds > 0 and not stop.is_set():
+        lock.acquire(timeout=min(seconds, 0.2))
+        seconds -= 0.2
+    return stop.is_set()
 
 
 def _both(kind: str, when: float, text: str) -> list[Action]:
     event = Event(when, "probe", text)
     return [Action(kind, event), Action("callback", event)]
-
-
-def _text(error: BaseException) -> str:
-    """Type and text of an error, in one line: `str` of an exception may fail as well."""
-    try:
-        words = " ".join(str(error).split())[:300]
-    except Exception:
-        words = ""
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__

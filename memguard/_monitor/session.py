@@ -6,19 +6,21 @@ The monitor's thread notices and reports. What frees memory or raises waits for 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from memguard._devices import contexts
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._monitor.leaks import Workloads
+from memguard._monitor.refusals import Refusals
 from memguard._oom import hooks
-from memguard._types import Event, Pressure, Sample, WorkloadReport
+from memguard._types import Event, Moment, Pressure, Sample, WorkloadReport
+from memguard._undo import Undo
 from memguard._units import format_size
 from memguard.errors import MemguardError, UnderPressure
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from memguard._oom.report import Report
     from memguard._timeline import Writer
 
-_log = logging.getLogger("memguard")
 
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
@@ -51,11 +52,12 @@ class Session:
         self.guard = guard
         self.monitor: Monitor | None = None
         self._writer: Writer | None = None
-        self._undo = ExitStack()
+        self._undo = Undo()
         self._due: deque[Event] = deque(maxlen=64)  # trims that wait for a checkpoint
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
         self._workloads = Workloads()
+        self._refusals = Refusals()
         self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -73,11 +75,15 @@ class Session:
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
+        self.guard._on_stop = self._undo
+        self._undo.add("monitor", self._forget)
         self.guard.start()
         try:
-            self.guard._on_event, self.guard._on_stop = self._announce, self._end
+            self.guard._on_event = self._announce
             self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
-            self._undo.callback(hooks.install(self._scene, self._write_oom, self._announce_oom))
+            self.guard._on_refusal = self._refused
+            self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
+            hooks.install(self._scene, self._write_oom, self._announce_oom)
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
         except BaseException:
@@ -94,16 +100,17 @@ class Session:
         assert budget.monitor is not None
         self._writer = self._writer or self._new_writer()
         if self._writer is not None:
-            self._undo.callback(self._writer.close)
+            self._undo.add("timeline", self._writer.close)
+            self._undo.add("refused requests", lambda: self._write_refusals(everything=True))
             self._writer.begin()
         devices = [part.device for part in self.guard.plan.devices]
         self._settings = Settings.of(budget.monitor, budget.on_pressure, devices)
-        self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
-        self._undo.callback(self.monitor.stop)
+        monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
+        self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
-        atexit.register(self.monitor.stop)
-        self._undo.callback(atexit.unregister, self.monitor.stop)
-        self.monitor.start()
+        self._undo.add("monitor", lambda: atexit.unregister(monitor.stop))
+        atexit.register(monitor.stop)
+        monitor.start()
 
     def _new_writer(self) -> Writer | None:
         wanted = self.guard.budget.monitor
@@ -121,12 +128,9 @@ class Session:
             begin=False,
         )
 
-    def _end(self) -> None:
-        """The guard stops: end monitor, timeline and hooks, last first."""
-        try:
-            self._undo.close()
-        finally:
-            self.monitor = self._writer = None
+    def _forget(self) -> None:
+        """The last step, once monitor, timeline and hooks have ended."""
+        self.monitor = self._writer = None
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
@@ -199,9 +203,25 @@ class Session:
             for part in guard.plan.devices
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
-        return hooks.Scene(ledger, guard.plan, processes, tuple(samples))
+        return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
+
+    def _refused(self, moment: Moment) -> None:
+        """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
+        if (writer := self._writer) is not None:
+            for event in self._refusals.refused(moment):
+                writer.event(event)
+
+    def _write_refusals(self, everything: bool = False) -> None:
+        if (writer := self._writer) is not None:
+            for event in self._refusals.due(everything):
+                writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
+        who, moment = report.verdict.requester, report.moment
+        counted = moment is not None and moment.source in ("refusal", "observer")
+        if not counted and report.uuid is not None and who is not None and who in self.guard.frameworks:
+            self.guard.refused(who, report.uuid, report.time, report.verdict.requested)
+        self._write_refusals(everything=True)
         if self._writer is not None:
             self._writer.oom(report.as_dict())
 
@@ -235,6 +255,7 @@ class Session:
         writer = self._writer
         if writer is not None:
             writer.sample(sample)
+            self._write_refusals()
             for event in events:
                 writer.event(event)
 
@@ -251,11 +272,17 @@ class Session:
             try:
                 callback(event)
             except (Exception, SystemExit) as error:
-                if callback not in self._failed:  # warn once for each: it is called again at the next event
-                    self._failed.append(callback)
-                    code = getattr(callback, "__code__", None)
-                    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-                    name = getattr(callback, "__qualname__", repr(callback))
-                    _log.warning(
-                        "memguard.on_pressure: %s%s failed: %s: %s", name, where, type(error).__name__, str(error)
-                    )
+                if any(one is callback for one in self._failed):
+                    continue  # warned once for each: it is called again at the next event
+                self._failed.append(callback)
+                _log.warning("memguard.on_pressure: %s failed: %s", _name_of(callback), text_of(error))
+
+
+def _name_of(callback: Callable[[Event], None]) -> str:
+    """The callback's name and place, which it may not tell."""
+    try:
+        code = getattr(callback, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"{getattr(callback, '__qualname__', None) or repr(callback)}{where}"
+    except Exception:
+        return "a function"

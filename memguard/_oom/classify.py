@@ -72,20 +72,28 @@ class Rule:
 
 
 _OOM = r"out.of.memory"
-_MISTAKES = "Assertion|Attribute|Import|Lookup|Name|Recursion|Syntax|Type"
+_MISTAKES = "Assertion|Attribute|Import|Lookup|Name|Recursion|Syntax|Type|Value"
+_PARSERS = "Validation|Parse|Parsing|Parser|Usage|Scanner|Decode|SectionHeader|(?<!Invalid)Argument"
 _HOST_CALLS = "cuMemHostAlloc|cuMemAllocHost|cuMemHostRegister|cudaHostAlloc|cudaMallocHost|cudaHostRegister"
 _DEVICE_CALLS = r"cuMemAlloc|cuMemCreate|cudaMalloc"
 _LIBRARIES = "(cublas|cudnn|cusolver|cufft|cusparse)"
 
 _NOT_OUT_OF_MEMORY = (
+    Rule("gpu", None, False, "vLLM found too little left before it began",
+         "^(No available memory for the cache|Free memory on device .* less than desired)", r"^builtins\.ValueError$"),
     Rule("none", None, False, "cuInit takes no device memory", "Call to cuInit"),
     Rule("none", None, True, "a mistake in a program quotes the value at fault", type=rf"^builtins\.({_MISTAKES})"),
+    Rule("none", None, True, "a test says what it found or expected",
+         type=r"^(_pytest\.outcomes|unittest\.case)\.|^builtins\.(Failed|Skipped)$"),
+    Rule("none", None, True, "a parser quotes what it read", type=rf"\.\w*({_PARSERS})Error$|BadParameter$"),
+    Rule("none", None, True, "the command of another process is quoted",
+         r"Command (?!.*Signals\.SIG)", r"^subprocess\."),
     Rule("none", None, True, "a refusal of memguard's own, which explains itself", type=r"^memguard\.errors\."),
     Rule("none", None, True, "a server's quota or message size", type=r"^grpc\."),
     Rule("none", None, True, "a launch that wants more than a block has", "out of resource"),
     Rule("none", None, True, "the allocator continues without it", "this is not a failure"),
     Rule("none", None, False, "NCCL does not say which call failed", "unhandled cuda error(?!.*Last error)"),
-)
+)  # fmt: skip
 _DISK = (
     Rule("disk", None, True, "ENOSPC in words", "No space left on device"),
     Rule("disk", None, False, "SQLite's word for both", "database or disk is full"),
@@ -189,8 +197,9 @@ _DTYPES = {
     "complex128": 16,
 }
 _FREE = re.compile(r"Free memory: (\d+).*Requested memory: (\d+)", re.DOTALL)
-_RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception)): ", re.MULTILINE)
-_QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+_RAISED = re.compile(
+    r"^((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failed|Skipped|SkipTest|Expired|Parameter)): ", re.MULTILINE
+)
 
 
 def classify(facts: ErrorFacts) -> Verdict:
@@ -200,9 +209,9 @@ def classify(facts: ErrorFacts) -> Verdict:
         return Verdict(memory, None, asked(facts) if memory != "none" else None, True)
     if not _worth_a_look(facts):
         return Verdict("none", None, None, True)
-    text, mro = facts.text, (*facts.mro, *_wrapped(facts.text))
-    if "builtins.ValueError" in mro:
-        text = _QUOTED.sub("''", text)  # the value that was wrong, which may be anything
+    # XGBoost derives its error from ValueError, and says in it what ran out.
+    own = (name for name in facts.mro if name != "builtins.ValueError" or name == facts.type)
+    text, mro = facts.text, (*own, *_wrapped(facts.text))
     for rule in RULES:
         found = rule.match(text, mro)
         if found is None:

@@ -1,7 +1,8 @@
 """Out-of-memory errors: recognised, explained once, noted on the exception, passed to the sinks, shown, remembered.
 
 An error comes from one of Python's hooks for uncaught exceptions, a `workload` or `guard` block, a notebook's cell or
-a failed test. `seen` makes the report, gives it to the sinks that `install` was given, and shows it.
+a failed test. `seen` makes the report, gives it to the sinks that `install` was given, and shows it. Before that, when
+the request was refused, `refused` may have kept the figures: there is nothing else of an error that is caught.
 
 The user's exception goes on as it came. Only text and figures of it are kept: this module keeps no exception,
 traceback, frame or array alive. Nothing here raises.
@@ -9,51 +10,87 @@ traceback, frame or array alive. Nothing here raises.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import functools
 import itertools
-import logging
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memguard._logs import log as _log
+from memguard._logs import text_of
 from memguard._specs import SPECS
-from memguard._types import Plan, Sample
+from memguard._types import Moment, Plan, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
+    from memguard._config import Budget
     from memguard._ledger.types import Ledger
     from memguard._oom.report import ErrorFacts, Report, Verdict
 
-_log = logging.getLogger("memguard")
 
 _MARK = "_memguard_report"
 """The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
-    "requested", "memguard_requested", *(row.size_attribute for row in SPECS.values() if row.size_attribute),
+    "requested", "memguard_requested", "memguard_refusal",
+    *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
 """Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
 _TEXT = 4_000
 """Characters that are read of a text's beginning, and of its end: TensorFlow's lists the whole graph."""
 _WALKED = 100
 """Exceptions of one chain that are examined."""
+_CAUSE, _CONTEXT, _SUPPRESSED = (
+    vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
+)
+"""Python's own, whatever an exception's class calls so."""
 _KEPT = 8
 """Reports that are remembered, for exceptions that are seen again."""
+_REFUSALS = 64
+"""Records of refused requests whose error was not seen: as many threads may fail at once."""
 _AGAIN = 60.0
 """Seconds in which a report like one that was shown in full is one line: for a loop that tries smaller batches."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a report is made from, read while the error is alive. `processes`: the others, by UUID and PID."""
+    """What a report is made from, read while the error is alive. `processes`: the others, by UUID and PID. `peaks`: the
+    most that each framework ever had in use, by UUID and name."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
     processes: Mapping[str, Mapping[int, int | None]] | None = None
     samples: tuple[Sample, ...] = ()
+    budget: Budget | None = None
+    peaks: Mapping[str, Mapping[str, int]] | None = None
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """The record of a refused request: `scene` makes a scene of what was read then."""
+
+    moment: Moment
+    scene: Callable[[], Scene]
+
+
+class _Shown:
+    """A report that is shown in full, and the lines for those like it, which come after it.
+
+    Without a lock, which a signal handler might find held: whoever appends a line looks afterwards whether the report
+    is out, and whoever has written the report looks afterwards for lines.
+    """
+
+    def __init__(self, since: float) -> None:
+        self.since, self.out = since, False
+        self.counts = itertools.count(1)
+        self.lines: deque[str] = deque()
 
 
 display: Callable[[Report | str], None] | None = None
@@ -62,8 +99,13 @@ _installed: _Installed | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
 _reports: dict[int, Report] = {}
-_shown: dict[tuple[str | None, ...], tuple[float, int]] = {}
-"""When a report was last shown in full, and how many like it came since, itself included."""
+_in_full: deque[int] = deque(maxlen=_KEPT)
+"""The numbers of those that were or will be shown in full."""
+_refusals: dict[int, _Refusal] = {}
+"""Those of no error that was seen yet, by number."""
+_caught: dict[int, Report] = {}
+"""Reports that `last_oom` made of these."""
+_shown: dict[tuple[str | None, ...], _Shown] = {}
 
 
 def install(
@@ -81,10 +123,20 @@ def install(
     if _installed is not None:
         _installed.undo()
     if _pid != os.getpid():  # a forked child: its parent's reports are not its own
-        _reports.clear()
-    _installed, _pid = _Installed(read, sinks, clock), os.getpid()
+        for kept in (_reports, _refusals, _caught):
+            kept.clear()
+    installed = _installed = _Installed(read, sinks, clock)
+    _pid = os.getpid()
     in_full_again()
-    return _installed.undo
+    installed.set()  # last: an interruption leaves nothing that `uninstall` does not know
+    return installed.undo
+
+
+def uninstall(read: Callable[[], Scene]) -> None:
+    """Undo the `install` that was given `read`, also one that was interrupted; nothing if another took its place."""
+    installed = _installed
+    if installed is not None and installed.read == read:
+        installed.undo()
 
 
 def in_full_again() -> None:
@@ -100,13 +152,48 @@ def seen(error: BaseException, *, show: bool = True) -> Report | None:
     """
     report, fresh = _examine(error)
     if report is not None and fresh and show:
-        _show(report)
+        _Showing(report, fresh).show()
     return report
 
 
+def refused(moment: Moment, scene: Callable[[], Scene]) -> str | None:
+    """Keep what is known of a request that was just refused, on the thread that made it, before its error is raised.
+
+    `scene` makes a scene of what was read, if it is asked for: it reads nothing anew. Returns what the error is to be
+    marked with as `memguard_refusal`; None if no budget is active. Nothing is printed.
+    """
+    if _installed is None or _pid != os.getpid():
+        return None
+    number = next(_numbers)
+    _refusals[number] = _Refusal(moment, scene)
+    while len(_refusals) > _REFUSALS:
+        oldest = min(list(_refusals), default=number)
+        _refusals.pop(oldest, None)
+        _caught.pop(oldest, None)
+    return f"{_pid}:{number}"
+
+
 def last_oom() -> Report | None:
-    """The report of the last out-of-memory error of this process; None if there was none."""
-    return _reports[max(_reports)] if _reports and _pid == os.getpid() else None
+    """The report of the last out-of-memory error of this process; None if there was none.
+
+    Also of one that the program has caught, if the framework's allocator tells of refused requests.
+    """
+    if _pid != os.getpid():
+        return None
+    reports, refusals = dict(_reports), dict(_refusals)
+    last = max((*reports, *refusals), default=None)
+    if last is None or last in reports:
+        return None if last is None else reports[last]
+    if (known := _caught.get(last)) is None:
+        from memguard._oom.report import of_refusal
+
+        scene = _quietly("no reading at a refused request", refusals[last].scene) or Scene()
+        figures = refusals[last].moment, scene.ledger, scene.plan, scene.processes or {}, scene.budget
+        known = _quietly("no report on a refused request", of_refusal, *figures)
+        if known is None:
+            return reports[max(reports)] if reports else None
+        _caught[last] = known
+    return known
 
 
 def facts_of(error: BaseException) -> ErrorFacts:
@@ -118,7 +205,9 @@ def facts_of(error: BaseException) -> ErrorFacts:
         text = str.__getitem__(str(error), slice(None))  # a plain one, whatever class of text it was
         if len(text) > 2 * _TEXT:
             text = f"{text[:_TEXT]}\n{text[-_TEXT:]}"
-    except Exception:  # its own code
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its own code, which may raise anything
         text = ""
     attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
     return ErrorFacts(
@@ -126,13 +215,13 @@ def facts_of(error: BaseException) -> ErrorFacts:
     )
 
 
-def _examine(error: BaseException) -> tuple[Report | None, bool]:
-    """The report, and whether it was made now."""
+def _examine(error: BaseException) -> tuple[Report | None, int | None]:
+    """The report, and its number if it was made now."""
     try:
         for one in _chain(error):
             if (number := _marked(one)) is not None:
-                return _reports.get(number), False
-            if not isinstance(one, Exception):
+                return _reports.get(number), None
+            if not issubclass(type(one), Exception):  # not isinstance, which may run code of the exception's
                 continue
             # Not before: an import while KeyboardInterrupt ends a program hides it.
             from memguard._oom.classify import classify
@@ -142,45 +231,105 @@ def _examine(error: BaseException) -> tuple[Report | None, bool]:
             if verdict.memory == "none":
                 continue
             if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
-                return _reports.get(number), False  # `raise ... from` an error that was reported
+                return _reports.get(number), None  # `raise ... from` an error that was reported
             if (installed := _installed) is None or _pid != os.getpid():
-                return None, False
-            return _report(one, facts, verdict, installed), True
-    except Exception as failure:
-        _log.debug("an error could not be examined: %s: %s", type(failure).__name__, str(failure))
-    return None, False
+                return None, None
+            return _report(one, facts, verdict, installed)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # the exception's own code may raise anything
+        _log_failure("an error could not be examined", failure)
+    return None, None
 
 
-def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed: _Installed) -> Report:
-    """Make the report, note it on the error, and give it to the sinks."""
+def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed: _Installed) -> tuple[Report, int]:
+    """Make the report, note it on the error, and give it to the sinks. Returns its number too."""
     from memguard._oom.report import diagnose
 
     number = next(_numbers)
     _own(error)[_MARK] = (os.getpid(), number)
-    scene = _quietly("no reading at an out-of-memory error", installed.read) or Scene()
-    report = diagnose(facts, verdict, scene.ledger, scene.plan, scene.processes or {}, scene.samples, time=time.time())
+    record = _claimed(facts, verdict)
+    then = (_quietly("no reading at a refused request", record.scene) if record is not None else None) or Scene()
+    scene = _quietly("no reading at an out-of-memory error", installed.read) or then
+    report = diagnose(
+        facts, verdict, scene.ledger, scene.plan, then.processes or scene.processes or {}, scene.samples,
+        time=time.time() if record is None else record.moment.time, budget=scene.budget, peaks=scene.peaks,
+        recorded=None if record is None else record.moment, then=then.ledger,
+    )  # fmt: skip
     _reports[number] = report
     for old in sorted(dict(_reports))[:-_KEPT]:
         _reports.pop(old, None)
-    if hasattr(error, "add_note"):  # Python 3.11
-        _quietly("no note on the error", error.add_note, report.note)
+    if hasattr(BaseException, "add_note"):  # Python 3.11
+        _quietly("no note on the error", _add_note, error, report.note)
     for sink in installed.sinks:
         _quietly("an out-of-memory error was not recorded", sink, report)
-    return report
+    return report, number
+
+
+def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
+    """The record of the refusal that the error comes from, which is then no other's."""
+    if not _refusals:
+        return None
+    from memguard._oom.classify import family
+    from memguard._oom.moment import record_of
+
+    moments = {number: one.moment for number, one in list(_refusals.items())}
+    name = verdict.requester or family(facts)
+    number = record_of(moments, facts, verdict, name, os.getpid(), threading.get_ident())
+    if number is None:
+        return None
+    _caught.pop(number, None)
+    return _refusals.pop(number, None)
 
 
 def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except Exception as failure:
-        _log.debug("%s: %s: %s", what, type(failure).__name__, str(failure))
+        _log_failure(what, failure)
         return None
 
 
-def _show(report: Report) -> None:
-    """To standard error: drawn on a terminal, plain elsewhere."""
+def _log_failure(what: str, failure: BaseException) -> None:
+    """Without the exception's own text, if that cannot be had: nothing here raises."""
+    with contextlib.suppress(Exception):
+        _log.debug("%s: %s: %s", what, *((facts := facts_of(failure)).type, facts.text))
+
+
+class _Showing:
+    """One report on its way to the screen: in full, or as one line if one like it was shown a short time ago.
+
+    Which of the two is decided when it is made, so that the note on the error can be left out of a traceback that the
+    full report follows.
+    """
+
+    def __init__(self, report: Report, number: int) -> None:
+        self._report, self._like = report, _like(report)
+        self._count = next(self._like.counts)
+        self.in_full = self._count == 1
+        if self.in_full:
+            _in_full.append(number)
+
+    def show(self) -> None:
+        """To standard error: drawn on a terminal, plain elsewhere."""
+        like = self._like
+        if self.in_full:
+            try:
+                _write(self._report)
+            finally:
+                like.out = True
+        else:
+            like.lines.append(_line(self._report, self._count, like.since))
+        while like.out and like.lines:
+            try:
+                line = like.lines.popleft()
+            except IndexError:  # another thread was faster
+                return
+            _write(line)
+
+
+def _write(shown: Report | str) -> None:
     try:
-        shown = _again(report) or report
         if display is not None:
             display(shown)
         elif sys.stderr.isatty() and not isinstance(shown, str):
@@ -190,27 +339,30 @@ def _show(report: Report) -> None:
         else:
             sys.stderr.write(f"{shown}\n")
     except Exception as failure:  # closed, or missing under pythonw and services
-        _log.debug("the report could not be shown: %s", str(failure))
+        _log.debug("the report could not be shown: %s", text_of(failure))
 
 
-def _again(report: Report) -> str | None:
-    """One line instead of the report, if one like it was shown a short time ago; else None.
-
-    Without a lock, which a signal handler might find held: two threads at once may both show theirs in full.
-    """
-    verdict, now = report.verdict, (_installed.clock if _installed is not None else time.monotonic)()
-    for key, (shown, _) in list(_shown.items()):
-        if not 0 <= now - shown < _AGAIN:
+def _like(report: Report) -> _Shown:
+    """What was shown of reports like this one in the last minute. Two threads get the same."""
+    verdict, now = report.verdict, _now()
+    for key, shown in list(_shown.items()):
+        if not 0 <= now - shown.since < _AGAIN and _shown.get(key) is shown:
             _shown.pop(key, None)
     key = verdict.memory, verdict.requester, report.requester, report.reason, report.uuid
-    since, count = _shown.get(key, (now, 0))
-    _shown[key] = since, count + 1
-    if not count:
-        return None
+    return _shown.setdefault(key, _Shown(now))
+
+
+def _now() -> float:
+    return (_installed.clock if _installed is not None else time.monotonic)()
+
+
+def _line(report: Report, count: int, since: float) -> str:
+    """One line instead of the report."""
+    verdict = report.verdict
     who = "" if report.requester == "unknown" else f"{report.requester} "
     possibly = "" if verdict.certain else "possibly "
     what = {"gpu": "out of memory", "disk": "out of disk"}.get(verdict.memory, f"out of {verdict.memory} memory")
-    times = f"{_ordinal(count + 1)} time in {max(round(now - since), 1)} s"
+    times = f"{_ordinal(count)} time in {max(round(_now() - since), 1)} s"
     return f"memguard: {who}{possibly}{what} again ({times}): memguard.last_oom()"
 
 
@@ -225,21 +377,41 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     waiting: list[BaseException | None] = [error]
     while waiting and len(known) < _WALKED:
         one = waiting.pop()
-        if one is None or id(one) in known or isinstance(one, (GeneratorExit, KeyboardInterrupt, SystemExit)):
+        if one is None or id(one) in known or issubclass(type(one), (GeneratorExit, KeyboardInterrupt, SystemExit)):
             continue
         known.add(id(one))
         yield one
-        context = None if one.__suppress_context__ else one.__context__
-        members = getattr(one, "exceptions", ())  # an ExceptionGroup, of Python 3.11 or a package's
-        members = [m for m in members if isinstance(m, BaseException)] if isinstance(members, (list, tuple)) else []
-        waiting += [context, one.__cause__, *reversed(members)]
+        cause, context, members = kin(one)
+        waiting += [None if _SUPPRESSED.__get__(one) else context, cause, *reversed(members)]
+
+
+def kin(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
+    """The exception's cause, its context and the members of a group, read without running its own code.
+
+    Its class may have properties of these names, which raise or never return.
+    """
+    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(  # Python 3.11, or the package for older ones
+        sys.modules.get("exceptiongroup"), "BaseExceptionGroup", None
+    )
+    members: Any = _own(error).get("exceptions")  # of another package's group, such as that of older versions of trio
+    if group is not None and issubclass(type(error), group):
+        members = vars(group)["exceptions"].__get__(error)
+    found = tuple(m for m in members if issubclass(type(m), BaseException)) if type(members) in (list, tuple) else ()
+    return _CAUSE.__get__(error), _CONTEXT.__get__(error), found
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause, left = error.__cause__, _WALKED
+    cause, left = _CAUSE.__get__(error), _WALKED
     while cause is not None and left:
         yield cause
-        cause, left = cause.__cause__, left - 1
+        cause, left = _CAUSE.__get__(cause), left - 1
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """As `add_note` does, without the code of the exception's class: one that is frozen refuses the attribute."""
+    notes = _own(error).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
 
 
 def _marked(error: BaseException) -> int | None:
@@ -262,11 +434,43 @@ def _plain(error: BaseException, name: str) -> int | str | None:
     """An attribute that is a number or a short text; None for any other."""
     try:
         value = getattr(error, name, None)
-    except Exception:  # a property of its own
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a property of its own
         return None
     if type(value) is int:
         return value
     return value if type(value) is str and len(value) <= 100 else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _without_note(error: BaseException, prints: bool) -> Callable[[], None]:
+    """Take the notes of reports that are shown in full off the errors while their traceback is printed.
+
+    Python's own hook `prints` to where the report is. Another may send the error elsewhere: it gets the note in one
+    line. Returns what puts the notes back; nothing else of the error is kept.
+    """
+    taken: list[tuple[list[Any], int, str]] = []
+    try:
+        for one in _chain(error):
+            number, notes = _marked(one), getattr(one, "__notes__", None)
+            report = _reports.get(number) if number in _in_full and number is not None else None
+            if report is None or type(notes) is not list or report.note not in notes:
+                continue
+            at = notes.index(report.note)
+            notes[at : at + 1] = [] if prints else [report.line]
+            taken.append((notes, at, report.note))
+    except Exception as failure:
+        _log.debug("a note stays in the traceback: %s", str(failure))
+
+    def put_back() -> None:
+        for notes, at, note in taken:
+            notes[at : at + (not prints)] = [note]
+
+    return put_back
 
 
 class _Hook:
@@ -275,7 +479,9 @@ class _Hook:
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name, self._live = module, name, True
         self._previous: Callable[..., Any] = getattr(module, name)
-        setattr(module, name, self)
+
+    def set(self) -> None:
+        setattr(self._module, self._name, self)
 
     def remove(self) -> None:
         self._live = False  # a hook that was set after ours still calls it: it then only passes on
@@ -285,13 +491,59 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         """`sys` gives type, value and traceback; `threading` gives one object that has them."""
         error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
-        report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, False)
+        report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, None)
+        showing = _Showing(report, fresh) if report is not None and fresh is not None else None
+        put_back = _without_note(error, self._prints) if isinstance(error, BaseException) else _nothing
         del error
         try:
-            self._previous(*args)
+            self._pass_on(args)
         finally:
-            if report is not None and fresh:
-                _show(report)
+            put_back()
+            if showing is not None:
+                showing.show()
+
+    @property
+    def _prints(self) -> bool:
+        """Whether the hook before is Python's own, which only prints the traceback to standard error."""
+        before = self._previous
+        while isinstance(before, _Hook):
+            before = before._previous
+        return before in (sys.__excepthook__, threading.__excepthook__)
+
+    def _pass_on(self, args: tuple[Any, ...]) -> None:
+        """Call the hook before; or let who called ours show the error as it would without any hook.
+
+        `code.InteractiveInterpreter` and IDLE show an error in their own window if `sys.excepthook` is Python's own.
+        """
+        again = None
+        if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:
+            again = _without_hook()
+        if again is None:
+            self._previous(*args)
+            return
+        sys.excepthook = self._previous
+        try:
+            again()
+        finally:
+            sys.excepthook = self
+
+
+def _without_hook() -> Callable[[], object] | None:
+    """What shows the error that the caller of our hook has; None if that is no interactive interpreter."""
+    try:
+        caller = sys._getframe(3)
+    except ValueError:  # Python itself called the hook
+        return None
+    own = caller.f_code
+    names = own.co_varnames[: own.co_argcount]
+    kind = getattr(sys.modules.get("code"), "InteractiveInterpreter", None)
+    if kind is not None and names and isinstance(shell := caller.f_locals.get(names[0]), kind):
+        for one in type(shell).__mro__:
+            method = vars(one).get(own.co_name)
+            if method is not None and getattr(method, "__code__", None) is own:
+                return functools.partial(method, *(caller.f_locals[name] for name in names))
+    found = caller.f_globals.get("print_exception") if caller.f_globals.get("__name__") == "idlelib.run" else None
+    return found if callable(found) else None
 
 
 class _Installed:
@@ -302,6 +554,10 @@ class _Installed:
     ) -> None:
         self.read, self.sinks, self.clock = read, sinks, clock
         self._hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))
+
+    def set(self) -> None:
+        for hook in self._hooks:
+            hook.set()
 
     def undo(self) -> None:
         global _installed

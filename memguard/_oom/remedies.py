@@ -7,12 +7,18 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from math import ceil
+from typing import TYPE_CHECKING
 
+from memguard import _policy
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
 from memguard._specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._types import DevicePlan, Plan
-from memguard._units import GRANULE, MIB, format_size, round_up
+from memguard._units import GRANULE, MIB, format_size, round_down, round_up
+from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
 
 SEGMENT = 20 * MIB
 """The most that an allocator takes beyond a small request: a segment of torch (measured)."""
@@ -20,6 +26,8 @@ WORKSPACE = 256 * MIB
 """Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _WORTH = 16 * MIB
 """A remedy that gains less is not worth showing."""
+_PIECES = 10
+"""Fragmentation is the reason if it takes at least one part in so many of the cap."""
 _ELSEWHERE = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -49,7 +57,8 @@ class Case:
     """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
 
     `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
-    request, and what its allocator takes beyond it.
+    request, and what its allocator takes beyond it. `of_then`: the requester's figures are those of the moment at which
+    the request was refused.
     """
 
     part: DeviceLedger
@@ -57,6 +66,8 @@ class Case:
     raised: str | None = None
     plan: Plan | None = None
     others: Mapping[int, int | None] = field(default_factory=dict)
+    budget: Budget | None = None
+    of_then: bool = False
 
     @cached_property
     def row(self) -> Row | None:
@@ -99,7 +110,8 @@ class Case:
 
         That is what a trim leaves of its cache. For torch it is `inactive_split_bytes`, which `reclaimable` leaves out.
         """
-        if self.row is None:
+        spec = SPECS.get(self.row.name) if self.row is not None else None
+        if self.row is None or (spec is not None and spec.pads):
             return 0
         if self.silent:
             return self.room or 0
@@ -115,8 +127,14 @@ class Case:
         own = (self.row.reclaimable or 0) if self.row is not None else 0
         return self.free + own < self.need
 
-    @cached_property
+    @property
     def fragmented(self) -> bool:
+        """Whether fragmentation is the reason. A few per cent of each cache are in pieces always."""
+        cap = (self.row.cap if self.row is not None else None) or 0
+        return self.of_then and self.in_pieces and self.split * _PIECES >= cap
+
+    @cached_property
+    def in_pieces(self) -> bool:
         """Whether the request would fit under its cap if its cache were in one piece."""
         if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
             return not self.over_card and self.room is not None and self.room >= self.need
@@ -146,6 +164,8 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
         found += _whole(case)
     if reason in ("cap", "cap and card", "fragmented"):
         found += _higher_cap(case)
+        if reason != "fragmented" and case.of_then and case.in_pieces:
+            found += _whole(case)
     if reason in ("card", "cap and card", "unknown"):
         found += _trims(case)
     if reason in ("card", "cap and card"):
@@ -211,6 +231,10 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
     name, cap = row.name, part.caps[row.name]
+    if row.cap is not None and row.cap < cap:
+        own, most = format_size(row.cap), format_size(cap)
+        yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
+        return
     # Allocators round up, PyCUDA's bins by up to a sixteenth.
     wanted = round_up(case.taken + case.need + (case.verdict.requested or 0) // 16)
     # A share may be rounded down by a granule: that much is kept for each of the others.
@@ -226,7 +250,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         setting = _share(plan, part, wanted, spare) or f"limit to {wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", wanted - cap)
         return
-    missing = wanted - spare[part.device.uuid]
+    missing = wanted - min(spare.values())
     idle = {
         r.name: (r.cap - (r.bytes or 0), r) for r in case.frameworks if r is not row and r.cap and r.at_least is None
     }
@@ -234,12 +258,59 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     text = f"{name} would need a cap of {format_size(wanted)}, {format_size(missing)} more than the budget has left: "
     if other is not None and idle[other][0] >= missing:
         used, most = format_size(idle[other][1].bytes), format_size(idle[other][1].cap)
-        yield Remedy(f"{text}lower frameworks.{other}, which holds {used} of its {most}", missing)
-    elif part.device.usable - part.limit >= missing:
-        limits = f"from {format_size(part.limit)} to {format_size(part.limit + missing)}"
-        yield Remedy(f"{text}raise device.limit {limits}", missing)
-    else:
-        yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
+        less = round_down(part.caps[other] - missing)
+        settings = {name: wanted, other: less}
+        if case.budget is None or _gives(case, wanted, settings) is not None:
+            limits = f"to {less // MIB}MiB and raise frameworks.{name} to {wanted // MIB}MiB"
+            yield Remedy(f"{text}lower frameworks.{other}, which holds {used} of its {most}, {limits}", wanted - cap)
+            return
+    if case.budget is None:
+        yield Remedy(f"{text}lower another cap, or raise device.limit if the GPU has that to spare")
+        return
+    yield from _higher_limit(case, wanted, text)
+
+
+def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
+    """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned anew."""
+    budget, part, row = case.budget, case.planned, case.row
+    assert budget is not None and part is not None and row is not None
+    name, cap = row.name, part.caps[row.name]
+    others = [one for other, one in budget.frameworks.items() if other != name]
+    shares = sum((one.share for one in others if one.share is not None), Fraction(0))
+    fixed = sum(round_down(one.limit) for one in others if one.limit is not None)
+    own = budget.frameworks[name].share
+    rooms: list[tuple[Fraction, dict[str, int]]] = []
+    if own is not None:  # it grows with the limit by itself; a share may be rounded down by a granule
+        rooms.append(((wanted + GRANULE) / Fraction(own), {}))
+    if shares < 1:
+        rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
+    for room, settings in rooms:
+        limit = -(-(ceil(room) + part.reserve) // MIB) * MIB
+        more = _gives(case, wanted, settings, limit) if limit > part.limit else None
+        if more is not None:
+            with_cap = f", and frameworks.{name} to {wanted // MIB}MiB" if settings else ""
+            limits = f"from {format_size(part.limit)} to {limit // MIB}MiB{with_cap}"
+            yield Remedy(f"{text}raise device.limit {limits}", more - cap)
+            return
+    yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
+
+
+def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
+    """The requester's cap here, if the budget with these caps and this limit can be planned and gives `wanted`."""
+    budget, part, row, plan = case.budget, case.planned, case.row, case.plan
+    assert budget is not None and part is not None and row is not None and plan is not None
+    written = budget.model_dump(exclude_none=True)
+    for name, size in caps.items():
+        entry = {key: value for key, value in written["frameworks"][name].items() if key != "share"}
+        written["frameworks"][name] = {**entry, "limit": size}
+    if limit is not None:
+        written["device"] = {**written.get("device", {}), "limit": limit}
+    try:
+        changed = _policy.plan(type(budget).from_mapping(written), [one.device for one in plan.devices])
+    except MemguardError:
+        return None
+    given = changed.caps(row.name).get(part.device.uuid, 0)
+    return given if given >= wanted else None
 
 
 def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int]) -> str | None:

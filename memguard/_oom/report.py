@@ -15,14 +15,18 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._ledger.types import DeviceLedger, Ledger
+from memguard._oom import moment as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
 from memguard._oom.remedies import Case, Remedy, remedies
 from memguard._specs import NEVER_GIVE_BACK
-from memguard._types import Enforcement, Plan, Sample
+from memguard._text import shown, visible
+from memguard._types import Enforcement, Moment, Plan, Sample
 from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from memguard._config import Budget
 
 __all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
 
@@ -58,6 +62,9 @@ class Report:
 
     `requester` is who asked, in words (`cublas, through cupy`), `error` the short text, `why` one sentence, `holders`
     the largest first, `processes` the others on that GPU (bytes by PID, None if NVML does not report them).
+
+    `moment` has the figures of the request's refusal; None if only those of `ledger` are known, which are of the time
+    at which memguard saw the error. `caught`: the refusal was seen, and its error has not left a block or the program.
     """
 
     time: float
@@ -72,6 +79,8 @@ class Report:
     reason: Reason = "unknown"
     why: str = ""
     holders: tuple[Holder, ...] = field(default=())
+    moment: Moment | None = None
+    caught: bool = False
 
     @property
     def simulated(self) -> bool:
@@ -88,6 +97,8 @@ class Report:
             "uuid": self.uuid,
             "reason": self.reason,
             "why": self.why,
+            "caught": self.caught,
+            "moment": _moment(self.moment),
             "holders": [vars(holder) for holder in self.holders],
             "processes": {str(pid): size for pid, size in self.processes.items()},
             "remedies": [vars(remedy) for remedy in self.remedies],
@@ -111,20 +122,25 @@ class Report:
         return f"{who}{possibly}ran out of {what}{size}{mark}" if who else f"{possibly}out of {what}{size}{mark}"
 
     @property
+    def line(self) -> str:
+        """Title and reason in one line."""
+        return f"memguard: {self.title}" + (f": {self.why}" if self.why else "")
+
+    @property
     def note(self) -> str:
         """For the exception itself: title, reason and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return "\n  ".join(part for part in parts if part)
+        return shown("\n  ".join(part for part in parts if part))
 
     def __str__(self) -> str:
-        return "\n".join(label + text for _, label, text in self._lines())
+        return shown("\n".join(label + text for _, label, text in self._lines()))
 
     def __rich__(self) -> RenderableType:
         from rich.text import Text
 
         out = Text(no_wrap=True)
         for number, (style, label, text) in enumerate(self._lines()):
-            out.append("\n" if number else "").append(label, "dim").append(text, style)
+            out.append("\n" if number else "").append(label, "dim").append(visible(text), style)
         return out
 
     def _repr_html_(self) -> str:
@@ -169,13 +185,21 @@ def diagnose(
     samples: Sequence[Sample],
     *,
     time: float,
+    budget: Budget | None = None,
+    peaks: Mapping[str, Mapping[str, int]] | None = None,
+    recorded: Moment | None = None,
+    then: Ledger | None = None,
+    caught: bool = False,
 ) -> Report:
-    """The report on one exception.
+    """The report on one exception, or on a refused request whose exception the program has caught.
 
-    ledger     a reading taken while the exception is alive, and with it what its frames hold
+    ledger     a reading of now, while the exception is alive; of then, if nobody saw the exception
     processes  other processes' bytes by device UUID and PID
     samples    the monitor's last ones, oldest first
     time       seconds, as `time.time()`
+    budget     what `plan` was made from; without it no advice changes `device.limit`
+    peaks      the most that each framework ever had in use, by device UUID and name
+    recorded   the record of the refusal, and `then` a reading of that moment
     """
     raised = family(facts)
     who = verdict.requester or "unknown"
@@ -187,24 +211,70 @@ def diagnose(
         why = "the GPU budget has nothing to do with it"
         found = remedies(verdict, None)
         return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
-    part = _device(facts.text, verdict, ledger)
+    part = _device(facts.text, verdict, ledger, recorded)
     if part is None:
         reason, why = _unknown(ledger)
-        return Report(time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why)
+        return Report(
+            time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why, (), recorded, caught
+        )
     uuid = part.device.uuid
+    before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
     others = dict(processes.get(uuid, {}))
-    case = Case(_caps_in_force(part, verdict), verdict, raised, plan, others)
-    reason, why = _reason(case)
+    case = Case(_caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None)
+    reason, why = _reason(case, moment, moments.since(before, None if caught else part, verdict.requester))
     found = remedies(verdict, case, reason)
     return Report(
-        time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case)
-    )
+        time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
+        moment, caught,
+    )  # fmt: skip
 
 
-def _device(text: str, verdict: Verdict, ledger: Ledger | None) -> DeviceLedger | None:
-    """The GPU that the text names by CUDA's number; else the one with the least room for the requester."""
+def _then(
+    part: DeviceLedger,
+    facts: ErrorFacts,
+    verdict: Verdict,
+    plan: Plan | None,
+    then: Ledger | None,
+    recorded: Moment | None,
+    samples: Sequence[Sample],
+    peaks: Mapping[str, int],
+    time: float,
+) -> tuple[DeviceLedger, Moment | None]:
+    """The GPU's rows when the request was refused, and the figures behind that; as now, and None, if none are known."""
+    told = moments.of_text(facts, verdict, time)
+    uuid = part.device.uuid
+    if recorded is not None:
+        recorded = moments.complete(recorded, told)
+        base = next((one for one in then.devices if one.device.uuid == uuid), part) if then is not None else part
+        return moments.at(base, recorded), recorded
+    if told is not None:
+        told = replace(told, uuid=uuid)
+        return moments.at(part, told), told
+    need = Case(part, verdict, plan=plan).need
+    found = moments.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
+    return (part, None) if found is None else (moments.at(part, found), found)
+
+
+def of_refusal(
+    moment: Moment, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
+    budget: Budget | None = None,
+) -> Report:  # fmt: skip
+    """The report on a refused request whose exception nobody has seen: the program has most likely caught it."""
+    verdict = Verdict("gpu", moment.framework, moment.requested, True)
+    size = "" if moment.requested is None else f" {format_size(moment.requested)} of"
+    facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
+    return diagnose(
+        facts, verdict, then, plan, processes, (), time=moment.time, budget=budget, recorded=moment, then=then,
+        caught=True,
+    )  # fmt: skip
+
+
+def _device(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
+    """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
     if ledger is None or not ledger.devices:
         return None
+    if recorded is not None and recorded.uuid is not None:
+        return next((part for part in ledger.devices if part.device.uuid == recorded.uuid), None)
     if named := re.search(r"\bGPU[ :_](\d+)\b|\bon device (\d+)\b", text):
         number = int(named[1] or named[2])
         known = all(part.device.ordinal is not None for part in ledger.devices)
@@ -231,38 +301,57 @@ def _unknown(ledger: Ledger | None) -> tuple[Reason, str]:
     return "unknown", "the error is about a GPU that the budget does not name"
 
 
-def _reason(case: Case) -> tuple[Reason, str]:
-    """Whether it was its own cap or the full card, and the figures that show it."""
+def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]:
+    """Whether it was its own cap or the full card, and the figures that show it: those of the moment, if known.
+
+    `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
+    """
+    if since:
+        is_, has, holds = "was", "had", "held"
+        end = f" when the request failed{since}"
+    else:
+        is_, has, holds = "is", "has", "holds"
+        end = ""
     row, card = case.row, f"{format_size(case.free)} free"
+    exact = moment is not None and moment.source in ("refusal", "observer", "text")
     if row is None or row.cap is None:
         if case.over_card:
             about = "" if row else ", and this memory lies outside every cap"
             if row is not None and case.planned is not None and row.name in case.planned.caps:
                 cap = format_size(case.planned.caps[row.name])
                 about = f"; {row.name}'s cap of {cap} is {row.enforcement}, not enforced"
-            return "card", f"the card is full: {card}{about}"
-        return "unknown", f"the card has {card} now: memory was freed since, or the error means something else"
-    held = f"holds {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
+            return "card", f"the card {is_} full: {card}{end}{about}"
+        if moment is not None and moment.free is not None and exact:
+            return "unknown", f"the card {has} {card}{end}: the error means something else"
+        return "unknown", f"the card has {card} now: memory was freed since, as far as is known"
+    held = f"{holds} {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
-    cap = f"its cap of {format_size(row.cap)} is reached: it {held}{used}"
+    if moment is not None and moment.source == "peak":
+        used = f" ({format_size(row.in_use)} in use at its peak)"
+    cap = f"its cap of {format_size(row.cap)} {is_} reached: it {held}{used}"
     asked = case.verdict.requested
     if asked is not None and asked > row.cap and case.over_cap:
-        return "cap", f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}; the card has {card}"
+        whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"
+        return "cap", f"{whole}; the card {has} {card}{end}"
+    if case.in_pieces and moment is None:
+        unknown = "what was in use when the request failed is not known"
+        return "cap", f"{cap} now; {unknown}; the card has {card}"
     if case.fragmented:
-        pieces = f"{format_size(case.split)} of its cache is fragmented"
+        pieces = f"{format_size(case.split)} of its cache {is_} fragmented"
         if case.silent:
-            pieces = f"{format_size(case.split)} of its pool is free but fragmented"
-        return "fragmented", f"its cap of {format_size(row.cap)} is large enough, but {pieces}; the card has {card}"
+            pieces = f"{format_size(case.split)} of its pool {is_} free but fragmented"
+        large = f"its cap of {format_size(row.cap)} is large enough, but {pieces}"
+        return "fragmented", f"{large}; the card {has} {card}{end}"
     if case.over_cap and case.over_card:
-        return "cap and card", f"{cap}, and the card has only {card}"
+        return "cap and card", f"{cap}, and the card {has} only {card}{end}"
     if case.over_cap:
-        return "cap", f"{cap}; the card has {card}"
+        return "cap", f"{cap}{end}" if since else f"{cap}; the card has {card}"
     if case.over_card:
-        return "card", f"the card is full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}"
-    return "unknown", (
-        f"there is room now ({format_size(case.room)} under its cap, {card}): memory was freed since, or the error "
-        "means something else"
-    )
+        return "card", f"the card {is_} full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}{end}"
+    room = f"({format_size(case.room)} under its cap, {card})"
+    if exact and moment is not None and (moment.held is not None or moment.in_use is not None):
+        return "unknown", f"there {is_} room {room}{end}: the error means something else"
+    return "unknown", f"there is room now {room}: memory was freed since, as far as is known"
 
 
 def _holders(case: Case) -> tuple[Holder, ...]:
@@ -317,7 +406,7 @@ def _short(facts: ErrorFacts) -> str:
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
     line = telling or (lines[0] if lines else "")
     kind = facts.type.removeprefix("builtins.")
-    text = f"{kind if len(kind) <= 40 else kind.rpartition('.')[2]}: {line}".rstrip(": ")
+    text = f"{kind if len(kind) <= 40 else kind.rpartition('.')[2]}: {line}".strip(": ")
     return text if len(text) <= 200 else text[:199] + "…"
 
 
@@ -326,6 +415,14 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
     indent = 9
     lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
+
+
+def _moment(moment: Moment | None) -> dict[str, Any] | None:
+    if moment is None:
+        return None
+    names = ("source", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
+    when = datetime.fromtimestamp(moment.time, timezone.utc).isoformat()
+    return {"time": when, **{name: getattr(moment, name) for name in names}}
 
 
 def _plain(value: Any) -> Any:

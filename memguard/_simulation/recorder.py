@@ -7,24 +7,23 @@ until the block ends.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 
 from memguard import _api
+from memguard._blocks import Block, End
 from memguard._frameworks.base import Framework
 from memguard._guard import Guard
+from memguard._logs import log as _log
 from memguard._simulation import trace
 from memguard._types import Device, State, TraceEvent, Usage
+from memguard._workers import IdleGuard
 from memguard.errors import TraceError
-
-_log = logging.getLogger("memguard")
 
 _recording: int | None = None
 """PID of the process that is recording. PyTorch keeps one history, so only one trace at a time is possible."""
@@ -32,14 +31,21 @@ INTERVAL = 0.002
 """Seconds between samples of a framework that does not report allocations; one sample of TensorFlow takes 2.3 µs."""
 
 
-@contextmanager
-def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) -> Iterator[None]:
+def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) -> Block[None]:
     """Record the block's allocations into a new file at `path` (JSONL, `docs/trace.md`).
 
     Needs an active budget. A framework that goes live inside the block is sampled from then on; to record each of
     PyTorch's allocations, call `torch.cuda.init()` before the block. The header has the peaks of each framework's
-    held and in use. Raises NotActive, TraceError.
+    held and in use. Times are those of a clock that is never set. Raises NotActive, TraceError.
     """
+
+    def begin() -> tuple[None, End]:
+        return None, _begin(path, interval)
+
+    return Block(begin)
+
+
+def _begin(path: str | os.PathLike[str], interval: float) -> End:
     global _recording
     target = os.path.abspath(path)  # the block may change the working directory
     if os.path.lexists(target):
@@ -47,15 +53,18 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
     if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
         raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
     guard = _api.current()
+    if isinstance(guard, IdleGuard):
+        _log.warning("no trace is recorded: %s", guard.why)
+        return lambda error: None
     if _recording == os.getpid():
         raise TraceError("a trace is being recorded already\n    fix: end that block first")
     frameworks = dict(guard.frameworks)
-    started = time.time()
+    started, of_day = time.monotonic(), time.time()
     stops: dict[str, Callable[[], list[TraceEvent]]] = {}
     for name, framework in frameworks.items():
         if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
             stops[name] = stop
-    sampler = _Sampler(guard, frameworks, [name for name in frameworks if name not in stops], interval)
+    sampler = _Sampler(guard, frameworks, [name for name in frameworks if name not in stops], interval, started)
     _recording = os.getpid()
     sampler.start()
 
@@ -63,27 +72,43 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
         if os.getpid() != _recording:  # a forked child also leaves the block, and must write nothing
             return
         events = sampler.stop()
-        for stop in stops.values():
-            events += stop()
-        ended = time.time()  # after the last sample, so that marks come last
+        reported = [stop() for stop in stops.values()]
+        ended = time.monotonic() - started  # after the last sample, so that marks come last
+        for found in reported:
+            events += since(found, of_day, time.time() - ended, ended)
         for name, framework in frameworks.items():
             events += _mark(guard, name, framework, ended)
-        header = _header(guard, frameworks, started, sampler.most)
-        events = [replace(e, time=round(e.time - started, 6)) for e in sorted(events, key=lambda e: e.time)]
-        trace.write(target, header, [e for e in events if e.time >= 0])
+        header = _header(guard, frameworks, of_day, sampler.most)
+        trace.write(target, header, [replace(e, time=round(e.time, 6)) for e in sorted(events, key=lambda e: e.time)])
 
-    try:
+    def end(error: BaseException | None) -> None:
+        global _recording
         try:
-            yield
-        except BaseException:
-            try:
-                finish()
-            except Exception as error:  # the block's own error is raised, not this one
-                _log.warning("%s", str(error))
-            raise
-        finish()
-    finally:
-        _recording = None
+            finish()
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.warning("%s", str(failure))  # the block's own error goes on, not this one
+        finally:
+            _recording = None
+
+    return end
+
+
+def since(events: list[TraceEvent], begun: float, begun_now: float, ended: float) -> list[TraceEvent]:
+    """The events of one framework, in order, with seconds since the recording began instead of times of the day.
+
+    `begun` is the time of day at which it began. `begun_now` is the same by the clock as it was at the end: another, if
+    the clock was set meanwhile. `ended` is the recording's length. No event is lost, and their order stays.
+    """
+    found: list[TraceEvent] = []
+    last = 0.0
+    for event in events:
+        before, after = event.time - begun, event.time - begun_now
+        time = before if last <= before <= ended else after
+        last = min(max(time, last), ended)
+        found.append(replace(event, time=last))
+    return found
 
 
 def _usage(framework: Framework, device: Device) -> Usage | None:
@@ -96,8 +121,11 @@ def _usage(framework: Framework, device: Device) -> Usage | None:
 
 
 class _Sampler:
-    def __init__(self, guard: Guard, frameworks: dict[str, Framework], names: list[str], interval: float) -> None:
+    def __init__(
+        self, guard: Guard, frameworks: dict[str, Framework], names: list[str], interval: float, started: float
+    ) -> None:
         self._guard, self._frameworks, self._names, self._interval = guard, frameworks, names, interval
+        self._started = started
         self._stop = threading.Event()
         self._events: list[TraceEvent] = []
         self._last: dict[tuple[str, int], int] = {}
@@ -129,7 +157,8 @@ class _Sampler:
                 if self._last.get((name, position), 0) == usage.in_use:
                     continue
                 self._last[name, position] = usage.in_use
-                self._events.append(TraceEvent(time.time(), name, "in_use", in_use=usage.in_use, device=position))
+                now = time.monotonic() - self._started
+                self._events.append(TraceEvent(now, name, "in_use", in_use=usage.in_use, device=position))
 
     def _measure(self, name: str, usage: Usage) -> None:
         most = self.most.setdefault(name, {})

@@ -171,6 +171,10 @@ class _Run:
         self.arrays: dict[tuple[str, int], int | None] = {}  # None: its allocation was refused
         if trace.header.simulated:
             self.notes.append("the trace itself was recorded on simulated GPUs")
+        if caps is None and "caps" in trace.header.extra:
+            self.notes.append(
+                "the trace was recorded under a budget: without its caps more may be held than was recorded"
+            )
 
     def step(self, event: TraceEvent) -> None:
         cell = self._cell(event)
@@ -317,12 +321,12 @@ def _worse(so_far: float | None, simulated: int, recorded: int | None) -> float 
 
 def _deviation(row: SimulationFramework) -> str:
     parts = [
-        f"{word} {value:.1%}"
-        for word, value in (("held", row.held_deviation), ("in use", row.in_use_deviation))
+        f"{value:.1%} of what it {word}"
+        for word, value in (("held", row.held_deviation), ("had in use", row.in_use_deviation))
         if value is not None
     ]
     where = f"{row.framework[:16]} on GPU {row.device}"
-    return f"{where}: simulated against recorded, compared {_times(row.marks)}, largest deviation: {', '.join(parts)}"
+    return f"{where}: compared {_times(row.marks)} with what was recorded, and off by up to {' and '.join(parts)}"
 
 
 def _times(count: int) -> str:

@@ -166,6 +166,8 @@ class _Reader:
     def header(self, text: str) -> TraceHeader:
         record = self._object(text)
         version = record.pop("memguard_trace", None)
+        if version is None and "memguard_timeline" in record:
+            self.fail("this is a timeline, not a trace", f"memguard replay {self.name}")
         if version is None:
             self.fail("the first line is not a trace header", 'start the file with {"memguard_trace": 1, ...}')
         if type(version) is not int or version != VERSION:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
+from collections import deque
 from typing import BinaryIO
 
 from memguard._timeline.format import MAGIC
@@ -49,11 +51,17 @@ def numbered(path: str) -> list[tuple[int, str]]:
 
 
 def open_regular(path: str, flags: int = 0) -> BinaryIO:
-    handle = os.open(path, os.O_RDONLY | _NONBLOCK | _CLOEXEC | flags)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(0, "not a regular file")
-    return open(handle, "rb")
+    opened: list[int] = []
+    try:
+        try:
+            handle = _open(path, os.O_RDONLY | _NONBLOCK | _CLOEXEC | flags, opened)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(0, "not a regular file")
+            return open(opened.pop(), "rb")
+        finally:
+            close(opened)
+    finally:
+        close(opened)  # again: a Ctrl-C may have come into the one before
 
 
 def why_not_ours(path: str) -> str | None:
@@ -83,20 +91,40 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def create(path: str) -> int:
-    """Create a file with mode 0600, open it for appending and lock it: the lock marks it as being written."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o600)
+def create(path: str, opened: list[int]) -> int:
+    """Create a file with mode 0600, open it for appending and lock it: the lock marks it as being written.
+
+    The descriptor is also put into `opened`, for `close`: a Ctrl-C may come before this returns.
+    """
+    handle = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, opened)
     _lock(handle)
     return handle
 
 
+def close(opened: list[int]) -> None:
+    """Close the descriptors, and empty the list. Raises nothing."""
+    while opened:
+        with contextlib.suppress(OSError):
+            # In one call, as in `_open`: each is taken out and closed, or neither.
+            deque(map(os.close, map(list.pop, (opened,))), 0)
+
+
 def in_use(path: str) -> bool:
     """Whether a live process is writing the file."""
-    handle = os.open(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW | _CLOEXEC)
+    opened: list[int] = []
     try:
-        return not _lock(handle)
+        try:
+            return not _lock(_open(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW | _CLOEXEC, opened))
+        finally:
+            close(opened)
     finally:
-        os.close(handle)
+        close(opened)
+
+
+def _open(path: str, flags: int, opened: list[int]) -> int:
+    """Open the file and put the descriptor into `opened`, in one call, which a Ctrl-C cannot come into."""
+    opened.extend(map(os.open, (path,), (flags,), (0o600,)))
+    return opened[-1]
 
 
 def _lock(handle: int) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from memguard._types import Event, Plan, Sample
-from memguard._units import short
+from memguard._units import MAX_SIZE, is_whole, short
 
 VERSION = 1
 MAGIC = b'{"memguard_timeline":'
@@ -121,12 +122,12 @@ def columns_line(time: float, columns: Columns) -> bytes:
 
 
 def event_line(event: Event) -> bytes:
-    record = {"kind": str(event.kind), "text": str(event.text)[:_TEXT]}
+    record = {"kind": _words(event.kind), "text": _words(event.text)[:_TEXT]}
     if event.level is not None:
         record["level"] = event.level.value
-    for key in ("uuid", "framework", "seconds", "bytes"):
-        if (value := plain(getattr(event, key))) is not None:
-            record[key] = value[:100] if isinstance(value, str) else value
+    for key in ("uuid", "framework", "seconds", "bytes", "times"):
+        if (value := _detail(key, getattr(event, key))) is not None:
+            record[key] = value
     return _line({"t": _time(event.time), "event": record})
 
 
@@ -148,16 +149,20 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
     rows = []
     names = columns.frameworks
     for device in sample.devices:
+        used, free, overhead = number(device.used), number(device.free), number(device.overhead)
+        if used is None or free is None or overhead is None or not is_whole(device.total):
+            continue  # a reading that cannot be true is none
+        limit = number(device.limit)
         try:
             at = columns.devices.index(device.uuid)
         except ValueError:
             at, changed = len(columns.devices), True
             columns.devices.append(device.uuid)
             columns.totals.append(device.total)
-            columns.limits.append(device.limit)
+            columns.limits.append(limit)
             columns.caps.append([None] * len(names))
-        if columns.totals[at] != device.total or columns.limits[at] != device.limit:
-            columns.totals[at], columns.limits[at], changed = device.total, device.limit, True
+        if columns.totals[at] != device.total or columns.limits[at] != limit:
+            columns.totals[at], columns.limits[at], changed = device.total, limit, True
         caps, found = columns.caps[at], []
         frameworks = device.frameworks
         for position, name in enumerate(names):
@@ -165,7 +170,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
             if usage is None:
                 found.append("0")
                 continue
-            held, in_use, reclaimable, cap = usage
+            held, in_use, reclaimable, cap = map(number, usage)
             if caps[position] != cap:
                 caps[position], changed = cap, True
             found.append(f"[{held},{in_use},{reclaimable}]")
@@ -175,10 +180,34 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 for other in columns.caps:
                     other.append(None)
             return sample_line(sample, columns)[0], True
-        numbers = f"{at},{device.used},{device.free},{device.process},{device.overhead},{device.unaccounted}"
+        numbers = f"{at},{used},{free},{number(device.process)},{overhead},{number(device.unaccounted)}"
         rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
     # The line holds only numbers, so None cannot be part of a text.
     return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed
+
+
+def number(value: object) -> int | None:
+    """A number of bytes as the reader takes it; None for whatever it would refuse."""
+    if type(value) is not int:
+        try:
+            value = operator.index(value)  # type: ignore[arg-type]
+        except Exception:  # not a whole number; its own code may raise anything
+            return None
+    return int(value) if -MAX_SIZE <= value <= MAX_SIZE else None
+
+
+def _words(value: object) -> str:
+    return str(value) if isinstance(value, str) else short(value)
+
+
+def _detail(key: str, value: object) -> Any:
+    """What an event says beside its text, of the type that the reader takes; else None."""
+    if key in ("bytes", "times"):
+        return number(value)
+    value = plain(value)
+    if key == "seconds":
+        return value if type(value) in (int, float) else None
+    return value[:100] if isinstance(value, str) else None
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
@@ -198,7 +227,10 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 def _time(time: float) -> float:
     """Rounded to the millisecond; 0 if out of range."""
-    return round(time, 3) if 0 <= time < MAX_SECONDS else 0.0
+    try:
+        return round(float(time), 3) if 0 <= time < MAX_SECONDS else 0.0
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

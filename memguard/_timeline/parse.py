@@ -20,11 +20,11 @@ _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
 _EVENT: Mapping[str, tuple[type, ...]] = {
     "kind": (str,), "text": (str,), "level": (str,), "uuid": (str,), "framework": (str,), "seconds": (int, float),
-    "bytes": (int,),
+    "bytes": (int,), "times": (int,),
 }  # fmt: skip
 _DEVICE: Mapping[str, tuple[type, ...]] = {
     "uuid": (str,), "name": (str,), "index": (int,), "total": (int,), "reserved": (int, type(None)),
-    "architecture": (str,), "ordinal": (int, type(None)), "simulated": (bool,),
+    "architecture": (str,), "ordinal": (int, type(None)), "simulated": (bool,), "unified": (bool,),
 }  # fmt: skip
 _PART: Mapping[str, tuple[type, ...]] = {"limit": (int,), "reserve": (int,), "unallocated": (int,)}
 
@@ -41,6 +41,8 @@ class Parser:
 
     def header(self, raw: bytes) -> Header:
         record = self.object(raw)
+        if "memguard_trace" in record:
+            self.fail("this is a trace, not a timeline", f"memguard simulate BUDGET {self.name}")
         if "memguard_timeline" not in record:
             self.fail("the first line is not the header of a timeline", _NO_TIMELINE)
         if (version := record["memguard_timeline"]) != VERSION or type(version) is not int:
@@ -113,8 +115,8 @@ class Parser:
         devices = []
         for row in rows:
             at, used, free, process, overhead, unaccounted, *found = row
-            self._whole(at, used, free, overhead)
-            _whole_or_none(process, unaccounted)
+            self._whole(at, free, overhead)
+            _whole_or_none(used, process, unaccounted)
             if not 0 <= at < len(columns.devices) or len(found) > len(names):
                 raise ValueError("it has more columns than were named")
             caps = columns.caps[at]
@@ -155,7 +157,8 @@ class Parser:
     def _plan(self, content: dict[str, Any]) -> Plan:
         devices = []
         for part in content["devices"]:
-            device = Device(**{key: self._typed(part, key, *types) for key, types in _DEVICE.items()})
+            known = {"unified": False, **part}  # older files do not have it
+            device = Device(**{key: self._typed(known, key, *types) for key, types in _DEVICE.items()})
             sizes = {key: self._size(self._typed(part, key, *types)) for key, types in _PART.items()}
             self._size(device.total)
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}

@@ -7,7 +7,8 @@ returned idle memory, so a framework is judged by the memory that it could not h
 - `fragments`: the live arrays fit under the cap, but not the blocks that they lie in: refused, unless packed closer.
 - `cache`: more is held than the cap, but the excess is idle: it would have been returned and nothing refused.
 
-Samples do not show what was allocated and freed between two of them, nor what was refused while recording.
+Samples do not show what was allocated and freed between two of them, nor what was refused while recording. That is
+counted by itself, and is a refusal under every cap that is not larger than the one it met.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from memguard._ledger.types import EXCHANGE
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._timeline import Oom
-from memguard._types import DevicePlan, DeviceSample, FrameworkSample, Plan, Sample
+from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._units import MIB, format_size, round_up
 
 _WIDTH = 80
@@ -42,7 +43,11 @@ class Above:
 
 @dataclass(frozen=True)
 class TimelineFramework:
-    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least."""
+    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least.
+
+    `requests` counts the requests that were refused while recording; `again` says whether they would be under this cap:
+    None if it is larger than the one of then.
+    """
 
     framework: str
     device: int
@@ -54,6 +59,15 @@ class TimelineFramework:
     refused: Above
     fragments: Above
     cache: Above
+    requests: int = 0
+    again: bool | None = None
+
+    @property
+    def times(self) -> str:
+        """How often it would have been refused, as far as is known."""
+        if self.requests and self.again:
+            return str(max(self.requests, self.refused.times))
+        return str(self.refused.times or "?") if self.requests else str(self.refused.times)
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,9 @@ class TimelineOutcome:
     @property
     def fits(self) -> bool:
         """Whether no framework would have been refused, with its arrays where they were."""
-        return not any(row.refused.times or row.fragments.times for row in self.frameworks)
+        return not any(
+            row.refused.times or row.fragments.times or (row.requests and row.again) for row in self.frameworks
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -129,7 +145,7 @@ class TimelineOutcome:
         for row in self.frameworks:
             cap = "none" if row.cap is None else format_size(row.cap)
             sizes = f"{cap:>12}{format_size(row.peak_held):>13}{format_size(row.peak_in_use):>13}"
-            counts = f"{row.refused.times:>9}{row.fragments.times:>7}{row.cache.times:>7}"
+            counts = f"{row.times:>9}{row.fragments.times:>7}{row.cache.times:>7}"
             lines.append(f"{row.framework[:12]:<12}{row.device:>4}{sizes}{counts}")
         lines.append("")
         for gpu in self.devices:
@@ -177,7 +193,9 @@ def replay_timeline(
         if isinstance(record, Sample):
             run.sample(record)
         elif isinstance(record, Oom):
-            run.ooms += 1
+            run.oom(record.report)
+        elif isinstance(record, Event) and record.kind == "refused":
+            run.refused(record.framework, record.uuid, record.times or 1)
     return run.outcome(simulated, recorded)
 
 
@@ -206,7 +224,19 @@ class _Count:
 class _Cell:
     """One framework on one GPU, while replaying."""
 
-    __slots__ = ("cache", "cap", "fragments", "held", "in_use", "needs", "pool", "refused", "silent")
+    __slots__ = (
+        "cache",
+        "cap",
+        "fragments",
+        "held",
+        "in_use",
+        "needs",
+        "pool",
+        "refused",
+        "requests",
+        "silent",
+        "under",
+    )
 
     def __init__(self, name: str, cap: int | None) -> None:
         # What such a pool holds does not tell what a smaller one would have needed.
@@ -214,10 +244,12 @@ class _Cell:
         self.held: int | None = None
         self.in_use: int | None = None
         self.needs, self.silent = 0, False
+        self.requests = 0
+        self.under: int | None = None  # the cap while recording
         self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
 
     def see(self, time: float, usage: FrameworkSample) -> None:
-        held, in_use, reclaimable, _ = usage
+        held, in_use, reclaimable, self.under = usage
         if held is None:
             self.silent = True
         elif self.held is None or held > self.held:
@@ -269,10 +301,7 @@ class _Gpu:
             if name == EXCHANGE:  # belongs to no framework and has no cap: the reserve must hold it
                 outside += usage.held or 0
                 continue
-            cell = self.cells.get(name)
-            if cell is None:
-                cell = self.cells[name] = _Cell(name, self.part.caps.get(name))
-            cell.see(time, usage)
+            self.cell(name).see(time, usage)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
             outside += device.unaccounted  # else it may contain memory of a framework that does not say what it holds
@@ -282,6 +311,11 @@ class _Gpu:
         else:
             self.above.now = False
 
+    def cell(self, name: str) -> _Cell:
+        if name not in self.cells:
+            self.cells[name] = _Cell(name, self.part.caps.get(name))
+        return self.cells[name]
+
 
 class _Run:
     def __init__(self, plan: Plan) -> None:
@@ -289,6 +323,21 @@ class _Run:
         self.samples, self.ooms = 0, 0
         self.begin = self.end = 0.0
         self.others: set[str] = set()
+
+    def oom(self, report: Mapping[str, Any]) -> None:
+        """A report. If its request was recorded when it was refused, an event has counted it."""
+        moment = report.get("moment")
+        if report.get("memory", "gpu") != "gpu":
+            return
+        if isinstance(moment, Mapping) and moment.get("source") in ("refusal", "observer"):
+            return
+        self.refused(report.get("requester"), report.get("uuid"), 1)
+
+    def refused(self, name: object, uuid: object, count: int) -> None:
+        self.ooms += count
+        gpu = self.gpus.get(uuid) if isinstance(uuid, str) else next(iter(self.gpus.values()), None)
+        if gpu is not None and isinstance(name, str) and (name in gpu.part.caps or name in gpu.cells):
+            gpu.cell(name).requests += count
 
     def sample(self, sample: Sample) -> None:
         time = sample.time
@@ -303,7 +352,7 @@ class _Run:
                 self.others.add(device.uuid)
 
     def outcome(self, simulated: bool, recorded: bool) -> TimelineOutcome:
-        rows = [self._row(gpu, name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
+        rows = [self._row(gpu, name, cell, recorded) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         devices = [
             TimelineDevice(
                 gpu.index,
@@ -323,17 +372,27 @@ class _Run:
         return TimelineOutcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
 
     @staticmethod
-    def _row(gpu: _Gpu, name: str, cell: _Cell) -> TimelineFramework:
+    def _row(gpu: _Gpu, name: str, cell: _Cell, recorded: bool) -> TimelineFramework:
         above = (cell.refused.done(), cell.fragments.done(), cell.cache.done())
         uuid = gpu.part.device.uuid
-        return TimelineFramework(name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above)
+        again = None
+        if cell.requests and cell.cap is not None and (recorded or (cell.under is not None and cell.cap <= cell.under)):
+            again = True
+        return TimelineFramework(
+            name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above, cell.requests, again
+        )
 
     def _notes(self, rows: Sequence[TimelineFramework]) -> Iterable[str]:
         if any(row.refused.times or row.fragments.times for row in rows):
             yield "after the first refusal the program would have behaved differently; the figures are as recorded"
         if self.ooms:
-            times = "once" if self.ooms == 1 else f"{self.ooms} times"
-            yield f"memory was refused {times} during the recording: these figures do not include what was refused"
+            times = "once" if self.ooms == 1 else f"{self.ooms:,} times"
+            counts = {row.framework: 0 for row in rows if row.requests}
+            for row in rows:
+                counts[row.framework] = counts.get(row.framework, 0) + row.requests
+            each = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+            who = f" ({each})" if self.ooms > 1 and each else ""
+            yield f"memory was refused {times} during the recording{who}: these figures do not include what was refused"
         cells = [(name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         for name in dict.fromkeys(name for name, cell in cells if cell.silent):
             yield f"{name} does not always say what it holds: it is judged by its live arrays"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
+from memguard._locks import Turn
 from memguard._timeline import files
 from memguard._timeline import format as records
 from memguard._timeline.format import MAX_LINE, MAX_SECONDS, Columns, Dropped, Header
@@ -74,7 +75,8 @@ class Writer:
     ) -> None:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
-        self._say, self._clock, self._lock = say, clock, threading.Lock()
+        self._say, self._clock, self._turn = say, clock, Turn()
+        self._waiting: deque[Callable[[], None]] = deque()  # records that came within the writing of another one
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), timezone.utc).isoformat(timespec="milliseconds")
@@ -89,13 +91,15 @@ class Writer:
                 f"{self.path}: {format_size(limit_bytes)} is too small for a timeline of this plan\n"
                 f"    fix: give timeline_size at least {least}"
             )
-        self._fd: int | None = None
+        self._opened: list[int] = []
+        self._moved: list[int] = []  # while a new file takes the place of one that was moved away
         self._size = 0
         self._parts: list[_Part] = []
         self._kept: _Part | None = None
         self._every: float | None = None
         self._number = 1
         self._failure: str | None = None
+        self._news: str | None = None
         self._retry = 0.0
         if begin:
             self.begin()
@@ -115,13 +119,15 @@ class Writer:
             if os.path.lexists(self.path):
                 self._refuse_others(held)
             trial = files.rotated(self.path, "check")
+            opened: list[int] = []
             files.remove(trial)  # left by a process that was killed in this function
-            handle = files.create(trial)
             try:
-                _write(handle, self._header(1), 0)
+                try:
+                    _write(files.create(trial, opened), self._header(1), 0)
+                finally:
+                    _discard(trial, opened)
             finally:
-                os.close(handle)
-                os.unlink(trial)
+                _discard(trial, opened)  # again: a Ctrl-C may have come into the one before
 
     @contextlib.contextmanager
     def _or_refused(self) -> Iterator[None]:
@@ -145,12 +151,16 @@ class Writer:
 
     def close(self) -> None:
         """Stop writing. The files stay."""
-        if os.getpid() == self._pid and self._lock.acquire(timeout=_PATIENCE):
-            try:
-                self._shut()
-                self._pid = -1  # no process has this PID, so every later call does nothing, as in a child
-            finally:
-                self._lock.release()
+        if os.getpid() != self._pid:
+            return
+        if self._turn.mine:  # within a record, whose file must stay open until it is written
+            self._waiting.append(self._close)
+        else:
+            self._turn.take(self._close, _PATIENCE)
+
+    def _close(self) -> None:
+        self._shut()
+        self._pid = -1  # no process has this PID, so every later call does nothing, as in a child
 
     def forked(self) -> None:
         """In a forked child: close the parent's file. Without the lock, which a thread of the parent may have held."""
@@ -164,6 +174,10 @@ class Writer:
         self.close()
 
     @property
+    def _fd(self) -> int | None:
+        return self._opened[-1] if self._opened else None
+
+    @property
     def _longest(self) -> int:
         """The most bytes of one line: it must fit in one file together with a header."""
         return min(MAX_LINE, self._most // 2)
@@ -171,26 +185,46 @@ class Writer:
     def _put(self, one: Dropped, when: float, write: Callable[[], None]) -> None:
         if os.getpid() != self._pid:  # a forked child shares the file with its parent and must not write to it
             return
-        message: str | None = None
-        if not self._lock.acquire(timeout=_PATIENCE):
-            self._unreported += one
+        messages: list[str | None] = []
+
+        def put() -> None:
+            messages.append(self._put_now(one, when, write))
+
+        if self._turn.mine:  # a signal handler or finalizer, within the writing of another record: that comes first
+            self._waiting.append(put)
             return
+
+        try:
+            if not self._turn.take(put, _PATIENCE):
+                self._unreported += one
+                return
+        finally:
+            if self._waiting:
+                self._turn.take(self._catch_up, _PATIENCE)
+        for message in messages:
+            if message is not None and self._say is not None:
+                with contextlib.suppress(Exception):
+                    self._say(message)
+
+    def _catch_up(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
+
+    def _put_now(self, one: Dropped, when: float, write: Callable[[], None]) -> str | None:
+        """Write it. Returns what there is to say about it."""
         try:
             if self._failure is not None and one.samples and 0 <= self._clock() - self._retry < _RETRY:
                 self._unreported += one
-                return
+                return None
             write()
-            message = self._works_again(when)
+            message, self._news = self._works_again(when) or self._news, None
+            return message
         except _TooLong:
             self._unreported += one
         except Exception as error:  # no error here may break the user's program
             self._unreported += one
-            message = self._failed(error)
-        finally:
-            self._lock.release()
-        if message is not None and self._say is not None:
-            with contextlib.suppress(Exception):
-                self._say(message)
+            return self._failed(error)
+        return None
 
     def _failed(self, error: Exception) -> str | None:
         self._retry = self._clock()
@@ -224,10 +258,14 @@ class Writer:
         if self._fd is not None:
             about = os.fstat(self._fd)
             size = about.st_size
+            # No room: it is full, or somebody truncated it, or it ends in half a line that could not be removed.
+            room = size == self._size and size + len(line) <= self._most
             if about.st_nlink == 0:  # somebody removed the file: nobody could read what is written to it
                 self._shut()
-            elif size != self._size or size + len(line) > self._most:
-                # It is full, or somebody truncated it, or it ends in half a line that could not be removed.
+                self._news = f"the timeline {self.path} was removed: it is begun anew"
+            elif not self._in_place(about) and not self._follow(about):
+                self._replace_moved(room)
+            elif not room:
                 self._set_aside(size)
         if self._fd is None:
             self._begin()
@@ -264,16 +302,19 @@ class Writer:
 
     def _begin(self) -> None:
         self._make_room()
-        with contextlib.suppress(FileNotFoundError):
-            if os.lstat(self.path).st_size == 0 and not files.in_use(self.path):
-                files.remove(self.path)  # left by an attempt whose header could not be written
-        self._fd = files.create(self.path)
+        if files.is_ours(self.path) and not files.in_use(self.path):
+            # Left by an attempt whose header could not be written; or somebody put an earlier file back.
+            if size := os.lstat(self.path).st_size:
+                self._rename(size, mine=False)
+            else:
+                files.remove(self.path)
+        handle = files.create(self.path, self._opened)
         self._head = replace(self._head, part=self._number)
         line, self._size = self._header(self._number), 0
         try:
-            _write(self._fd, line, 0)
+            _write(handle, line, 0)
         except OSError:
-            self._shut()
+            files.close(self._opened)
             raise
         self._size = len(line)
         self._dirty = False
@@ -282,19 +323,53 @@ class Writer:
         head = replace(self._head, part=part, dropped=self._dropped + self._unreported)
         return records.header_line(head, self._columns)
 
-    def _set_aside(self, size: int) -> None:
-        """Make the full file a part."""
-        mine = os.fstat(self._require())
+    def _in_place(self, about: os.stat_result) -> bool:
+        """Whether the path still names the open file."""
         try:
-            there = os.lstat(self.path)
-        except FileNotFoundError:
-            os.stat(os.path.dirname(self.path))  # raises if the folder is gone: it may come back, and the file with it
-            there = None
+            return os.path.samestat(os.lstat(self.path), about)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # it cannot be looked at: it may well be there
+            return True
+
+    def _follow(self, about: os.stat_result) -> bool:
+        """If the folder was moved, go on where it is now. False if the file alone was moved, or it cannot be found."""
+        if os.path.isdir(os.path.dirname(self.path)):
+            return False
+        try:
+            where = os.readlink(f"/proc/self/fd/{self._require()}")
+            renamed = os.path.basename(where) != os.path.basename(self.path)  # moved by itself, without its parts
+            if renamed or not os.path.samestat(os.lstat(where), about):
+                return False
+        except OSError:
+            return False
+        self._news = f"the folder of the timeline {self.path} was moved: it is now written to {where}"
+        self.path = where
+        for part in (*self._parts, *([self._kept] if self._kept is not None else [])):
+            part.path = os.path.join(os.path.dirname(where), os.path.basename(part.path))
+        return True
+
+    def _replace_moved(self, room: bool) -> None:
+        """Begin a new file, as somebody moved the open one away. While that is impossible, the moved one is written."""
+        self._moved, size = self._opened, self._size
+        self._opened = []
+        self._number += 1  # the file that was moved keeps its number
+        try:
+            self._begin()
+        except OSError:
+            if not room:
+                files.close(self._moved)
+                raise
+            self._opened, self._moved, self._size = self._moved, [], size
+            self._number -= 1
+            return
+        files.close(self._moved)
+        self._news = f"the timeline {self.path} was moved: it is begun anew"
+
+    def _set_aside(self, size: int) -> None:
+        """Make the full file a part. It stays open until it is one: else a failure would leave it in the way."""
+        self._rename(size, mine=True)
         self._shut()
-        if there is not None and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
-            self._rename(size, mine=True)
-        else:  # somebody moved the file away: it keeps its number
-            self._number += 1
 
     def _rename(self, size: int, mine: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):
@@ -350,29 +425,34 @@ class Writer:
             files.remove(temporary)
         if os.path.lexists(path) and not files.is_ours(path):
             raise FileExistsError(path)
-        handle = files.create(temporary)
+        opened: list[int] = []
         try:
-            _write(handle, content, 0)
+            _write(files.create(temporary, opened), content, 0)
             os.replace(temporary, path)
         except OSError:
             os.unlink(temporary)
             raise
         finally:
-            os.close(handle)
+            files.close(opened)
 
     def _require(self) -> int:
         assert self._fd is not None
         return self._fd
 
     def _shut(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        files.close(self._opened)
+        files.close(self._moved)
 
 
 class _TooLong(Exception):
     """A line that fits in no file."""
+
+
+def _discard(trial: str, opened: list[int]) -> None:
+    if opened:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(trial)
+        files.close(opened)
 
 
 def _write(handle: int, data: bytes, size: int) -> None:

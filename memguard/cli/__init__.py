@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -16,6 +18,8 @@ except ImportError as error:
     raise SystemExit(damaged.text(error)) from None
 
 _COMMANDS = ("check", "doctor", "plan", "replay", "run", "schema", "simulate")
+_ANSWERS = ("doctor", "replay", "simulate")
+"""Those whose exit code 1 is an answer: what keeps them from answering is 2."""
 
 
 class _Group(click.Group):
@@ -30,9 +34,42 @@ class _Group(click.Group):
         command: click.Command = getattr(importlib.import_module(f"memguard.cli.{cmd_name}"), cmd_name)
         return command
 
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *,
+        standalone_mode: bool = True,
+        **more: Any,
+    ) -> Any:
+        """As click's. Alone it exits with the code, and all that is printed goes through `printing`."""
+        if not standalone_mode:
+            return super().main(args, prog_name, standalone_mode=False, **more)
+        try:
+            from memguard.cli.support import printing
+        except ImportError as error:
+            from memguard.cli.support import damaged
+
+            sys.exit(damaged.text(error))
+        sys.exit(printing.safely(lambda: self._alone(args, prog_name, **more)))
+
+    def _alone(self, args: Sequence[str] | None, prog_name: str | None, **more: Any) -> Any:
+        try:
+            return super().main(args, prog_name, standalone_mode=False, **more)
+        except click.ClickException as error:
+            error.show(sys.stderr)
+            return error.exit_code
+        except click.Abort:  # Ctrl-C before there was a command
+            return 130
+
     def invoke(self, ctx: click.Context) -> Any:
+        from memguard.cli.support import printing
+
         try:
             return super().invoke(ctx)
+        except printing.Unwritable as error:
+            error.code = 2 if ctx.invoked_subcommand in _ANSWERS else 1
+            raise
         except MemguardError as error:
             # A budget's problems begin with file:line:column, which editors and terminals turn into links.
             click.echo(f"{error}" if isinstance(error, ProblemsError) else f"memguard: {error}", err=True)
@@ -54,5 +91,6 @@ class _Group(click.Group):
 def main() -> None:
     """GPU memory budgets for Python processes that mix TensorFlow, PyTorch, JAX, CuPy, PyCUDA and Numba.
 
-    Exit codes: 2 an invalid budget, trace, timeline or command line; 3 no GPU to budget; 1 anything else.
+    Exit codes: 2 an invalid budget, trace, timeline or command line; 3 no GPU to budget; 141 the reader of the output
+    left; 1 anything else.
     """

@@ -92,8 +92,7 @@ def doctor(
     if list_names or explained is not None:
         with _not_run(context):
             said = "\n".join(_findings.NAMES) if explained is None else explain.page(explained).rstrip()
-        with _printing(context):
-            click.echo(said)
+        click.echo(said)
         return
     if budget is not None and config_file is not None:
         context.fail("the budget is given twice: as BUDGET and with --config")
@@ -118,11 +117,10 @@ def doctor(
             loaded = None if path is None else _config.load(path)
             report = report_on(_gather(loaded, frameworks, timeout, script), loaded, silent)
     unread(report.facts)
-    with _printing(context):
-        if dump_facts:
-            click.echo(report.facts.to_json())
-        else:
-            show(report, as_json)
+    if dump_facts:
+        click.echo(report.facts.to_json())
+    else:
+        show(report, as_json)
     context.exit(0 if dump_facts else code(report))
 
 
@@ -149,20 +147,6 @@ def _not_run(context: click.Context) -> Iterator[None]:
         context.exit(_NOT_RUN)
 
 
-@contextlib.contextmanager
-def _printing(context: click.Context) -> Iterator[None]:
-    """If stdout cannot be written, as on a full disk, end with exit code 2 and a message."""
-    try:
-        if sys.stdout is None:
-            raise OSError("it is closed")
-        yield
-    except OSError as error:
-        click.echo(f"memguard: stdout cannot be written: {error.strerror or error}", err=True)
-        with contextlib.suppress(OSError, AttributeError):  # else Python tries to write the rest at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        context.exit(_NOT_RUN)
-
-
 def unread(facts: Facts) -> None:
     """Warn if the script could not be read: the findings ignore it."""
     if facts.script is not None and facts.script.error is not None:
@@ -178,9 +162,9 @@ def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, er
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=2))
         return
-    from rich.console import Console
+    from memguard.cli.support import printing
 
-    console = Console(stderr=err, highlight=False, markup=False)
+    console = printing.console(err=err)
     if console.is_terminal:
         console.print(render.rich(report, brief=brief), soft_wrap=True)
     else:
@@ -224,8 +208,15 @@ def _read(path: str) -> bytes:
     if path == "-" and sys.stdin is None:
         raise FactsError("-: standard input is closed\n    fix: memguard doctor --facts FILE")
     try:
-        with click.open_file(path, "rb") as file:
-            raw: bytes = file.read(bounds.TEXT + 1)
+        if path == "-":
+            raw = sys.stdin.buffer.read(bounds.TEXT + 1)
+        else:
+            # O_NONBLOCK: opening a FIFO that nobody writes must not wait for ever.
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+            with open(handle, "rb") as file:
+                if stat.S_ISFIFO(os.fstat(handle).st_mode):
+                    raise OSError(0, "it is a pipe, which goes to standard input: memguard doctor --facts -")
+                raw = file.read(bounds.TEXT + 1) or b""
     except (OSError, ValueError) as error:
         raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
     if len(raw) > bounds.TEXT:

@@ -6,26 +6,31 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memguard.cli.support import gpus
+
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._types import Plan
 
 
 @click.command("plan")
-@click.argument("budget", type=click.Path())
-@click.option("--device", "devices", multiple=True, help="A simulated GPU such as h200; repeat for several.")
+@click.argument("budget", type=click.Path(), required=False)
+@gpus.option("--device", "devices")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
-    """Show what each framework would get on this machine's GPUs, or on a named one, and how each cap holds."""
-    import json
+def plan(budget: str | None, devices: tuple[str, ...], as_json: bool) -> None:
+    """Show what each framework would get on this machine's GPUs, or on a named one, and how each cap holds.
 
-    from rich.console import Console
+    BUDGET is by default budget.yaml in this folder or one above.
+    """
+    import json
 
     from memguard import _config, _policy
     from memguard._devices.host import Host
+    from memguard._text import visible
+    from memguard.cli.support import budget_file, printing
     from memguard.errors import DeviceError
 
-    loaded = _config.load(budget)
+    loaded = _config.load(budget if budget is not None else budget_file.nearest("memguard plan FILE"))
     host: Host
     if devices:
         from memguard._devices.simulated import SimulatedHost
@@ -39,16 +44,18 @@ def plan(budget: str, devices: tuple[str, ...], as_json: bool) -> None:
             host = RealHost()
             found = host.devices(ordinals=True)
         except DeviceError as error:
-            raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from error
+            raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from None
     resolved = _policy.plan(loaded, found)
     if as_json:
         click.echo(json.dumps(_as_dict(resolved), indent=2))
         return
-    console = Console(width=None if Console().is_terminal else 80, highlight=False, markup=False)
+    console = printing.console()
+    if not console.is_terminal:
+        console.width = 80
     for table in _tables(resolved, loaded):
         console.print(table)
     for note in resolved.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {visible(note)}")
 
 
 def _tables(resolved: Plan, budget: Budget) -> list[object]:

@@ -7,20 +7,18 @@ import json
 import click
 
 
-@click.command("replay", context_settings={"allow_extra_args": True})
-@click.argument("timeline", type=click.Path())
-@click.option("--budget", type=click.Path(), help="The budget to try; without it the caps of the recording.")
+@click.command("replay")
+@click.argument("files", metavar="[BUDGET] TIMELINE", nargs=-1, required=True, type=click.Path())
+@click.option("--budget", type=click.Path(), help="The budget to try; without one the caps of the recording.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 @click.option("--smallest", is_flag=True, help="Print only the smallest budget that fits, as YAML.")
 @click.pass_context
-def replay(context: click.Context, timeline: str, budget: str | None, as_json: bool, smallest: bool) -> None:
+def replay(context: click.Context, files: tuple[str, ...], budget: str | None, as_json: bool, smallest: bool) -> None:
     """Replay the timeline TIMELINE of a run under another budget: who would have hit a cap, and when.
 
     Exit code 0: it would have fitted; 1: a framework would have hit its cap, or would fit only with less
     fragmentation; 2: the budget or the timeline is invalid.
     """
-    if context.args:
-        context.fail("give one TIMELINE; the budget goes to --budget: memguard replay run.jsonl --budget other.yaml")
     from dataclasses import replace
 
     from memguard import _config, _policy
@@ -29,10 +27,11 @@ def replay(context: click.Context, timeline: str, budget: str | None, as_json: b
     from memguard.cli.support import recordings
     from memguard.errors import TimelineError
 
-    if recordings.kind(timeline) == "trace":
-        simulate = f"memguard simulate {f'{timeline} --without-budget' if budget is None else f'{budget} {timeline}'}"
-        raise TimelineError(f"{timeline}: it is a trace, not a timeline\n    fix: {simulate}")
-    declared = None if budget is None else _config.load(budget)
+    given = recordings.given(files, budget, "timeline")
+    timeline = given.recording
+    if given.wrong is not None:
+        raise TimelineError(f"{timeline}: it is a trace, not a timeline\n    fix: {given.wrong}")
+    declared = None if given.budget is None else _config.load(given.budget)
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]
     plan = recorded.plan if declared is None else _policy.plan(declared, devices)

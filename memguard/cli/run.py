@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from memguard.errors import ConfigError, MemguardError, Problem
+from memguard.cli.support import gpus as gpu_option
+from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
     from memguard._config import Budget
@@ -41,9 +42,7 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     type=click.Path(),
     help="The budget file; by default budget.yaml in this folder or one above.",
 )
-@click.option(
-    "--simulate", "gpus", multiple=True, metavar="GPU", help="A simulated GPU such as h200; repeat for several."
-)
+@gpu_option.option("--simulate", "gpus")
 @click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start after an error.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple[str, ...]) -> None:
@@ -53,12 +52,16 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
     Python that a shell script starts gets the budget. Processes that those start, such as the workers of torchrun and
     multiprocessing, do not: call memguard.init there.
     """
-    from memguard import _config
-    from memguard.cli.support import ignored_environment
+    from memguard import _config, _workers
+    from memguard.cli.support import budget_file, ignored_environment
 
     if examine and gpus:
         raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
-    path = _find(budget)
+    if not gpus and _workers.disabled(os.environ):
+        click.echo(f"memguard: {_workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
+        _exec(command, os.environ)
+    # The program may change its directory before Python starts.
+    path = Path(budget).absolute() if budget is not None else budget_file.nearest("memguard run -c FILE -- COMMAND")
     loaded = _config.load(path)
     ignored_environment.check(command)
     if examine:
@@ -66,7 +69,7 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
     if gpus:
         from memguard._devices.simulated import SimulatedHost
 
-        SimulatedHost(gpus)  # report an unknown name before the program starts
+        gpus = SimulatedHost(gpus).names  # reports an unknown name before the program starts
         click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
     _exec(command, environment(os.environ, path, gpus))
 
@@ -122,18 +125,6 @@ def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = 
     if gpus:
         result["MEMGUARD_SIMULATE"] = ",".join(gpus)
     return result
-
-
-def _find(budget: str | None) -> Path:
-    """The budget file as an absolute path: the program may change its directory before Python starts."""
-    if budget is not None:
-        return Path(budget).absolute()
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (folder / "budget.yaml").is_file():
-            return folder / "budget.yaml"
-    problem = Problem(f"there is none in {here} or a folder above it", "name the file: memguard run -c FILE -- COMMAND")
-    raise ConfigError([problem], "budget.yaml")
 
 
 def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

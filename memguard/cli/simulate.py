@@ -6,18 +6,20 @@ import json
 
 import click
 
+from memguard.cli.support import gpus
+
 
 @click.command("simulate")
-@click.argument("budget")
-@click.argument("trace", required=False)
-@click.option("--device", "devices", multiple=True, help="GPU to simulate, for example h200; repeat for several.")
+@click.argument("files", metavar="[BUDGET] TRACE", nargs=-1, required=True, type=click.Path())
+@click.option("--budget", type=click.Path(), help="The budget to try, if it is not given before TRACE.")
+@gpus.option("--device", "devices")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--without-budget", is_flag=True, help="Replay without caps; BUDGET may then be left out.")
 @click.pass_context
 def simulate(
     context: click.Context,
-    budget: str,
-    trace: str | None,
+    files: tuple[str, ...],
+    budget: str | None,
     devices: tuple[str, ...],
     as_json: bool,
     without_budget: bool,
@@ -34,18 +36,14 @@ def simulate(
     from memguard.cli.support import recordings
     from memguard.errors import TraceError
 
-    if trace is None:
-        if not without_budget:
-            raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
-        trace = budget
-    elif (found := recordings.kind(budget)) is not None and not without_budget:
-        raise click.UsageError(f"{budget} is a {found}, not a budget: memguard simulate BUDGET TRACE")
-    if recordings.kind(trace) == "timeline":
-        replay = f"memguard replay {trace}" + ("" if without_budget else f" --budget {budget}")
-        raise TraceError(f"{trace}: it is a timeline, not a trace\n    fix: {replay}")
+    given = recordings.given(files, budget, "trace", without_budget=without_budget)
+    if given.wrong is not None:
+        raise TraceError(f"{given.recording}: it is a timeline, not a trace\n    fix: {given.wrong}")
+    if given.budget is None and not without_budget:
+        raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
     plan = None
-    declared = None if without_budget else _config.load(budget)
-    recorded = traces.read(trace)
+    declared = None if without_budget or given.budget is None else _config.load(given.budget)
+    recorded = traces.read(given.recording)
     host = SimulatedHost(devices) if devices else simulation.host_of(recorded.header)
     if declared is not None:
         plan = _policy.plan(declared, host.devices())

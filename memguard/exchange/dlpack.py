@@ -98,6 +98,10 @@ def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
     return made
 
 
+_NOWHERE = 64
+"""Stands for the address 0 of an array without elements, which NumPy takes only since 2.4. Nothing reads there."""
+
+
 class _Block:
     """The memory as NumPy imports it. The array keeps this object, and the capsule keeps the array."""
 
@@ -108,7 +112,7 @@ class _Block:
         self.__array_interface__ = {
             "shape": view.shape,
             "typestr": _WORDS[view.itemsize],
-            "data": (view.address, False),
+            "data": (view.address or _NOWHERE, False),
             "strides": None if view.compact else view.byte_strides,
             "version": 3,
         }

@@ -9,7 +9,6 @@ on the thread that allocated it, so it gets its memory back on the thread that h
 from __future__ import annotations
 
 import _thread
-import logging
 import sys
 import threading
 import time
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple
 
 from memguard._devices import streams
 from memguard._devices.streams import LEGACY, PER_THREAD, Mark
+from memguard._logs import log as _log
 from memguard.errors import DeviceError
 from memguard.exchange.view import View
 
-_log = logging.getLogger("memguard")
 _POLL = 0.001
 """Seconds between two checks of work that must end before memory is released."""
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import logging
 import sys
 import threading
 from typing import Any
 
+from memguard._logs import log as _log
 from memguard.errors import DeviceError
 from memguard.exchange.arguments import is_ordinal
-
-_log = logging.getLogger("memguard")
 
 
 class _Open:
@@ -90,8 +88,10 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         here.blocks += 1
         return context
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if not _threads.open.blocks:
+            if kind is not None:  # the block's own error goes on
+                return
             raise DeviceError(
                 "this block of pycuda_context was entered on another thread\n"
                 "    fix: enter and leave it on the thread that works with PyCUDA"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from typing import Any, NamedTuple
 
 from memguard._devices import copies, streams
+from memguard._logs import log as _log
 from memguard._units import format_size
 from memguard.errors import CannotShare
 from memguard.exchange import arguments, compatibility, lifetimes
@@ -16,7 +16,6 @@ from memguard.exchange.adapters.base import Arrays
 from memguard.exchange.compatibility import Layout
 from memguard.exchange.lifetimes import Offer
 
-_log = logging.getLogger("memguard")
 _COMPACTORS = ("torch", "cupy")
 """Frameworks that take any strides, so they can make a compact copy for one that cannot."""
 _last = threading.local()

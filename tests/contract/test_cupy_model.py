@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import itertools
 import os
 import random
@@ -21,6 +23,7 @@ from memguard._frameworks import driver_pages, rmm
 from memguard._frameworks.cupy.adapter import CuPy
 from memguard._frameworks.driver_pages import TINY
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.replacements import Replacements
 from memguard._guard import Guard
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import GIB, MIB
@@ -517,7 +520,7 @@ def test_an_allocator_of_one_thread_is_no_drift(model: Model) -> None:
     cuda = setting.cp.cuda
     with cuda.using_allocator(cuda.MemoryPool().malloc):
         assert setting.framework.drift() == []
-    cuda.set_allocator(cuda.MemoryPool().malloc)
+    cuda.set_allocator(None)
     found = setting.framework.drift()
     assert len(found) == 1
     with cuda.using_allocator(setting.framework._allocate):
@@ -545,12 +548,14 @@ def test_another_allocator_later_is_seen(model: Model) -> None:
     setting = model()
     setting.apply()
     array = setting.alloc(MIB)
+    told: list[list[str]] = []
+    setting.framework.on_change = lambda: told.append(setting.framework.drift())
     assert setting.framework.drift() == []
-    setting.cp.cuda.set_allocator(setting.cp.cuda.MemoryPool().malloc)
-    (said,) = setting.framework.drift()
-    assert "its allocator was replaced after memguard.init (MemoryPool.malloc)" in said
+    setting.cp.cuda.set_allocator(setting.cp.cuda.malloc_managed)
+    assert told == [setting.framework.drift()], "at once"
+    assert "its allocator was replaced after memguard.init (malloc_managed)" in told[0][0]
     setting.cp.cuda.set_allocator(setting.framework._allocate)
-    assert setting.framework.drift() == []
+    assert told[1] == []
     setting.cp.cuda.set_allocator(None)
     assert "_malloc" in setting.framework.drift()[0]
     other = setting.alloc(500 * MIB)
@@ -559,16 +564,136 @@ def test_another_allocator_later_is_seen(model: Model) -> None:
     del array, other
 
 
-@pytest.mark.parametrize(("size", "seen"), [(65 * MIB, True), (0, True), (64 * MIB, False), (10 * MIB, False)])
-def test_a_limit_raised_later_is_seen(model: Model, size: int, seen: bool) -> None:
+@pytest.mark.parametrize("size", [65 * MIB, 0, 64 * MIB, 10 * MIB, 100 * GIB])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_limit_set_later_meets_the_cap(model: Model, size: int, checked: bool) -> None:
+    """At the next allocation, or when it is checked whether the cap holds."""
     setting = model()
-    setting.apply()
+    applied = setting.apply()
     array = setting.alloc(MIB, 1)
     with setting.cp.cuda.Device(1):
         setting.pool.set_limit(size=size)
-    said = setting.framework.drift()
-    assert bool(said) is seen and all("raised after memguard.init on cuda:1" in sentence for sentence in said)
-    del array
+    larger = not 0 < size <= 64 * MIB
+    if checked:
+        assert setting.framework.drift() == []
+    live = setting.fill(MIB, 1)
+    assert setting.taken(1) <= min(size or GIB, 64 * MIB) and setting.limit(1) == min(size or GIB, 64 * MIB)
+    said = [note for note in setting.framework.notes if "MemoryPool.set_limit asks for" in note]
+    assert len(said) == larger and (not said or said[0].endswith("on cuda:1: its cap of 64.0 MiB holds"))
+    assert applied.undo is not None
+    applied.undo()
+    assert setting.limit(1) == (size if size != 64 * MIB else 0), "what the user asked for, if it is to be seen"
+    del array, live
+
+
+def test_pools_that_become_the_allocator_share_the_cap(model: Model) -> None:
+    """In turn, with memory in each of them, and back again."""
+    setting = model()
+    applied = setting.apply()
+    cuda, told = setting.cp.cuda, list[object]()
+    setting.framework.on_change = lambda: told.extend(setting.framework.drift())
+    pools = [setting.pool, cuda.MemoryPool(), cuda.MemoryPool()]
+    pools[2].set_limit(size=8 * MIB)
+    arrays = [setting.alloc(20 * MIB)]
+    for pool in pools[1:]:
+        cuda.set_allocator(pool.malloc)
+        arrays.append(setting.alloc(6 * MIB))
+        assert pool.used_bytes() == 6 * MIB, "it is the pool that the user asked for"
+    with pytest.raises(setting.oom):
+        setting.alloc(4 * MIB)  # its own limit is 8 MiB
+    cuda.set_allocator(pools[1].malloc)
+    live = setting.fill(2 * MIB)
+    assert setting.taken() == 64 * MIB and setting.usage().held == 64 * MIB
+    arrays.pop(0)
+    assert setting.usage().held == 64 * MIB and setting.usage().in_use == 44 * MIB
+    live += setting.fill(2 * MIB)  # what the first pool has idle is given to this one
+    assert setting.taken() == 64 * MIB == setting.usage().in_use
+    ours = cuda.get_allocator()
+    cuda.set_allocator(ours)
+    assert cuda.get_allocator() is ours and told == []
+    live.clear()
+    arrays.clear()
+    setting.framework.trim(setting.first)
+    assert setting.taken() == 0
+    cuda.set_allocator(pools[0].malloc)
+    setting.fill(2 * MIB)
+    assert setting.taken() == 64 * MIB
+    assert applied.undo is not None
+    applied.undo()
+    assert cuda.get_allocator().__self__ is pools[0]
+    assert [pool.get_limit() for pool in pools] == [0, 0, 8 * MIB]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pools_changed_at_random_never_hold_more_than_the_cap(model: Model, seed: int) -> None:
+    rng = random.Random(seed)
+    setting = model()
+    applied = setting.apply()
+    pools = [setting.pool, *(setting.cp.cuda.MemoryPool() for _ in range(3))]
+    live: list[Any] = []
+    for _ in range(150):
+        choice = rng.random()
+        if choice < 0.15:
+            setting.cp.cuda.set_allocator(rng.choice(pools).malloc)
+        elif choice < 0.25:
+            rng.choice(pools).set_limit(size=rng.choice([0, 5 * MIB, 40 * MIB, GIB]))
+        elif choice < 0.5 and live:
+            live.pop(rng.randrange(len(live)))
+        else:
+            with contextlib.suppress(setting.oom):
+                live.append(setting.alloc(rng.choice([MIB + 1, 3 * MIB, 5 * MIB, 20 * MIB])))
+        assert setting.taken() <= 64 * MIB
+    assert setting.framework.drift() == [] and applied.undo is not None
+    applied.undo()
+    assert {pool.get_limit() for pool in pools} <= {0, 5 * MIB, 40 * MIB, GIB}, "nothing of the cap is left"
+
+
+def test_what_using_allocator_allocates_is_told(model: Model) -> None:
+    setting = model()
+    applied = setting.apply()
+    cuda = setting.cp.cuda
+    for allocator in (None, cuda.MemoryPool().malloc):
+        with cuda.using_allocator(allocator):
+            setting.alloc(200 * MIB)
+    with cuda.using_allocator(setting.framework._allocate):
+        pass
+    assert [note for note in setting.framework.notes if "allocates past its cap" in note] == setting.framework.notes
+    assert len(setting.framework.notes) == 2
+    assert applied.undo is not None
+    applied.undo()
+    with cuda.using_allocator(None):
+        assert len(setting.framework.notes) == 2
+
+
+def test_the_functions_that_are_replaced_look_like_cupys_and_are_put_back(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = model()
+    cuda = setting.cp.cuda
+    names = [(cuda, "set_allocator"), (cuda.memory, "set_allocator"), (cuda, "using_allocator")]
+    before = [getattr(owner, name) for owner, name in names]
+    applied = setting.apply()
+    for then, (owner, name) in zip(before, names, strict=True):
+        now = getattr(owner, name)
+        assert now is not then and (now.__name__, now.__doc__) == (then.__name__, then.__doc__)
+        assert inspect.signature(now) == inspect.signature(then)
+    assert applied.undo is not None
+    applied.undo()
+    assert [getattr(owner, name) for owner, name in names] == before
+    put, allocator = Replacements.put, cuda.get_allocator()
+    for step in range(3):
+        left = [step]
+
+        def interrupted(self: Replacements, owner: Any, name: str, wrap: Any, left: list[int] = left) -> bool:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return put(self, owner, name, wrap)
+
+        monkeypatch.setattr(Replacements, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            CuPy(setting.host).apply({gpu.uuid: MIB for gpu in setting.host.devices()}, {})
+        assert [getattr(owner, name) for owner, name in names] == before and cuda.get_allocator() is allocator
 
 
 def test_a_limit_set_before_the_first_allocation_does_not_lift_the_cap(model: Model) -> None:
@@ -608,9 +733,9 @@ def test_the_gpus_that_are_limited_may_become_more_while_they_are_gone_through(
     ask, limited = setting.framework._on, setting.framework._limited
     numbers = itertools.count(5)
 
-    def slow(ordinal: int, call: Callable[[Any], Any]) -> Any:
+    def slow(ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
         limited[next(numbers)] = (0, 64 * MIB)  # as another thread's first allocation does
-        return ask(ordinal, call) if ordinal < 2 else None
+        return ask(ordinal, call, pool) if ordinal < 2 else None
 
     monkeypatch.setattr(setting.framework, "_on", slow)
     assert setting.framework.drift() == []

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from memguard import _config
+import memguard
+from memguard import _api, _config
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages, registry
@@ -27,7 +29,7 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated import adapter
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._specs import SPECS
-from memguard._types import Applied, Enforcement, State, TraceEvent
+from memguard._types import Applied, Enforcement, Moment, State, TraceEvent
 from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import CapNotApplied
 
@@ -392,6 +394,82 @@ class TestWorking:
         subject.apply(GIB)
         live = fill(subject)
         assert 8 * MIB * len(live) > GIB * 7 // 10 and held(subject) <= GIB
+
+    def test_a_refused_request_is_told_once_or_the_adapter_says_that_it_cannot(self, subject: Subject) -> None:
+        """Also of an error that the program catches. What is served after all is no refusal."""
+        subject.bring()
+        subject.apply(GIB)
+        told: list[Moment] = []
+
+        def on_refusal(moment: Moment) -> str:
+            told.append(moment)
+            return f"1:{len(told)}"
+
+        subject.framework.on_refusal = on_refusal
+        live = fill(subject)
+        if subject.framework.unseen() is not None:
+            assert not told and len(subject.framework.unseen() or "") > 10
+            return
+        (moment,) = told
+        assert (moment.framework, moment.uuid) == (subject.framework.name, subject.gpu.uuid)
+        assert moment.requested == 8 * MIB and moment.thread == threading.get_ident()
+        with pytest.raises(subject.own_error()) as caught:
+            subject.allocate(2 * GIB)
+        assert told[1].requested == 2 * GIB and vars(caught.value)["memguard_refusal"] == "1:2"
+        del caught
+        live.pop()
+        again = subject.allocate(8 * MIB)
+        assert len(told) == 2
+        del again
+
+    def test_what_a_program_catches_is_in_last_oom_and_in_the_timeline_or_the_adapter_says_that_it_is_not(
+        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        name = subject.framework.name
+        monkeypatch.setattr(_api, "_host", lambda simulate: subject.host)
+        monkeypatch.setattr(registry, "create", lambda *_: subject.framework)
+        before = memguard.last_oom()
+        subject.bring()
+        memguard.init(
+            {"version": 1, "frameworks": {name: {"limit": "1GiB"}},
+             "monitor": {"interval": "1h", "timeline": str(tmp_path / "run.jsonl")}}
+        )  # fmt: skip
+        try:
+            live = fill(subject, 32 * MIB)  # torch cuts smaller ones from segments
+            for _ in range(3):
+                fill(subject, 32 * MIB)
+            row = memguard.ledger().devices[0].row(name)
+            report = memguard.last_oom()
+        finally:
+            memguard.shutdown()
+        (path,) = tmp_path.glob("run*.jsonl")
+        events = [event for event in memguard.load_timeline(path).events() if event.kind == "refused"]
+        if subject.framework.unseen() is not None:
+            assert row.refused is None and report is before and not events
+            return
+        assert row.refused == 4 and sum(event.times or 0 for event in events) == 4
+        assert report is not None and report.caught and (report.requester, report.reason) == (name, "cap")
+        assert report.verdict.requested == 32 * MIB and report.moment is not None
+        assert (report.moment.in_use or 0) > GIB * 7 // 10 and report.holders[0].name == name
+        assert live
+
+    def test_telling_never_takes_the_place_of_the_error_and_holds_no_lock(self, subject: Subject) -> None:
+        """Whoever is told may ask the framework, on this thread and on others."""
+        subject.bring()
+        subject.apply(GIB)
+        if subject.framework.unseen() is not None:
+            return
+        asked: list[Any] = []
+
+        def on_refusal(moment: Moment) -> str:
+            thread = threading.Thread(target=lambda: asked.append(subject.framework.usage(subject.gpu)))
+            thread.start()
+            thread.join(10)
+            raise RuntimeError("not today")
+
+        subject.framework.on_refusal = on_refusal
+        live = fill(subject)
+        assert len(asked) == 1 and asked[0] is not None and live
 
     def test_usage_adds_up(self, subject: Subject) -> None:
         subject.bring()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.abc
+import importlib.util
+import inspect
 import os
 import random
 import subprocess
@@ -160,6 +163,48 @@ def test_capped_by_the_import_hook(model: Model, module: str) -> None:
     assert setting.taken <= 64 * MIB
 
 
+@pytest.mark.parametrize("module", ["driver", "tools", "elementwise", "gpuarray", "autoinit", "autoprimaryctx"])
+def test_whatever_module_comes_first_the_cap_holds(model: Model, module: str) -> None:
+    """`pycuda.tools` and what imports it are half empty when `pycuda.driver` is complete."""
+    setting, hook = model(), ImportHook()
+    hook.watch(setting.framework.hook, lambda: setting.framework.apply({setting.gpu.uuid: 64 * MIB}, {}) and None)
+    importlib.import_module(f"pycuda.{module}")
+    importlib.import_module("pycuda.autoinit")
+    for way in setting.ways().values():
+        fill(way, 8 * MIB, setting.drv.MemoryError)
+    assert hook not in sys.meta_path and setting.taken <= 64 * MIB
+
+
+def test_applied_while_gpuarray_is_half_imported(model: Model) -> None:
+    """As by a thread that calls `memguard.init` while another one imports."""
+    setting = model()
+    applied: list[Applied] = []
+    importlib.import_module("pycuda.driver")
+    elementwise = importlib.import_module("pycuda.elementwise")
+    del sys.modules["pycuda.elementwise"], sys.modules["pycuda"].elementwise  # type: ignore[attr-defined]
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            return importlib.util.spec_from_loader(name, Loader()) if name == "pycuda.elementwise" else None
+
+    class Loader(importlib.abc.Loader):
+        def create_module(self, spec: Any) -> Any:
+            applied.append(setting.apply(64 * MIB))
+            return elementwise
+
+        def exec_module(self, module: Any) -> None: ...
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        arrays = setting.arrays
+    finally:
+        sys.meta_path.remove(finder)
+    assert len(applied) == 1
+    fill(arrays.empty, 8 * MIB, setting.drv.MemoryError)
+    assert setting.taken <= 64 * MIB
+
+
 # the cap
 
 
@@ -308,6 +353,37 @@ def test_pools_of_the_users_own_share_the_cap(model: Model) -> None:
     del first_array
     assert second.allocate(22 * MIB) is not None, "the idle block of the first pool makes room for the second"
     assert isinstance(first, setting.tools.DeviceMemoryPool) and first.held_blocks <= 1
+
+
+@pytest.mark.parametrize("kind", ["DeviceMemoryPool", "DebugMemoryPool"])
+def test_a_pool_made_before_the_budget_shares_the_cap_from_then_on(model: Model, kind: str) -> None:
+    setting = model()
+    drv = importlib.import_module("pycuda.driver")
+    drv.init()
+    drv.Device(0).make_context()
+    pool = getattr(setting.tools, kind)()
+    before = pool.allocate(8 * MIB)
+    setting.apply(64 * MIB, context=False)
+    live = fill(pool.allocate, 8 * MIB, drv.MemoryError)
+    assert len(live) == 6, "each takes a block of 9 MiB or so"
+    assert fill(setting.arrays.empty, 8 * MIB, drv.MemoryError) == []
+    held = setting.usage().held
+    assert held is not None and held <= 64 * MIB and setting.taken <= held + 10 * MIB, "only `before` is not counted"
+    del before
+
+
+def test_the_pools_methods_look_like_pycudas(model: Model) -> None:
+    setting = model()
+    pool, drv = setting.tools.DeviceMemoryPool, importlib.import_module("pycuda.driver")
+    functions = [(pool, "allocate"), (pool, "free_held"), (drv, "mem_alloc"), (drv, "mem_alloc_pitch")]
+    functions += [(drv.Device, "make_context")]
+    before = [getattr(owner, name) for owner, name in functions]
+    setting.apply(context=False)
+    assert setting.tools.DeviceMemoryPool is pool
+    for then, (owner, name) in zip(before, functions, strict=True):
+        now = getattr(owner, name)
+        assert now is not then and (now.__name__, now.__doc__) == (then.__name__, then.__doc__)
+        assert inspect.signature(now) == inspect.signature(then)
 
 
 def test_a_pool_that_its_user_empties(model: Model) -> None:
@@ -815,12 +891,16 @@ def test_undone_everything_is_as_before(model: Model) -> None:
     def state() -> list[Any]:
         functions = (arrays.empty, arrays.zeros, arrays.arange, arrays.GPUArray.__init__, arrays.GPUArray.copy)
         defaults = [(f.__defaults__, dict(f.__kwdefaults__ or {})) for f in functions]
-        return [drv.mem_alloc, drv.mem_alloc_pitch, drv.Device.make_context, tools.DeviceMemoryPool, *defaults]
+        pool = tools.DeviceMemoryPool
+        replaced = [drv.mem_alloc, drv.mem_alloc_pitch, drv.Device.make_context, pool.allocate, pool.free_held]
+        return [*replaced, pool, *defaults]
 
     before = state()
     applied = setting.apply(64 * MIB)
     same = [now == then for now, then in zip(state(), before, strict=True)]
-    assert same == [False] * 6 + [True, False, False], "arange has no allocator among its defaults"
+    assert same == [False] * 5 + [True] + [False] * 2 + [True, False, False], (
+        "arange has no allocator among its defaults"
+    )
     array = drv.mem_alloc(8 * MIB)
     gone = drv.mem_alloc(40 * MIB)
     del gone

@@ -3,7 +3,8 @@
  *
  * CUDA_STUB_INIT is cuInit's code, CUDA_STUB_COUNT the number of GPUs, CUDA_STUB_DOES what cuInit does before it
  * returns: crash or hang. CUDA_STUB_VERSION is the driver's CUDA. GPU 1 cannot reach GPU 0's memory. If CUDA_STUB_UUIDS is
- * set, it has the UUIDs of the GPUs (none: CUDA_ERROR_NO_DEVICE), and no device is counted before cuInit. */
+ * set, it has the UUIDs of the GPUs (none: CUDA_ERROR_NO_DEVICE), and no device is counted before cuInit.
+ * CUDA_STUB_INTEGRATED=1: they use the machine's memory; CUDA_STUB_TOTAL and _FREE are MiB, of each. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -64,7 +65,10 @@ int cuDeviceGetUuid_v2(unsigned char *out, int device) {
     }
     return 0;
 }
-int cuDeviceTotalMem_v2(size_t *out, int device) { *out = (size_t)(device + 1) << 30; return 0; }
+int cuDeviceTotalMem_v2(size_t *out, int device) {
+    *out = getenv("CUDA_STUB_TOTAL") ? (size_t)number("CUDA_STUB_TOTAL", 0) << 20 : (size_t)(device + 1) << 30;
+    return 0;
+}
 int cuDeviceCanAccessPeer(int *out, int device, int peer) { *out = device == 0 && peer == 1; return 0; }
 
 int cuDeviceGetName(char *out, int size, int device) {
@@ -73,7 +77,7 @@ int cuDeviceGetName(char *out, int size, int device) {
 }
 
 int cuDeviceGetAttribute(int *out, int which, int device) {
-    *out = which == 16 ? 132 : which == 75 ? 9 : 0;
+    *out = which == 16 ? 132 : which == 18 ? number("CUDA_STUB_INTEGRATED", 0) : which == 75 ? 9 : 0;
     return device > 1;
 }
 
@@ -201,6 +205,12 @@ int cuPointerGetAttribute(void *out, int which, unsigned long long address) {
     return 0;
 }
 
+int cuMemGetInfo_v2(size_t *free, size_t *total) {
+    CALL("cuMemGetInfo_v2");
+    if (!depth) return NO_CONTEXT;
+    *free = (size_t)number("CUDA_STUB_FREE", 1024) << 20;
+    return cuDeviceTotalMem_v2(total, 0);
+}
 int cuMemcpy(unsigned long long to, unsigned long long from, size_t size) {
     CALL("cuMemcpy");
     memcpy((void *)to, (void *)from, size);

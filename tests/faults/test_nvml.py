@@ -129,10 +129,10 @@ def test_no_library(run: Run, tmp_path: Path) -> None:
         """,
         library=tmp_path / "lib",
     )
-    assert (
-        found["init"]
-        == f'{found["text"]}\n    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
-    )
+    without = '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+    missing = '    or: go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
+    missing += "MEMGUARD_DISABLE=1 or MEMGUARD_SIMULATE=h200"
+    assert found["init"] == f"{found['text']}\n{without}\n{missing}"
     assert "install the NVIDIA driver" in found["text"] and found["inactive"]
 
 
@@ -281,6 +281,41 @@ def test_bytes_that_nvml_does_not_give_are_unknown(run: Run) -> None:
 def test_bytes_of_drivers_that_swap_fields_are_ignored(run: Run, driver: str, believed: bool) -> None:
     found = run(f"result['found'] = list(Nvml().processes({UUIDS[0]!r}).items())", processes0=f"7:{GIB}", driver=driver)
     assert found["found"] == [[7, GIB if believed else None]]
+
+
+def test_readings_that_cannot_be_true_are_refused_and_the_next_one_is_read(run: Run) -> None:
+    """2⁶⁴-1 and its like, as a driver in trouble gives them, for each figure and with both versions of the call."""
+    found = run(
+        f"""
+        nvml = Nvml()
+        good = nvml.memory({UUIDS[0]!r})
+        result["said"] = []
+        for version in ("0", "3"):
+            for key, values in {{
+                "used0": (2**64 - 1, 2**63, 2**51, 2**50, 144 * GIB),
+                "total0": (2**64 - 1, 2**63, 2**51, 0, 1),
+                "reserved0": (2**64 - 1, 2**63, 2**51, 144 * GIB),
+            }}.items():
+                for value in values if key != "reserved0" or version == "0" else ():  # v1 has no reserve
+                    before = pathlib.Path(os.environ["NVML_STUB"]).read_text()
+                    scenario(**{{key: value, "memory_v2": version}})
+                    result["said"].append(refused(lambda: Nvml().memory({UUIDS[0]!r})))
+                    pathlib.Path(os.environ["NVML_STUB"]).write_text(before)
+        result["again"] = nvml.memory({UUIDS[0]!r}) == good
+        """
+    )
+    assert len(found["said"]) == 24 and found["again"]
+    assert all("which cannot be\n    fix: run `nvidia-smi`" in (text or "") for text in found["said"]), found["said"]
+
+
+def test_bytes_of_a_process_that_cannot_be_true_are_unknown(run: Run) -> None:
+    figures = [2**64 - 1, 2**64 - 2, 2**63, 2**51, 2**50, 200 * GIB]
+    listed = ",".join(f"{pid}:{size}" for pid, size in enumerate([*figures, GIB], 7))
+    found = run(
+        f"nvml = Nvml()\nnvml.devices()\nresult['found'] = list(nvml.processes({UUIDS[0]!r}).items())",
+        processes0=listed,
+    )
+    assert found["found"] == [*([pid, None] for pid in range(7, 13)), [13, GIB]]
 
 
 def test_a_process_list_that_may_not_be_read(run: Run) -> None:

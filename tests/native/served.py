@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def serve(module: str) -> Iterator[Run]:
+def serve(module: str, env: Mapping[str, str] | None = None) -> Iterator[Run]:
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SERVER.format(module=module)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(),
+        [sys.executable, "-W", "ignore", "-c", SERVER.format(module=module)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**environment(), **(env or {})},
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
 

@@ -73,7 +73,7 @@ def card(host: Host, *, order: tuple[int, ...] = (), backend: str = "native", ex
 
     order = order or tuple(range(len(host.gpus)))
     found = types.SimpleNamespace(
-        fractions={}, stats={}, emptied=0, capturing=False, multiprocessors=132, total=TOTAL, started=0
+        fractions={}, stats={}, emptied=0, capturing=False, multiprocessors=132, total=TOTAL, started=0, observers=[]
     )
 
     def start() -> None:
@@ -96,6 +96,7 @@ def card(host: Host, *, order: tuple[int, ...] = (), backend: str = "native", ex
         "_cuda_getMemoryFraction": lambda ordinal: found.fractions.get(ordinal, 1.0),
         "_cuda_memoryStats": lambda ordinal: found.stats,
         "_cuda_getAllocatorBackend": lambda: backend,
+        "_cuda_attach_out_of_memory_observer": found.observers.append,
         "_cuda_memorySnapshot": lambda _: {"allocator_settings": {"expandable_segments": expandable}},
     }
     for name, value in missing.items():

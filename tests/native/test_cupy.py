@@ -94,14 +94,25 @@ def test_an_undo_leaves_an_allocator_that_was_set_since(with_cupy: Run) -> None:
         SETUP
         + """
 applied = framework.apply({uuid: GIB}, {})
-own = cupy.cuda.MemoryPool().malloc
+own, raw = cupy.cuda.MemoryPool().malloc, cupy.cuda.memory._malloc
+changed = []
+framework.on_change = lambda: changed.append(framework.drift())
 cupy.cuda.set_allocator(own)
-result["drift"] = framework.drift()
+result["pool"] = [framework._pool is own.__self__, cupy.cuda.get_allocator() is framework._allocate]
+cupy.cuda.set_allocator(raw)
+cupy.cuda.memory.set_allocator(own)
+result["drift"] = changed
 applied.undo()
 result["own"] = cupy.cuda.get_allocator() is own
+applied = framework.apply({uuid: GIB}, {})
+cupy.cuda.set_allocator(None)
+applied.undo()
+result["raw"] = cupy.cuda.get_allocator() == raw
 """
     )
-    assert found["own"] and "its allocator was replaced after memguard.init (MemoryPool.malloc)" in found["drift"][0]
+    assert found["own"] and found["raw"] and found["pool"] == [True, True]
+    assert found["drift"][0] == found["drift"][2] == []
+    assert "its allocator was replaced after memguard.init (_malloc)" in found["drift"][1][0]
 
 
 def test_a_pool_of_the_users_own_is_capped(with_cupy: Run) -> None:

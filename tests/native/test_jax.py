@@ -176,7 +176,7 @@ result["again"] = exact()
     )
     assert found["kind"] == ["enforced", None, []] and found["drift"] == found["notes"] == []
     size = {"collective_memory_size": "7" if "'c" in before[:2] else 7} if "size" in before else {}
-    assert found["options"] == {"preallocate": False, **size}
+    assert found["options"] == {"preallocate": False, "allocator": "bfc", **size}
     assert 0 <= 4 * GIB - found["exact"] < 32 * 1024 and 0 <= 2 * GIB - found["again"] < 32 * 1024
     assert found["undone"] and found["drift after"] == []
 
@@ -422,16 +422,85 @@ result["preallocate"], result["notes"] = options()["preallocate"], framework.not
 
 
 @pytest.mark.parametrize(
+    ("change", "fraction", "allocator", "said"),
+    [
+        ("{'memory_fraction': 0.5}", None, "bfc", "memory_fraction=0.5"),
+        ("{'memory_fraction': 1.0, 'preallocate': True}", None, "bfc", "memory_fraction=1.0"),
+        ("'memory_fraction:0.5'", None, "bfc", "memory_fraction=0.5"),
+        ("{'memory_fraction': 'half'}", None, "bfc", "memory_fraction=half"),
+        ("{'memory_fraction': 0}", None, "bfc", "memory_fraction=0"),
+        ("{'memory_fraction': 0.001}", 0.001, "bfc", ""),
+        ("{'memory_fraction': 0.001, 'allocator': 'default'}", 0.001, "default", ""),
+        ("{'allocator': 'cuda_async'}", None, "bfc", "allocator=cuda_async"),
+        (
+            "{'allocator': 'platform', 'memory_fraction': 0.9}",
+            None,
+            "bfc",
+            "memory_fraction=0.9 and allocator=platform",
+        ),
+        ("None", None, "bfc", ""),
+        ("{}", None, "bfc", ""),
+        ("{**options(), 'preallocate': True}", None, "bfc", ""),
+        ("{'visible_devices': [0]}", None, "bfc", ""),
+    ],
+)
+def test_options_that_are_set_later_meet_the_cap(
+    with_jax: Run, change: str, fraction: float | None, allocator: str, said: str
+) -> None:
+    found = with_jax(
+        SETUP
+        + f"""
+import inspect
+from jax import config as taken_before
+update, signature = type(jax.config).update, inspect.signature(jax.config.update)
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+cap, asked = options()["memory_fraction"], {change}
+for _ in range(2): taken_before.update(OPTIONS, asked)
+result["cap"] = options()["memory_fraction"] == cap
+result["options"], result["drift"], result["notes"] = options(), framework.drift(), framework.notes
+result["same"] = inspect.signature(jax.config.update) == signature and type(jax.config).update.__doc__ == update.__doc__
+jax.config.update("jax_enable_x64", True)
+result["x64"] = jax.config.jax_enable_x64
+applied.undo()
+result["undone"] = getattr(jax.config, OPTIONS) == asked
+result["back"] = type(jax.config).update is update
+"""
+    )
+    assert found["drift"] == [] and found["same"] and found["undone"] and found["back"] and found["x64"]
+    assert found["options"]["allocator"] == allocator and found["cap"] == (fraction is None)
+    assert fraction is None or found["options"]["memory_fraction"] == fraction
+    assert found["options"]["preallocate"] is ("'preallocate': True" in change)
+    assert [note for note in found["notes"] if f"asks for {said}, past its cap of 4.00 GiB" in note] == found["notes"]
+    assert len(found["notes"]) == bool(said)
+
+
+def test_an_allocator_in_the_environment_later_changes_nothing(with_jax: Run) -> None:
+    """The options win over it: asked of the very functions that JAX's CUDA plugin calls."""
+    found = with_jax(
+        SETUP
+        + """
+from jaxlib import xla_client
+from jax._src import xla_bridge
+framework.apply({uuid: 4 * GIB}, {})
+os.environ.update(XLA_PYTHON_CLIENT_ALLOCATOR="cuda_async", XLA_PYTHON_CLIENT_MEM_FRACTION="0.9")
+given = {**xla_client.generate_pjrt_gpu_plugin_options(), **xla_bridge._options_from_jax_configs("cuda")}
+result["given"] = [given["allocator"], given["memory_fraction"] == options()["memory_fraction"], given["preallocate"]]
+"""
+    )
+    assert found["given"] == ["bfc", True, False]
+
+
+@pytest.mark.parametrize(
     ("change", "seen"),
     [("{'memory_fraction': 0.5}", True), ("None", True), ("'memory_fraction:0.5'", True), ("{}", True),
      ("{**options(), 'allocator': 'cuda_async'}", True), ("{**options(), 'preallocate': True}", False)],
 )  # fmt: skip
-def test_options_that_were_changed_later_are_seen(with_jax: Run, change: str, seen: bool) -> None:
+def test_options_that_were_changed_past_the_setter_are_seen(with_jax: Run, change: str, seen: bool) -> None:
     found = with_jax(
         SETUP
         + f"""
 framework.apply({{uuid: 4 * GIB}}, {{}})
-jax.config.update(OPTIONS, {change})
+jax.config._value_holders[OPTIONS]._set({change})
 result["drift"] = framework.drift()
 """
     )
@@ -577,7 +646,7 @@ guard = Guard(from_mapping({"version": 1, "frameworks": {"jax": {"limit": "3GiB"
 guard.start()
 row = guard.ledger().devices[0].row("jax")
 result["row"], result["exact"] = [row.enforcement, row.bytes], exact()
-jax.config.update(OPTIONS, None)
+jax.config._value_holders[OPTIONS]._set(None)
 ledger = guard.ledger()
 result["drifted"] = [ledger.devices[0].row("jax").enforcement, list(ledger.notes)]
 result["stays"], result["started"] = guard.stop(), started()

@@ -289,6 +289,91 @@ result["live"] = [framework.drift(), [usage.held, usage.in_use]]
     assert found["live"] == [found["drift"], [None, None]], "unknown, and not 0"
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "module.driver.devices[0]", "weakref.proxy(module.driver.devices[0])", "binding.CUdevice(0)", "ctypes.c_int(0)",
+        "0", "types.SimpleNamespace(id=0)", "types.SimpleNamespace(id=0, uuid=None)",
+        "types.SimpleNamespace(uuid=uuid.removeprefix('GPU-'))", "types.SimpleNamespace(uuid=uuid.encode())",
+        "object()", "None", "gone()",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("already", [True, False])
+def test_a_context_that_somebody_else_made_works_and_shares_the_cap(
+    with_numba: Run, device: str, already: bool
+) -> None:
+    """Numba's own tests make one of a `CUdevice`; a library may have made it of anything."""
+    found = with_numba(
+        LIVE
+        + f"""
+import ctypes, types, weakref
+from cuda.bindings import driver as binding
+def gone():
+    class Device: pass
+    return weakref.proxy(Device())
+applied = framework.apply({{uuid: 64 * MIB}}, {{}})
+contexts.current = lambda: found.current - 1 if found.current else None
+found.contexts_of = contexts.ordinals
+contexts.ordinals = lambda: {{u: n for n, u in enumerate(host.uuids)}}
+if {already}: kept = bytes_of(16 * MIB) if found.start() else None
+theirs = module.Context({device}, 1)
+found.current = 1
+arrays = [theirs.memalloc(8 * MIB) for _ in range(6 if {already} else 8)]
+def more(context):
+    try:
+        context.memalloc(8 * MIB)
+    except module.CudaAPIError as error:
+        return [error.code.name, str(error)]
+result["refused"] = more(theirs)
+result["ours"] = more(found.start())
+result["usage"] = framework.usage(gpu).held if {already} else None
+result["live"] = sum(found.live.values())
+arrays.clear()
+theirs.memory_manager.reset()
+arrays = [found.start().memalloc(8 * MIB) for _ in range(6 if {already} else 8)]
+result["anew"] = [framework.usage(gpu).held, more(found.start())[0]]
+applied.undo()
+result["free"] = more(theirs)
+"""
+    )
+    assert found["refused"][0] == found["ours"][0] == "CUDA_ERROR_OUT_OF_MEMORY" and found["live"] == 64 << 20
+    assert "holds 64.0 MiB of the 64.0 MiB that the memguard budget gives numba" in found["refused"][1]
+    assert found["usage"] in (None, 64 << 20) and found["anew"] == [64 << 20, "CUDA_ERROR_OUT_OF_MEMORY"]
+    assert found["free"] is None
+
+
+def test_a_memory_manager_set_later_is_held_or_told_at_once(with_numba: Run) -> None:
+    found = with_numba(
+        LIVE
+        + """
+import inspect
+setters = [cuda.set_memory_manager, module.set_memory_manager]
+signature, told = inspect.signature(cuda.set_memory_manager), []
+before = module._memory_manager
+applied = framework.apply({uuid: 64 * MIB}, {})
+framework.on_change = lambda: told.append(framework.drift())
+result["same"] = inspect.signature(cuda.set_memory_manager) == signature
+for manager in (module.NumbaCUDAMemoryManager, module._memory_manager):
+    cuda.set_memory_manager(manager)
+result["held"] = [module._memory_manager.__name__, list(told)]
+class Pool(module.NumbaCUDAMemoryManager): pass
+cuda.set_memory_manager(Pool)
+result["told"] = told[-1]
+cuda.set_memory_manager(module.NumbaCUDAMemoryManager)
+result["again"] = told[-1]
+found.start()
+arrays = [bytes_of(8 * MIB) for _ in range(8)]
+result["refused"] = refused(1)[2]
+applied.undo()
+result["undone"] = module._memory_manager is module.NumbaCUDAMemoryManager
+result["back"] = [cuda.set_memory_manager, module.set_memory_manager] == setters
+"""
+    )
+    assert found["held"] == ["MemguardMemoryManager", [[], []]] and found["same"] and found["back"]
+    assert "replaced after memguard.init (Pool)" in found["told"][0] and found["again"] == []
+    assert found["refused"] == "CUDA_ERROR_OUT_OF_MEMORY" and found["undone"], "what was asked for last"
+
+
 def test_a_destroyed_context_begins_anew(with_numba: Run) -> None:
     found = with_numba(
         LIVE
@@ -324,12 +409,16 @@ row = guard.ledger().devices[0].row("numba")
 result["live"] = [row.enforcement, row.bytes, row.in_use]
 result["refused"] = refused(30 * MIB)[1]
 cuda.set_memory_manager(module.NumbaCUDAMemoryManager)
+result["same"] = guard.ledger().devices[0].row("numba").enforcement
+class Other(module.NumbaCUDAMemoryManager): pass
+cuda.set_memory_manager(Other)
 ledger = guard.ledger()
 result["drift"] = [ledger.devices[0].row("numba").enforcement, [n for n in ledger.notes if "replaced" in n]]
 result["stays"] = guard.stop()
-result["manager"] = module._memory_manager is module.NumbaCUDAMemoryManager
+result["manager"] = module._memory_manager is Other
 """
     )
+    assert found["same"] == "enforced"
     assert found["before"] == ["enforced", 0, 64 << 20] and found["live"] == ["enforced", 40 << 20, 40 << 20]
     assert found["refused"] == 2 and found["stays"] == [] and found["manager"]
     assert found["drift"][0] == "watched" and len(found["drift"][1]) == 1

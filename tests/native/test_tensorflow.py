@@ -246,10 +246,13 @@ result["restored"] = os.environ[GROWTH]
         ("", False),
         ("own(gpu, 1024)", False),
         ("own(gpu, 512, 512)", False),
-        ("own(gpu, 1025)", True),
-        ("own(gpu, 1024, 1)", True),
+        ("own(gpu, 1025)", False),
+        ("own(gpu, 1024, 1)", False),
+        ("table()[gpu] = [tf.config.LogicalDeviceConfiguration(memory_limit=1025)]", True),
+        ("table()[gpu] = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in (1024, 1)]", True),
+        ("table().clear()", True),
         ("tf.config.get_logical_device_configuration = lambda gpu: [tf.config.LogicalDeviceConfiguration()]", True),
-        ("tf.config.set_logical_device_configuration(gpu, [])", True),
+        ("tf.config.set_logical_device_configuration(gpu, [])", False),
     ],
 )
 def test_a_limit_that_is_taken_away_before_it_is_live_is_told_then_and_later(
@@ -258,6 +261,7 @@ def test_a_limit_that_is_taken_away_before_it_is_live_is_told_then_and_later(
     found = with_tensorflow(
         ONE
         + f"""
+def table(): return __import__("tensorflow.python.eager.context", fromlist="x").context()._virtual_device_map
 applied = framework.apply({{uuid: GIB}}, {{}})
 {change}
 result["drift"] = framework.drift()
@@ -278,7 +282,8 @@ def test_a_limit_that_is_taken_away_is_told_of_its_gpu(with_tensorflow: Run) -> 
         + """
 framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
 result["before"] = framework.drift()
-own(second, 2049)
+table = __import__("tensorflow.python.eager.context", fromlist="x").context()._virtual_device_map
+table[second] = [tf.config.LogicalDeviceConfiguration(memory_limit=2049)]
 own(first, 1024)
 result["second"] = framework.drift()
 """
@@ -465,3 +470,222 @@ result["undone"] = [limits(gpu), os.environ.get(GROWTH)]
 """
     )
     assert found == {"row": ["enforced", 0, [3072], "false"], "stays": [], "undone": [[], None]}
+
+
+# settings that the user makes later
+
+LATER = """
+import logging
+heard = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING: heard.append(record.getMessage())
+logging.getLogger("memguard").addHandler(Handler())
+"""
+
+
+@pytest.mark.parametrize(
+    "setter",
+    [
+        "tf.config.set_logical_device_configuration",
+        "tf.config.experimental.set_virtual_device_configuration",
+        "tf.compat.v1.config.set_logical_device_configuration",
+        "tf.compat.v1.config.experimental.set_virtual_device_configuration",
+    ],
+)
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ([8192], [1024]), ([1025], [1024]), ([1024], [1024]), ([512], [512]), ([4096, 4096], [512, 512]),
+        ([300, 300], [300, 300]), ([3000, 1000], [768, 256]), ([1 << 40], [1024]), ([], [1024]), ([2000.5], [1024]),
+    ],
+)  # fmt: skip
+def test_a_later_limit_meets_the_cap_by_every_name(
+    with_tensorflow: Run, setter: str, asked: list[float], holds: list[int]
+) -> None:
+    found = with_tensorflow(
+        ONE
+        + LATER
+        + f"""
+import inspect
+kept, signature = {setter}, inspect.signature({setter})
+applied = framework.apply({{uuid: GIB}}, {{}})
+wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in {asked!r}]
+for _ in range(3):
+    kept(gpu, wanted)
+result["limits"], result["drift"], result["heard"] = limits(gpu), framework.drift(), heard
+result["same"] = kept is {setter} and inspect.signature({setter}) == signature
+result["notes"] = framework.notes
+applied.undo()
+result["undone"] = limits(gpu) == {asked!r}
+"""
+    )
+    assert found["limits"] == holds and found["drift"] == [] and found["same"] and found["undone"]
+    if asked and sum(asked) <= 1024:
+        assert found["heard"] == [] and found["notes"] == []
+    else:
+        (said,) = found["heard"]
+        assert "more than the cap of 1.00 GiB on GPU:0: the cap holds" in said and found["notes"] == [said]
+
+
+def test_a_limit_without_a_size_is_tensorflows_own_error(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        ONE
+        + """
+def text(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+ask = lambda: tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration()])
+result["without"] = text(ask)
+framework.apply({uuid: GIB}, {})
+result["within"], result["limits"] = text(ask), limits(gpu)
+"""
+    )
+    assert found["within"] == found["without"] and found["limits"] == [1024]
+
+
+def test_growth_is_set_as_without_a_budget(with_tensorflow: Run) -> None:
+    """As tutorials do it for every GPU: TensorFlow refuses it beside a limit, and the limit is the budget's."""
+    found = with_tensorflow(
+        TWO
+        + LATER
+        + """
+def text(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+applied = framework.apply({u: GIB for u in host.uuids}, {})
+for gpu in tf.config.list_physical_devices("GPU"):
+    tf.config.experimental.set_memory_growth(gpu, True)
+result["growth"] = [tf.config.experimental.get_memory_growth(gpu) for gpu in (first, second)]
+result["limits"], result["drift"] = [limits(first), limits(second)], framework.drift()
+result["env"] = os.environ[GROWTH]
+tf.config.experimental.set_memory_growth(first, False)
+result["env"] += os.environ[GROWTH]
+own(first, 512)
+result["own"] = text(lambda: tf.config.experimental.set_memory_growth(first, True))
+result["heard"] = heard
+tf.zeros((1,))
+result["live"] = text(lambda: tf.config.experimental.set_memory_growth(second, False))
+"""
+    )
+    assert found["growth"] == [True, True] and found["limits"] == [[1024], [1024]] and found["drift"] == []
+    assert found["env"] == "truetrue" and found["own"] == "ValueError" and found["heard"] == []
+    assert found["live"] == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("config", "holds"),
+    [
+        ("None", [[1024]]),
+        ("tf.compat.v1.ConfigProto()", [[1024]]),
+        ("tf.compat.v1.ConfigProto(allow_soft_placement=True)", [[1024]]),
+        ("fraction(0.9)", [[1024]]),
+        ("fraction(1.0)", [[1024]]),
+        ("fraction(1.5)", [[1024]]),
+        ("fraction(0.0001)", []),
+        ("tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))", [[1024]]),
+        ("split(5000)", [[1024]]),
+        ("split(5000, 5000)", [[512, 512]]),
+        ("split(100, 100)", [[100, 100]]),
+        ("tf.compat.v1.ConfigProto(device_count={'GPU': 0})", []),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Session", "InteractiveSession"])
+def test_a_tf1_session_meets_the_cap(with_tensorflow: Run, kind: str, config: str, holds: list[list[int]]) -> None:
+    found = with_tensorflow(
+        ONE
+        + LATER
+        + f"""
+import inspect
+v1 = tf.compat.v1
+def fraction(f): return v1.ConfigProto(gpu_options=v1.GPUOptions(per_process_gpu_memory_fraction=f))
+def split(*mib):
+    config = v1.ConfigProto()
+    config.gpu_options.experimental.virtual_devices.add().memory_limit_mb.extend(mib)
+    return config
+signature = inspect.signature(v1.Session)
+applied = framework.apply({{uuid: GIB}}, {{}})
+given = {config}
+before = given.gpu_options.SerializeToString() if given is not None else b""
+with tf.Graph().as_default():
+    session = v1.{kind}(config=given)
+    result["sum"] = float(session.run(tf.constant(1.0) + 2.0))
+options = session._config.gpu_options
+result["limits"] = [list(v.memory_limit_mb) for v in options.experimental.virtual_devices]
+result["both"] = bool(options.per_process_gpu_memory_fraction and result["limits"])
+result["theirs"] = given is None or given.gpu_options.SerializeToString() == before
+result["same"] = inspect.signature(v1.Session) == signature
+result["heard"], result["soft"] = heard, bool(session._config.allow_soft_placement)
+result["undo"] = raised(applied.undo)
+"""
+    )
+    assert found["limits"] == holds and not found["both"] and found["theirs"] and found["same"] and found["sum"] == 3.0
+    assert len(found["heard"]) == (("fraction" in config and "0.0001" not in config) or "5000" in config)
+    assert found["soft"] or "soft" not in config
+    assert (found["undo"] is None) == ("'GPU': 0" in config), "its allocator exists; its limit stays"
+
+
+def test_a_session_of_two_gpus_that_names_one(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        TWO
+        + """
+v1 = tf.compat.v1
+framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
+def limits_of(**options):
+    with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto(gpu_options=v1.GPUOptions(**options))) as session:
+        return [list(v.memory_limit_mb) for v in session._config.gpu_options.experimental.virtual_devices]
+result["limits"] = [limits_of(), limits_of(visible_device_list="1"), limits_of(visible_device_list="1,0")]
+"""
+    )
+    assert found["limits"] == [[[1024], [2048]], [[2048]], [[2048], [1024]]]
+
+
+def test_the_users_lower_limit_holds_in_sessions_too_and_split_gpus_are_numbered(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        TWO
+        + """
+v1 = tf.compat.v1
+framework.apply({u: GIB for u in host.uuids}, {})
+own(first, 200, 100)
+with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto()) as session:
+    result["limits"] = [list(v.memory_limit_mb) for v in session._config.gpu_options.experimental.virtual_devices]
+result["numbers"] = [list(framework._numbers(tf, gpu)) for gpu in host.gpus]
+"""
+    )
+    assert found["limits"] == [[300], [1024]] and found["numbers"] == [[0, 1], [2]]
+
+
+def test_everything_replaced_is_put_back_also_after_an_interruption(with_tensorflow: Run) -> None:
+    found = with_tensorflow(
+        ONE
+        + """
+from tensorflow.python.client.session import BaseSession
+from tensorflow.python.eager.context import Context
+def now(): return [Context.set_logical_device_configuration, Context.set_memory_growth, BaseSession.__init__]
+before, table = now(), TensorFlow._limit
+applied = framework.apply({uuid: GIB}, {})
+result["replaced"] = [a is not b for a, b in zip(now(), before)]
+applied.undo()
+result["back"] = now() == before and limits(gpu) == []
+for step in range(3):
+    from memguard._frameworks.replacements import Replacements
+    put, left = Replacements.put, [step]
+    def interrupted(self, *args):
+        if not left[0]: raise KeyboardInterrupt
+        left[0] -= 1
+        return put(self, *args)
+    Replacements.put = interrupted
+    try:
+        TensorFlow(host).apply({uuid: GIB}, {})
+    except KeyboardInterrupt:
+        result["back"] &= now() == before and limits(gpu) == [] and GROWTH not in os.environ
+    else:
+        result["back"] = False
+    Replacements.put = put
+"""
+    )
+    assert found == {"replaced": [True] * 3, "back": True}

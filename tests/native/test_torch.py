@@ -539,6 +539,115 @@ result["history"] = [callable(torch.cuda.memory._snapshot), callable(torch.cuda.
     assert found["entries"] and all(found["entries"]) and all(found["history"])
 
 
+# refused requests
+
+
+def test_the_observer_is_attached_once_and_only_when_torch_is_live(with_torch: Run) -> None:
+    """It cannot be taken back, so it tells nobody after the undo, in a forked child and of a GPU without a cap."""
+    found = with_torch(
+        SETUP
+        + """
+from memguard._frameworks.torch import adapter
+found, told = card(host), []
+framework.on_refusal = lambda moment: told.append(moment)
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["before"] = len(found.observers)
+torch.cuda.init()
+result["live"] = len(found.observers)
+(observer,) = found.observers
+observer(0, 2 * GIB, 4 * GIB, 100 * GIB)
+observer(1, 2 * GIB, 4 * GIB, 100 * GIB)
+result["told"] = [[m.framework, m.source, m.uuid == uuid, m.requested, m.free, m.thread > 0] for m in told]
+framework.on_refusal = lambda moment: 1 / 0
+result["raises"] = observer(0, GIB, 4 * GIB, GIB)
+framework.on_refusal = lambda moment: told.append(moment)
+framework.resize({uuid: 6 * GIB})
+pid = os.fork()
+if pid == 0:
+    observer(0, GIB, 4 * GIB, GIB)
+    os._exit(0 if len(told) == 1 else 1)
+result["child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+applied.undo()
+observer(0, GIB, 4 * GIB, GIB)
+result["after"] = len(told)
+second = Torch(host)
+second.on_refusal = lambda moment: told.append(moment)
+second.apply({uuid: 4 * GIB}, {})
+observer(0, GIB, 4 * GIB, GIB)
+result["second"], result["attached"] = len(told), len(found.observers)
+result["unseen"] = [framework.unseen(), second.unseen()]
+"""
+    )
+    assert found["before"] == 0 and found["live"] == 1 and found["told"] == [
+        ["torch", "observer", True, 2 << 30, 100 << 30, True]
+    ]  # fmt: skip
+    assert found["raises"] is None and found["child"] == 0 and found["after"] == 1
+    assert found["second"] == 2 and found["attached"] == 1 and found["unseen"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("del torch._C._cuda_attach_out_of_memory_observer", "native allocator has no observer"),
+        ("torch._C._cuda_getAllocatorBackend = lambda: 'other'", "other allocator has no observer"),
+        ("def no(f): raise RuntimeError('not yet')\ntorch._C._cuda_attach_out_of_memory_observer = no", "not yet"),
+    ],
+)
+def test_a_torch_without_observer_is_capped_and_says_what_is_not_seen(with_torch: Run, change: str, words: str) -> None:
+    found = with_torch(
+        f"{SETUP}\nfound = card(host)\n{change}\ntorch.cuda.init()\nframework.apply({{uuid: 4 * GIB}}, {{}})\n"
+        "result['unseen'], result['exact'] = framework.unseen(), exact(found)"
+    )
+    assert words in found["unseen"] and found["exact"] == 4 << 30
+
+
+def test_a_caught_error_and_one_that_leaves_a_block_under_the_guard(with_torch: Run) -> None:
+    """The figures are of the observer's call, on whatever thread, and not of when the exception is seen."""
+    found = with_torch(
+        """
+import torch, threading, memguard
+from memguard import _api
+from memguard._frameworks.torch import settings
+settings.cuda_version = lambda: "13.0"
+host = Host()
+found = card(host)
+_api._host = lambda simulate: host
+guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}})
+torch.cuda.init()
+(observer,) = found.observers
+def holds(held, used):
+    sizes = {"reserved_bytes": held, "allocated_bytes": used, "active_bytes": used, "inactive_split_bytes": held - used}
+    found.stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
+def fail(size):
+    holds(3900 * MIB, 3800 * MIB)
+    thread = threading.Thread(target=observer, args=(0, size, 4 * GIB, 100 * GIB))  # as backward does
+    thread.start()
+    thread.join()
+    holds(3900 * MIB, 1000 * MIB)
+    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB. GPU 0 has")
+def told():
+    report = memguard.last_oom()
+    return [report.reason, report.caught, report.moment.in_use // MIB, report.moment.source, report.why]
+try: fail(GIB)
+except torch.OutOfMemoryError: pass
+result["caught"] = told()
+try:
+    with memguard.workload("step", framework="torch"): fail(GIB + 100 * MIB)
+except torch.OutOfMemoryError as error: pass
+result["left"] = told()
+row = memguard.ledger().devices[0].row("torch")
+result["refused"] = row.refused
+memguard.shutdown()
+"""
+    )
+    assert found["caught"][:4] == ["cap", True, 3800, "observer"] and found["refused"] == 2
+    assert found["left"][:4] == ["cap", False, 3800, "observer"]
+    assert found["left"][4] == (
+        "its cap of 4.00 GiB was reached: it held 3.81 GiB (3.71 GiB in use) when the request failed; "
+        "now 1000.0 MiB are in use"
+    )
+
+
 # what the user has set
 
 
@@ -988,3 +1097,187 @@ def test_torchs_history_as_a_trace() -> None:
         TraceEvent(2.5, "torch", "alloc", 3, 7, device=1),
         TraceEvent(2.6, "torch", "free", 3, device=1),
     ]
+
+
+# settings that the user makes later
+
+LATER = (
+    SETUP
+    + """
+import logging
+heard = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING: heard.append(record.getMessage())
+logging.getLogger("memguard").addHandler(Handler())
+found = card(host)
+torch.cuda.current_device = lambda: 0
+changed = []
+framework.on_change = lambda: changed.append(framework.drift())
+"""
+)
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("asked", [1.0, 0.9, 0.5, 0.0287, 0.01, 0.0])
+def test_a_later_fraction_meets_the_cap_by_every_name(with_torch: Run, live: bool, asked: float) -> None:
+    found = with_torch(
+        LATER
+        + f"""
+import inspect
+from torch.cuda import set_per_process_memory_fraction as taken_before
+named = [torch.cuda.set_per_process_memory_fraction, torch.cuda.memory.set_per_process_memory_fraction]
+signatures = [inspect.signature(f) for f in named]
+if {live}: torch.cuda.init()
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+for setter in (*named, taken_before, torch._C._cuda_setMemoryFraction):
+    setter({asked}, 0)
+result["exact"], result["drift"], result["heard"] = exact(found), framework.drift(), heard
+result["same"] = named[0] is torch.cuda.set_per_process_memory_fraction is named[1] is taken_before
+framework.resize({{uuid: 8 * GIB}})
+result["resized"] = exact(found)
+applied.undo()
+result["undone"] = found.fractions[0]
+setter(1.0, 0)
+result["free"] = [found.fractions[0], len(heard)]
+"""
+    )
+    cap, total = 4 << 30, 143_156 << 20
+    assert found["exact"] == min(cap, int(asked * total)) and found["drift"] == [] and found["same"]
+    assert found["resized"] == min(2 * cap, int(asked * total))
+    assert found["undone"] == asked, "what the user asked for"
+    larger = int(asked * total) > cap
+    assert len(found["heard"]) == larger and found["free"] == [1.0, larger]
+    assert not larger or "more than its cap, which is 0.02861: the cap holds" in found["heard"][0]
+
+
+def test_lower_and_back_up_again(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+steps = []
+for fraction in (0.01, 0.02, 0.9, 0.001, 1.0):
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    steps.append(exact(found))
+result["steps"], result["drift"], result["heard"] = steps, framework.drift(), len(heard)
+found.fractions[0] = 0.5  # past all calls
+result["poked"] = framework.drift()
+"""
+    )
+    total = 143_156 << 20
+    assert found["steps"] == [int(0.01 * total), int(0.02 * total), 4 << 30, int(0.001 * total), 4 << 30]
+    assert found["drift"] == [] and found["heard"] == 2 and "raised from 0.02861 to 0.5" in found["poked"][0]
+
+
+def test_a_gpu_without_a_cap_takes_every_fraction(with_torch: Run) -> None:
+    found = with_torch(
+        LATER.replace("Host()", 'Host("h200", "h200")')
+        + """
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+torch.cuda.set_per_process_memory_fraction(0.9, 1)
+result["fractions"], result["heard"] = found.fractions[1], heard
+"""
+    )
+    assert found == {"fractions": 0.9, "heard": []}
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("per_process_memory_fraction:0.9", 4 << 30),
+        ("per_process_memory_fraction:0.001", int(0.001 * (143_156 << 20))),
+        ("expandable_segments:True", (4 << 30) - (20 << 20)),
+        ("expandable_segments:True,per_process_memory_fraction:0.9", (4 << 30) - (20 << 20)),
+        ("max_split_size_mb:64", 4 << 30),
+    ],
+)
+def test_the_allocators_settings_meet_the_cap(with_torch: Run, live: bool, text: str, holds: int) -> None:
+    found = with_torch(
+        LATER
+        + f"""
+import re, warnings
+def configure(env):
+    match = re.search(r"fraction:([0-9.]+)", env)
+    if match: found.fractions[0] = float(match[1])
+    if "expandable" in env:
+        torch._C._cuda_memorySnapshot = lambda _: {{"allocator_settings": {{"expandable_segments": True}}}}
+torch._C._accelerator_setAllocatorSettings = configure
+applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+if {live}: torch.cuda.init()
+warnings.simplefilter("ignore")
+torch.cuda.memory._set_allocator_settings({text!r})
+torch.cuda.init()
+result["exact"], result["drift"], result["heard"] = exact(found), framework.drift(), len(heard)
+applied.undo()
+result["undone"], result["back"] = found.fractions[0], torch._C._accelerator_setAllocatorSettings is configure
+"""
+    )
+    assert found["exact"] == holds and found["drift"] == [] and found["heard"] == ("0.9" in text) and found["back"]
+    assert found["undone"] == (0.9 if "0.9" in text else 0.001 if "0.001" in text else 1.0)
+
+
+def test_an_allocator_that_cannot_be_limited_is_an_error_at_the_call(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+import types
+swapped = []
+torch._C._cuda_changeCurrentAllocator = swapped.append
+allocator = types.SimpleNamespace(allocator=lambda: "theirs")
+applied = framework.apply({uuid: 4 * GIB}, {})
+result["setting"] = setting(lambda: torch.cuda.memory.change_current_allocator(allocator))
+result["swapped"] = list(swapped)
+torch.cuda.init()
+result["exact"] = exact(found)
+torch.cuda.memory.change_current_allocator(allocator)  # live: torch's own refusal, which is not modelled
+applied.undo()
+torch.cuda.memory.change_current_allocator(allocator)
+result["free"] = swapped
+"""
+    )
+    assert found["setting"] == "torch.cuda.memory.change_current_allocator" and found["swapped"] == []
+    assert found["exact"] == 4 << 30 and found["free"] == ["theirs", "theirs"]
+
+
+def test_switching_the_cache_off_is_told_at_once(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+torch._C._cuda_cudaCachingAllocator_enable = lambda value: None
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+torch.cuda.caching_allocator_enable(False)
+torch.cuda.caching_allocator_enable(True)
+result["changed"] = changed
+"""
+    )
+    assert "caching_allocator_enable(False)" in found["changed"][0][0] and found["changed"][1] == []
+
+
+def test_an_interrupted_apply_leaves_nothing_replaced(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+from memguard._frameworks.replacements import Replacements
+torch._C._cuda_changeCurrentAllocator = torch._C._cuda_cudaCachingAllocator_enable = lambda value: None
+names = ["_cuda_setMemoryFraction", "_cuda_changeCurrentAllocator", "_cuda_cudaCachingAllocator_enable",
+    "_accelerator_setAllocatorSettings"]
+before, put = [getattr(torch._C, name) for name in names], Replacements.put
+for step in range(5):
+    left = [step]
+    def interrupted(self, *args):
+        if not left[0]: raise KeyboardInterrupt
+        left[0] -= 1
+        return put(self, *args)
+    Replacements.put = interrupted
+    try:
+        Torch(host).apply({uuid: GIB}, {})
+    except KeyboardInterrupt:
+        result[str(step)] = [getattr(torch._C, name) for name in names] == before
+"""
+    )
+    assert found == {str(step): True for step in range(5)}

@@ -22,8 +22,10 @@ def applying(path: os.PathLike[str]) -> None:
     memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}, simulate=["h200", "a100"])
     memguard.init(3)  # type: ignore[arg-type]
     memguard.init("budget.yaml", simulate=1)  # type: ignore[arg-type]
+    memguard.init("budget.yaml", missing_gpu="warn")
+    memguard.init("budget.yaml", missing_gpu="ignore")  # type: ignore[arg-type]
     memguard.init("budget.yaml", True)  # type: ignore[call-arg]
-    with memguard.guard("budget.yaml") as active:
+    with memguard.guard("budget.yaml", missing_gpu="simulate") as active:
         assert_type(active, Guard)
         assert_type(active.plan, Plan)
         assert_type(active.plan.devices[0].device, Device)

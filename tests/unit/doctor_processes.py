@@ -56,8 +56,14 @@ def environ(site: Path, **changes: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(site), **changes}
 
 
-def run(environ: Mapping[str, str], *probes: str, timeout: float = 30, stop: threading.Event | None = None) -> Ended:
+def run(
+    environ: Mapping[str, str],
+    *probes: str,
+    timeout: float = 30,
+    stop: threading.Event | None = None,
+    first: str | None = None,
+) -> Ended:
     """The probes in one process of this Python."""
-    spec: dict[str, Any] = {"probes": probes, "path": [], "first": None}
+    spec: dict[str, Any] = {"probes": probes, "path": [], "first": first}
     command = (sys.executable, "-c", main.BOOT, main.__file__)
     return watch(command, spec, environ, timeout, stop or threading.Event())

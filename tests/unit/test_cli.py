@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,12 @@ from pathlib import Path
 
 import click
 import pytest
+from timelines import plan_of
 
 import memguard
 from memguard import cli, errors
+from memguard._simulation.trace import read
+from memguard._timeline.writer import Writer
 
 COMMANDS = ["check", "doctor", "plan", "replay", "run", "schema", "simulate"]
 HOME = Path(memguard.__file__).parents[1]
@@ -160,25 +165,70 @@ def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: s
     assert len(done.stderr.splitlines()) == 2
 
 
+REPLAY, SIMULATE = "memguard replay a.timeline", "memguard simulate"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("simulate a.trace b.yaml", "a.trace is a trace, not a budget: memguard simulate BUDGET TRACE"),
-        ("simulate b.yaml a.timeline", "a timeline, not a trace\n    fix: memguard replay a.timeline --budget b.yaml"),
-        ("simulate a.timeline --without-budget", "a timeline, not a trace\n    fix: memguard replay a.timeline"),
-        ("replay a.trace", "a trace, not a timeline\n    fix: memguard simulate a.trace --without-budget"),
-        ("replay a.trace --budget b.yaml", "a trace, not a timeline\n    fix: memguard simulate b.yaml a.trace"),
+        ("simulate b.yaml a.timeline", f"a timeline, not a trace\n    fix: {REPLAY} --budget b.yaml"),
+        ("simulate a.timeline --without-budget", f"a timeline, not a trace\n    fix: {REPLAY}"),
+        ("simulate a.timeline", f"a timeline, not a trace\n    fix: {REPLAY}"),
+        ("simulate a.timeline --budget b.yaml", f"a timeline, not a trace\n    fix: {REPLAY} --budget b.yaml"),
+        ("simulate a.timeline b.yaml", f"a timeline, not a trace: {REPLAY} --budget b.yaml"),
+        ("simulate other.timeline --without-budget", "not a trace\n    fix: memguard replay other.timeline"),
+        ("simulate b.yaml 'a b.timeline'", "fix: memguard replay 'a b.timeline' --budget b.yaml"),
+        ("simulate a.trace", "give BUDGET and TRACE, or only TRACE with --without-budget"),
+        ("simulate b.yaml", "give BUDGET and TRACE, or only TRACE with --without-budget"),
+        ("simulate b.yaml a.trace --budget b.yaml", "given twice: memguard simulate TRACE --budget BUDGET"),
+        ("simulate b.yaml a.trace a.trace", "3 files are given: memguard simulate TRACE --budget BUDGET"),
+        ("replay a.trace", f"a trace, not a timeline\n    fix: {SIMULATE} a.trace --without-budget"),
+        ("replay a.trace --budget b.yaml", f"a trace, not a timeline\n    fix: {SIMULATE} b.yaml a.trace"),
+        ("replay b.yaml a.trace", f"a trace, not a timeline\n    fix: {SIMULATE} b.yaml a.trace"),
+        ("replay a.trace b.yaml", f"a trace, not a timeline: {SIMULATE} b.yaml a.trace"),
+        ("replay other.trace", f"not a timeline\n    fix: {SIMULATE} other.trace --without-budget"),
+        ("replay a.timeline b.yaml", "not a budget: the budget goes to --budget: memguard replay TIMELINE"),
+        ("replay b.yaml a.timeline --budget b.yaml", "given twice: memguard replay TIMELINE --budget BUDGET"),
+        ("replay b.yaml a.timeline a.timeline", "3 files are given: memguard replay TIMELINE --budget BUDGET"),
     ],
 )
 def test_a_recording_given_to_the_wrong_command_names_the_right_one(
     arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("a.trace").write_text('{"memguard_trace": 1, "recorded": "2026-01-01"}\n')
-    Path("a.timeline").write_text('{"memguard_timeline":1,"recorded":"2026-01-01"}\n')
+    for name in ("trace", "timeline"):
+        Path(f"a.{name}").write_text(f'{{"memguard_{name}": 1, "recorded": "2026-01-01"}}\n')
+        Path(f"other.{name}").write_text(f'\ufeff{{"recorded": "2026-01-01",\t"memguard_{name}" :1}}')
+    Path("a b.timeline").write_text('{"memguard_timeline":1}')
     Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
-    assert call(*arguments.split()) == 2
-    assert f"{said}\n" in capsys.readouterr().err
+    assert call(*shlex.split(arguments)) == 2
+    error = capsys.readouterr().err
+    assert f"{said}\n" in error and "start the file with" not in error
+
+
+@pytest.mark.parametrize("order", ["b.yaml RECORDING", "RECORDING --budget b.yaml", "--budget b.yaml RECORDING"])
+def test_simulate_and_replay_take_their_arguments_alike(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {limit: 1GiB}\n")
+    with Writer(tmp_path / "{rank}.jsonl", plan_of("h200", torch="2GiB")) as writer:
+        pass
+    for command, recording in (("simulate", root / "examples/traces/mixed-h200.jsonl"), ("replay", writer.path)):
+        code = call(command, *order.replace("RECORDING", str(recording)).split())
+        assert code == (1 if command == "simulate" else 0)
+        assert "budget's caps" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_recording_of_the_other_kind_is_said_by_the_reader_itself(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text('{"recorded": "2026-01-01", "memguard_timeline": 1}\n')
+    with pytest.raises(errors.TraceError, match="a:1: this is a timeline, not a trace\n    fix: memguard replay"):
+        read(tmp_path / "a")
+    (tmp_path / "a").write_text('{"recorded": "2026-01-01", "memguard_trace": 1}\n')
+    with pytest.raises(errors.TimelineError, match="a:1: this is a trace, not a timeline\n    fix: memguard simulate"):
+        memguard.load_timeline(tmp_path / "a")
 
 
 def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +237,70 @@ def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch)
         cli.main.main(["schema"])
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "wb") as gone:
-        done = subprocess.run(
-            [sys.executable, "-m", "memguard", "schema"],
-            env=environment(), stdout=gone, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == ""
+NAMED = ["h200", "A10", "rtx5090", "h100-1g.10gb", "24GiB", "gpus.yaml", "./gpus.yaml"]
+
+
+@pytest.fixture
+def budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a budget and a file of devices, and one below it, which is the current one."""
+    (tmp_path / "budget.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "gpus.yaml").write_text("devices: [{name: Lab, total: 48GiB, count: 2}]\n")
+    monkeypatch.chdir(tmp_path / "below")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_plan_finds_the_budget_and_takes_every_kind_of_gpu(
+    name: str, budgets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("plan", "--device", name) == 0
+    assert "(simulated)" in capsys.readouterr().out
+    assert call("plan", "../budget.yaml", "--device", name, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["simulated"] is True
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_program_gets_every_kind_of_gpu_and_the_same_one_again(name: str, budgets: Path) -> None:
+    guard = memguard.init("../budget.yaml", simulate=name)
+    try:
+        assert memguard.init("../budget.yaml", simulate=name.replace("h200", " H200 ")) is guard
+    finally:
+        memguard.shutdown()
+
+
+def test_a_file_of_gpus_is_found_by_a_program_that_has_changed_its_folder(budgets: Path) -> None:
+    code = "import os; os.chdir('/'); import memguard; print(len(memguard.init({'version': 1, 'frameworks': {'torch': "
+    code += "{'share': '50%'}}}, replace=True).plan.devices))"
+    done = subprocess.run(
+        [sys.executable, "-m", "memguard", "run", "--simulate", "gpus.yaml", "--", sys.executable, "-c", code],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan --device {}", "plan ../budget.yaml --device h200 --device {}", "run --simulate {} -- true"],
+)
+@pytest.mark.parametrize("name", ["a100", "h20", "24GB", "10MiB", "absent.yaml", ""])
+def test_a_wrong_gpu_is_a_wrong_argument(
+    arguments: str, name: str, budgets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*(word.format(name) for word in arguments.split())) == 2
+    assert "\n    fix: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "run"])
+def test_help_lists_the_gpus(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "--help") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(name in said for name in ("b200", "v100-32gb", "rtx5090", "h200-1g.18gb", "24GiB", "gpus.yaml"))
+
+
+def test_plan_without_any_budget_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("plan", "--device", "h200") == 2
+    assert "name the file: memguard plan FILE" in capsys.readouterr().err

@@ -314,6 +314,7 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
     shutil.copytree(Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("*.pyc"))
     specs = tmp_path / "memguard" / "_specs.py"
     specs.write_text(specs.read_text().replace("\nSPECS: ", f"{ROW}\nSPECS: "))
+    twice = "did you mean 'streams'? It is there too: keep one of them"
     wrong = "toybox: {share: 1%}\ntoy: {share: 1%, lazy: yes, streams: 9, mode: close, sterams: 1, lanes: 1}\n"
     run = subprocess.run(
         [sys.executable, "-c", SEVENTH],
@@ -331,13 +332,17 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
         (
             "frameworks.toybox",
             f"unknown framework 'toybox'; allowed: {', '.join(FRAMEWORKS)}, toy",
-            "did you mean 'toy'?",
+            "did you mean 'toy'? It is there too: keep one of them",
         ),
         ("frameworks.toy.lazy", "lazy is true or false, found 'yes'", "write 'true'"),
         ("frameworks.toy.streams", "streams is a whole number from 0 to 8, found 9", "write '2'"),
         ("frameworks.toy.mode", "mode is near or far, found 'close'", "write 'near'"),
-        ("frameworks.toy.sterams", f"unknown key 'sterams'; {choice}", "did you mean 'streams'?"),
-        ("frameworks.toy.lanes", f"unknown key 'lanes'; {choice}", "did you mean 'streams'?"),
+        (
+            "frameworks.toy.sterams",
+            f"unknown key 'sterams'; {choice}",
+            "did you mean 'streams'? It is there too: keep one of them",
+        ),
+        ("frameworks.toy.lanes", f"unknown key 'lanes'; {choice}", twice),
         ("frameworks.torch.streams", "streams is a setting of toy; it counts Toy's streams", "remove it"),
         ("mode", "unknown key 'mode' here; allowed: " + ", ".join(Budget.model_fields), "move it below 'toy:'"),
     ]

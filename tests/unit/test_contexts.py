@@ -100,8 +100,11 @@ class LibCUDA:
         raw[:] = bytes([device, 0, *range(2, 16)])
 
     def _cuDeviceGetAttribute(self, number: Any, attribute: int, device: int) -> None:  # noqa: N802
-        assert attribute == 16, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"
-        number.value = 100 + device
+        assert attribute in (16, 18), "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _INTEGRATED"
+        number.value = 100 + device if attribute == 16 else device
+
+    def _cuDeviceTotalMem_v2(self, size: Any, device: int) -> None:  # noqa: N802
+        size.value = (device + 1) << 30
 
     def _cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> None:  # noqa: N802
         active.value = self.active

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from click.testing import CliRunner, Result
 
 import memguard
 from memguard import _config, _findings
+from memguard._devices import cuda_order
 from memguard._doctor import explain
 from memguard._doctor.collect import gather
 from memguard._doctor.facts import (
@@ -38,6 +41,9 @@ from memguard.cli.support import program, signals
 from memguard.errors import FactsError
 
 ROOT = Path(__file__).parents[2]
+APART: dict[str, Any] = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+"""Before 8.2, click's runner puts what goes to stderr into stdout unless it is told not to."""
+RUNNER = CliRunner(**APART)
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
 BUDGET = "version: 1\nframeworks:\n  jax: {share: 50%}\n"
 STAGES = tuple(Stage(name=name, seconds=1.0) for name in ("import", "devices", "compute"))
@@ -91,7 +97,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gathered:
 
 
 def doctor(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(main, ["doctor", *arguments], input=stdin)
+    return RUNNER.invoke(main, ["doctor", *arguments], input=stdin)
 
 
 # Exit codes
@@ -158,10 +164,14 @@ def test_a_python_that_cannot_be_asked_is_2_whatever_its_error_says(gathered: Ga
     assert memguard.MemguardError.exit_code == 1  # of the one error, not of its class
 
 
-def test_a_mistake_of_the_doctors_own_is_2_with_its_traceback(gathered: Gathered) -> None:
+def test_a_mistake_of_the_doctors_own_is_2_with_its_traceback(
+    gathered: Gathered, capsys: pytest.CaptureFixture[str]
+) -> None:
     gathered.error = ZeroDivisionError("oh")
-    done = doctor()
-    assert done.exit_code == 2 and "ZeroDivisionError: oh" in done.stderr and done.stdout == ""
+    with pytest.raises(SystemExit) as ended:  # not click's runner: before 8.2 it loses what was not flushed
+        main.main(["doctor"], prog_name="memguard")
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and "ZeroDivisionError: oh" in err and out == ""
 
 
 def test_no_framework_at_all_is_2_and_one_that_was_asked_for_1(gathered: Gathered) -> None:
@@ -293,6 +303,101 @@ def test_a_stdout_that_takes_nothing_is_2_and_a_line(tmp_path: Path, arguments: 
     assert done.stderr == "memguard: stdout cannot be written: No space left on device\n"
     done = command("doctor", *arguments, cwd=tmp_path, preexec_fn=lambda: os.close(1))
     assert (done.returncode, done.stderr) == (2, "memguard: stdout cannot be written: it is closed\n")
+
+
+@pytest.mark.parametrize("option", ["--facts", "--script"])
+@pytest.mark.parametrize("path", ["fifo", ".", "/dev/zero", "/dev/null", "/dev/stdin", "absent", "socket", "x" * 5000])
+def test_what_is_no_regular_file_is_refused_at_once(gathered: Gathered, option: str, path: str) -> None:
+    os.mkfifo("fifo")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        done = doctor(option, path, stdin="{}")
+    assert done.exit_code == 2 and "\n    fix: " in done.stderr and "Traceback" not in done.stderr
+    assert gathered.asked == []
+
+
+def test_facts_that_are_huge_are_refused_before_they_are_read(gathered: Gathered) -> None:
+    with open("huge", "wb") as file:
+        file.truncate(1 << 40)
+    done = doctor("--facts", "huge")
+    assert done.exit_code == 2 and "larger than any facts (16 MiB)" in done.stderr
+    done = doctor("--facts", "-", stdin=" " * ((16 << 20) + 1))
+    assert done.exit_code == 2 and "larger than any facts (16 MiB)" in done.stderr
+
+
+# What lies in the current folder is not imported
+
+
+PACKAGES = ("click", "pydantic", "pydantic_core", "yaml", "pynvml", "rich", "numpy", "memguard", "sitecustomize")
+TORCH = "__version__ = '1'\nclass version: cuda = None\n"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file for every module of the standard library and every package that is needed."""
+    folder = tmp_path_factory.mktemp("hostile")
+    names = [name for name in (*sys.stdlib_module_names, *PACKAGES) if name.isidentifier()]
+    for name in names:
+        text = f"open({str(folder / 'ran')!r}, 'a').write({name!r} + ' ')\nraise SystemExit('ran {name}')\n"
+        (folder / f"{name}.py").write_text(text)
+    assert len(names) > 280
+    (folder / "site").mkdir()
+    (folder / "site" / "torch.py").write_text(TORCH)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "memguard").write_text("from memguard.cli import main\nmain(prog_name='memguard')\n")
+    (folder / "b.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "--framework", "torch"],
+        ["doctor", "--framework", "torch", "--script", "json.py", "b.yaml"],
+        ["doctor", "--framework", "torch", "--dump-facts"],
+        ["plan", "b.yaml", "--device", "h200"],
+        ["check", "b.yaml"],
+        ["run", "--doctor", "-c", "b.yaml", "--", sys.executable, "-P", "-c", "0"],
+        ["run", "--simulate", "h200", "-c", "b.yaml", "--", sys.executable, "-I", "-c", "0"],
+    ],
+    ids=lambda words: " ".join(words[:5:2]),
+)
+def test_no_command_imports_from_the_current_folder(hostile: Path, arguments: list[str]) -> None:
+    (hostile / "ran").unlink(missing_ok=True)
+    places = [str(Path(memguard.__file__).parents[1]), str(hostile / "site")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    if sys.version_info < (3, 11):
+        arguments = [word for word in arguments if word != "-P"]
+    done = subprocess.run(
+        [sys.executable, str(hostile / "bin" / "memguard"), *arguments],
+        cwd=hostile, env=environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
+    assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
+    if arguments[0] == "doctor":
+        assert "torch" in done.stdout, done.stderr
+
+
+def test_the_child_that_asks_cuda_imports_nothing_of_it(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hostile)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert "" not in cuda_order.importable()
+    cuda_order._ask_child()
+    assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
+
+
+def test_a_program_under_run_imports_from_its_own_folder_as_ever(hostile: Path, tmp_path: Path) -> None:
+    """What protects memguard's own processes does not reach the user's."""
+    (tmp_path / "own_json.py").write_text("print('mine')")
+    (tmp_path / "train.py").write_text("import sys, own_json; print(sys.path[0])")
+    code = "import sys, own_json; print(sys.path[0])"
+    for words in (["train.py"], ["-c", code], ["-m", "train"]):
+        plain = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+        under = command(
+            "run", "--simulate", "h200", "-c", str(hostile / "b.yaml"), "--", sys.executable, *words,
+            cwd=tmp_path, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert (under.returncode, under.stdout) == (0, plain.stdout) and "mine" in plain.stdout
 
 
 def test_facts_from_a_stdin_that_is_closed(tmp_path: Path) -> None:
@@ -433,7 +538,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["run", *arguments])
+    return RUNNER.invoke(main, ["run", *arguments])
 
 
 def test_a_healthy_program_is_started_without_a_word(gathered: Gathered, started: list[Any]) -> None:

@@ -245,6 +245,17 @@ def test_a_budget_is_of_the_gpus_that_cuda_shows() -> None:
     ] == [(UUID, 0, "hopper", GIB)]
 
 
+def test_a_gpu_with_unified_memory_has_cudas_total() -> None:
+    """NVML has no figures of it. Without CUDA's it cannot be planned."""
+    driver = h200()
+    silent = driver.nvml.devices[0].model_copy(update={"total": None, "used": None, "free": None})
+    for total, planned in ((122 * GIB, [(UUID, 122 * GIB, None, True)]), (None, [])):
+        shown = driver.cuda.devices[0].model_copy(update={"total": total})
+        cuda = driver.cuda.model_copy(update={"devices": (shown,)})
+        found = answers.devices(driver.model_copy(update={"nvml": NvmlFacts(devices=(silent,)), "cuda": cuda}))
+        assert [(device.uuid, device.total, device.reserved, device.unified) for device in found] == planned
+
+
 def test_a_survey_that_did_not_come_back() -> None:
     nvml, cuda = {"nvml": {"driver": "580.1"}}, {"cuda": {"path": "/lib/libcuda.so.580.1", "version": 13000}}
     hung = answers.driver(Ended(20.0, hung=True, reported=[{"module": "580.1"}, nvml, cuda]))

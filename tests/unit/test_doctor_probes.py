@@ -220,18 +220,43 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
     os.killpg(killed[0], 9)
 
 
-def test_a_file_of_the_current_folder_is_what_a_program_there_would_import(
+@pytest.mark.parametrize("mine", ["torch.py", "torch/__init__.py"])
+@pytest.mark.parametrize("script", [False, True], ids=["the current folder", "the program's"])
+def test_a_file_that_a_program_would_import_instead_is_found_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, script: bool
+) -> None:
+    site = write(tmp_path / "site", "torch", TORCH)
+    folder = tmp_path / "project"
+    (folder / mine).parent.mkdir(parents=True)
+    (folder / mine).write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nnotes = 'mine'")
+    monkeypatch.chdir(tmp_path if script else folder)
+    first = str(folder) if script else None
+    inventory = answers.installed(run(environ(site), "inventory", first=first))
+    assert inventory.path("torch") == str(folder / mine)
+    found = answers.framework(
+        {**inventory.frameworks["torch"], "distributions": {"torch": "2.11.0"}, "folder": str(site)},
+        run(environ(site), "torch", first=first),
+    )
+    assert found.path == str(folder / mine) and found.version == "2.11.0+cu130"
+    assert found.probe is not None and found.probe.failed is None
+    assert not (tmp_path / "was run").exists()
+    (finding,) = (one for one in examine(Facts(frameworks={"torch": found})) if one.name == "unexpected-path")
+    assert finding.severity is (Severity.ERROR if mine == "torch.py" else Severity.WARNING)
+    assert str(folder / mine) in finding.remedy
+
+
+def test_a_folder_without_a_module_and_what_is_not_installed_are_no_shadow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = write(tmp_path / "site", "torch", TORCH)
-    (tmp_path / "torch.py").write_text("notes = 'mine'")
+    (tmp_path / "torch").mkdir()  # data: `import` takes the package further down the path
+    (tmp_path / "jax.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    found = answers.framework({}, run(environ(site), "torch"))
-    assert found.probe is not None and found.probe.failed is not None
-    assert found.probe.failed.kind == "builtins.AttributeError"
-    assert found.path == str(tmp_path / "torch.py")
     inventory = answers.installed(run(environ(site), "inventory"))
-    assert inventory.path("torch") == str(tmp_path / "torch.py")
+    assert inventory.path("torch") == str(site / "torch" / "__init__.py")
+    assert inventory.path("jax") is None
+    safe = answers.installed(run(environ(site, PYTHONSAFEPATH="1"), "inventory"))
+    assert safe.path("torch") == inventory.path("torch")
 
 
 def distribution(site: Path, name: str, version: str, *files: str, **others: str) -> None:

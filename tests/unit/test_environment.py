@@ -220,6 +220,13 @@ def test_memguard_disable_wins_over_the_variable(python: Path, folder: Path, val
     assert said(done) == ["0" if applied == "None" else "1", applied]
 
 
+def test_a_program_that_has_its_budget_from_the_variable_runs_through_without_it(python: Path, folder: Path) -> None:
+    code = "import memguard\nmemguard.require('torch', '1TiB')\nprint(memguard.ledger().devices, memguard.trim())\n"
+    code += "with memguard.workload('step', framework='torch') as report: pass\nmemguard.shutdown()\n"
+    done = run(python, folder, f"{code}memguard.checkpoint()\n{APPLIED}", MEMGUARD_DISABLE="1")
+    assert said(done) == ["() 0", "None"] and done.stderr == ""
+
+
 def test_memguard_disable_may_come_later_and_leaves_init_alone(python: Path, folder: Path) -> None:
     code = f"import os\nos.environ['MEMGUARD_DISABLE'] = '1'\nimport torch\n{APPLIED}"
     code += f"import memguard\nmemguard.init('budget.yaml', simulate='h200')\n{APPLIED}"
@@ -304,13 +311,14 @@ def test_its_init_means_them_after_a_file_that_is_missing_too(python: Path, fold
     [(None, "pass"), ("budget.yaml", "import os; os.environ['MEMGUARD_DISABLE'] = '1'")],
     ids=["no budget", "disabled"],
 )
-def test_its_init_means_the_real_ones_where_the_environment_does_nothing(
+def test_its_init_means_the_simulated_ones_unless_it_is_disabled(
     python: Path, folder: Path, config: str | None, first: str
 ) -> None:
     code = f"{first}\nimport memguard\nfrom memguard import _api\n"
     code += "def host(simulate):\n    print(simulate)\n    raise SystemExit\n"
-    done = run(python, folder, f"{code}_api._host = host\nmemguard.init('budget.yaml')", config=config)
-    assert said(done) == ["None"]
+    done = run(python, folder, f"{code}_api._host = host\nprint(memguard.init('budget.yaml').active)", config=config)
+    assert said(done) == (["['h200']"] if config is None else ["False"])
+    assert done.stderr == (SIMULATED if config is None else "")
 
 
 def test_a_timeline_without_a_folder_is_no_budget_and_says_so(python: Path, folder: Path) -> None:

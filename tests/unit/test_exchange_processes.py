@@ -454,6 +454,112 @@ def test_the_number_of_waiting_peers_is_limited(
         within(10, lambda: handle.attached == 0)
 
 
+def asked(connect: Callable[[Handle], socket.socket], handle: Handle) -> tuple[socket.socket, str]:
+    """A connection with the right token, and what it was told: "" if it got the memory, else what is full."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = connect(handle)
+            break
+        except BlockingIOError:  # the queue of the listener is full
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    connection.sendall(wire.encode(wire.request(handle.token)))
+    message, fd = wire.receive(connection, 10)
+    if fd is not None:
+        os.close(fd)
+    return connection, message.get("full", "")
+
+
+def test_whoever_has_the_token_cannot_use_up_the_exporters_files(
+    x: Array, connect: Callable[[Handle], socket.socket], start: Start
+) -> None:
+    """500 connections with a valid token: 128 hold it, the others are told so, and their files are free again."""
+    with export(x) as handle:
+        before = open_files()
+        held = []
+        for _ in range(500):
+            connection, full = asked(connect, handle)
+            assert full in ("", wire.EXPORT) and (full == "") == (len(held) < server.MOST_PEERS)
+            if full:
+                assert ended(connection), "it is refused"
+                connection.close()
+            else:
+                held.append(connection)
+        within(10, lambda: open_files() == before + 2 * server.MOST_PEERS)
+        assert len(held) == server.MOST_PEERS == 128
+        child = start(
+            "for _ in range(2):\n"
+            "  try: y = exchange.attach(sys.argv[1], 'cupy'); say('attached')\n"
+            "  except exchange.CannotShare as error: say(str(error))\n"
+            "  wait()",
+            str(handle),
+        )
+        said = child.says()
+        assert "128 connections hold this export already, the most that one may have" in said
+        assert "delete the arrays that processes have attached" in said and "export the array once more" in said
+        other = export(x)
+        assert asked(connect, other)[1] == "", "another export is not full"
+        other.close()
+        held.pop().close()
+        within(10, lambda: len(server.current().find(handle.token).peers) < 128)  # type: ignore[union-attr]
+        child.go()
+        assert child.says() == "attached", "the place of one that has gone is free"
+
+
+def test_all_exports_together_leave_the_program_its_files(
+    connect: Callable[[Handle], socket.socket], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (90, hard))
+    assert server.most_in_all() == 22
+    handles = [export(Array(numpy.full(5, number, "f4"))) for number in range(5)]
+    told = [asked(connect, handles[number % 5])[1] for number in range(60)]
+    assert told == [""] * 22 + [wire.PROCESS] * 38
+    child = start(
+        "try: exchange.attach(sys.argv[1], 'cupy')\nexcept exchange.CannotShare as error: say(str(error))",
+        str(handles[0]),
+    )
+    said = child.says()
+    assert "22 connections hold exports of that process already, a quarter of the files that it may open" in said
+    assert "raise `ulimit -n` where that process is started" in said
+    handles[0].close()  # those who hold it keep the memory, and this process keeps no connection for them
+    within(10, lambda: asked(connect, handles[1])[1] == "")
+    for handle in handles:
+        handle.close()
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, hard))
+    assert server.most_in_all() == wire.MOST_HOLDERS
+
+
+def test_hundreds_of_half_open_connections_keep_nobody_out_and_go_by_themselves(
+    x: Array, connect: Callable[[Handle], socket.socket], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 that send nothing, a byte, or their request byte by byte, while others attach."""
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 2.0)
+    with export(x) as handle:
+        before = open_files()
+        request, taken = wire.encode(wire.request(handle.token)), 0
+        half: list[socket.socket] = []
+        for number in range(300):
+            with contextlib.suppress(BlockingIOError):
+                half.append(connect(handle))
+                with contextlib.suppress(BrokenPipeError):
+                    half[-1].send(request[: number % len(request)] or b"")
+            if number % 30 == 0:
+                connection, full = asked(connect, handle)
+                taken += full == ""
+                connection.close()
+            assert len(server.current()._waiting) <= server.MOST_WAITING
+        assert taken == 10
+        assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
+        within(10, lambda: not server.current()._waiting, "their time was up")
+        for connection in half:
+            connection.close()
+        within(10, lambda: handle.attached <= 1 and open_files() <= before + 2)  # type: ignore[operator]
+
+
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"shape": [1 << 40, 4]}, "do not lie in memory"),
     ({"offset": PIECE - 16}, "do not lie in memory"),
@@ -462,6 +568,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"kind": "nothing"}, "its size contradicts"),
     ({"dtype": "object"}, "its dtype is unknown"),
     ({"memguard": 3}, "not a description"),
+    ({"full": "export", "limit": 3}, "it is not a refusal"),
 ]
 
 

@@ -91,6 +91,19 @@ def test_a_description_that_is_wrong_or_exceeds_its_memory_is_refused(change: di
         wire.description({**GOOD, **change})
 
 
+def test_a_refusal_is_checked() -> None:
+    good = wire.Refusal(wire.EXPORT, 128)
+    assert wire.refusal(good.message()) == good and wire.refusal(SENT.message()) is None
+    for change in (
+        {"full": "disk"}, {"full": None}, {"full": ["export"]}, {"limit": 0}, {"limit": True}, {"limit": "9"},
+        {"limit": -1}, {"limit": wire.MOST_HOLDERS + 1}, {"limit": None}, {"memguard": 2}, {"more": 1},
+    ):  # fmt: skip
+        with pytest.raises(BadMessage):
+            wire.refusal({**good.message(), **change})
+    with pytest.raises(BadMessage):
+        wire.refusal({"memguard": 1, "full": "export"})
+
+
 def test_each_field_is_needed() -> None:
     for name in GOOD:
         with pytest.raises(BadMessage):

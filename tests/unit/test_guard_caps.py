@@ -350,6 +350,29 @@ def test_the_monitor_finds_drift_and_tells_the_callbacks(drifting: dict[str, Dri
         forget()
 
 
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "",
+        ": the cap no longer holds",
+        ": its cap does not hold",
+        ": the cap does not hold there",
+        ": the cap will not hold",
+    ],
+)
+def test_the_event_says_once_that_the_cap_no_longer_holds(drifting: dict[str, Drifting], tail: str) -> None:
+    events: list[str] = []
+    forget = memguard.on_pressure(lambda event: events.append(event.text))
+    try:
+        start(TORCH)
+        drifting["torch"].allocate(MIB)
+        drifting["torch"].lost = (f"{RAISED}{tail}",)
+        assert f"{RAISED}{tail}" in memguard.ledger().notes
+    finally:
+        forget()
+    assert events == ["torch: its cap no longer holds: its fraction was raised"]
+
+
 # captures of CUDA graphs
 
 

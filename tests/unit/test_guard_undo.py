@@ -191,14 +191,20 @@ def test_after_an_interrupted_shutdown_nothing_says_that_a_cap_holds(
     torch = simulated(guard, "torch")
     torch.start_importing()
 
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+    calls: list[None] = []
 
-    guard._undo.callback(guard._take_back, "a step", interrupted)
+    def interrupted() -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    guard._undo.add("a step", lambda: guard._take_back("a step", interrupted))
     with pytest.raises(KeyboardInterrupt):
         memguard.shutdown()
     assert not guard.active and cap_of(torch) is None, "the other steps ran"
     assert "a step: the undoing was interrupted" in caplog.text
     with pytest.raises(memguard.NotActive):
         memguard.ledger()
+    assert len(calls) == 1
     assert start(TORCH) is not guard
+    assert len(calls) == 2, "the next init has finished the step"

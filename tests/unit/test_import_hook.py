@@ -9,12 +9,15 @@ import importlib.resources
 import importlib.util
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from memguard._activation import _memguard_environment as environment
+from memguard._frameworks import import_hook
 from memguard._frameworks.import_hook import ImportHook
 
 Write = Callable[..., str]
@@ -420,21 +423,22 @@ def test_watching_while_the_last_one_is_leaving(write: Write, monkeypatch: pytes
     write(mg_late_a="", mg_late_b="")
     hook, seen = ImportHook(), Calls()
 
-    class Slow(list[object]):
-        def remove(self, item: object) -> None:
-            thread = threading.Thread(target=hook.watch, args=("mg_late_b", seen.by("b")))
-            thread.start()
-            thread.join(0.05)
-            super().remove(item)
-            threads.append(thread)
+    leave = import_hook.leave
+
+    def slow(finder: object) -> None:
+        thread = threading.Thread(target=hook.watch, args=("mg_late_b", seen.by("b")))
+        thread.start()
+        thread.join(0.05)
+        leave(finder)
+        threads.append(thread)
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(sys, "meta_path", Slow(sys.meta_path))
+    monkeypatch.setattr(import_hook, "leave", slow)
     hook.watch("mg_late_a", seen.by("a"))
     importlib.import_module("mg_late_a")
     threads[0].join(10)
     assert hook in sys.meta_path
-    monkeypatch.undo()
+    hook.clear()
 
 
 def test_a_hook_that_somebody_else_removed(write: Write) -> None:
@@ -462,3 +466,65 @@ def test_clear_waits_for_nobody(write: Write) -> None:
     thread.join(5)
     assert not thread.is_alive() and hook not in sys.meta_path
     hook.watch("mg_late_a", lambda: None)()
+
+
+@pytest.mark.parametrize("seconds", [1.5])
+def test_imports_of_other_threads_never_fail_while_hooks_come_and_go(write: Write, seconds: float) -> None:
+    """Each import walks through `sys.meta_path`, and skips a finder if those before it move."""
+    write(mg_late_a="", mg_late_b="", mg_late_c="", mg_late_never="")
+    end, failed, imports, cycles, switch = time.monotonic() + seconds, [], [0], 0, sys.getswitchinterval()
+
+    def work(name: str) -> None:
+        while time.monotonic() < end:
+            sys.modules.pop(name, None)
+            imports[0] += 1
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                failed.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(f"mg_late_{letter}",)) for letter in "abc"]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        while time.monotonic() < end:
+            cycles += 1
+            environment._wait(environment._Finder())
+            hook = ImportHook()
+            forget = hook.watch("mg_late_never", lambda: None)
+            environment.disarm()
+            forget()
+    finally:
+        sys.setswitchinterval(switch)
+        for thread in threads:
+            thread.join(10)
+    assert failed == [], f"{len(failed)} of {imports[0]} imports, in {cycles} cycles"
+    assert not [one for one in sys.meta_path if isinstance(one, (ImportHook, environment._Finder))]
+
+
+def test_no_finder_that_another_thread_adds_is_lost(write: Write) -> None:
+    """Finders of editable installations and of pytest are added in place while ours come and go."""
+
+    class Theirs(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+            return None
+
+    theirs, switch = [Theirs() for _ in range(3000)], sys.getswitchinterval()
+
+    def work() -> None:
+        for number, finder in enumerate(theirs):
+            sys.meta_path.insert(0, finder)
+            if number >= 5:
+                sys.meta_path.remove(theirs[number - 5])
+
+    thread = threading.Thread(target=work)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while thread.is_alive():
+            ImportHook().watch("mg_late_never", lambda: None)()
+    finally:
+        sys.setswitchinterval(switch)
+        thread.join(10)
+    assert [one for one in sys.meta_path if isinstance(one, Theirs)] == theirs[:-6:-1]

@@ -362,11 +362,13 @@ def test_a_guard_that_is_stopped_by_itself_ends_the_monitor_and_the_hooks() -> N
 def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard._monitor.sampler import Monitor
 
-    stop = Monitor.stop
+    stop, calls = Monitor.stop, []
 
     def interrupted(one: Monitor) -> None:
+        calls.append(one)
         stop(one)
-        raise KeyboardInterrupt
+        if len(calls) == 1:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(Monitor, "stop", interrupted)
     begin(monitor=MONITOR)
@@ -374,6 +376,8 @@ def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: py
         memguard.shutdown()
     with pytest.raises(memguard.NotActive):
         memguard.ledger()
+    assert memguard.shutdown() == [] and len(calls) == 2, "the step that was interrupted is done again"
+    assert memguard.shutdown() == [] and len(calls) == 2
 
 
 OTHER = {**BUDGET, "device": {"limit": "34GiB"}}
@@ -508,10 +512,10 @@ def test_a_timeline_that_cannot_be_begun_leaves_the_budget_before_active(
 
     create = files.create
 
-    def not_there(path: str) -> int:  # root may write everywhere
+    def not_there(path: str, opened: list[int]) -> int:  # root may write everywhere
         if "closed" in path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return create(path)
+        return create(path, opened)
 
     monkeypatch.setattr(files, "create", not_there)
     running, frameworks = begin(monitor={**MONITOR, "timeline": str(tmp_path / "first.jsonl")})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import code
 import dataclasses
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -481,6 +483,115 @@ def test_an_error_in_the_hook_before_ours_is_raised(budget: Budget, monkeypatch:
     with pytest.raises(ZeroDivisionError):
         sys.excepthook(type(error), error, None)
     assert last_oom() is seen(error)
+
+
+class Shell(code.InteractiveInterpreter):
+    """Shows errors in a window of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = ""
+
+    def write(self, data: str) -> None:
+        self.window += data
+
+
+class Console(code.InteractiveConsole):
+    window = ""
+
+    def write(self, data: str) -> None:
+        self.window += data
+
+
+class Wrapping(Shell):
+    def showtraceback(self) -> None:
+        self.write("[")
+        super().showtraceback()
+        self.write("]")
+
+
+class Own(Shell):
+    """Shows them by itself, as IPython-like shells do, and tests for a hook as Python's class does."""
+
+    def showtraceback(self) -> None:
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        else:
+            self.write(f"own {sys.exc_info()[1]!r}")
+
+
+SOURCES = {
+    "an error": "1/0",
+    "a chain": "try:\n    1/0\nexcept ZeroDivisionError as e:\n    raise KeyError(7) from e\n",
+    "in a function": "def f(n):\n    return f(n - 1) if n else [][1]\nf(5)\n",
+    "syntax": "a b",
+    "indentation": "if 1:\npass\n",
+    "a null byte": "\0",
+    "interrupt": "raise KeyboardInterrupt",
+    "no text": "class E(Exception):\n    def __str__(self): return 1/0\nraise E\n",
+    "recursion": "def f(): f()\nf()\n",
+    "out of memory": "raise OutOfMemoryError(TEXT)",
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("kind", [Shell, Console, Wrapping, Own])
+def test_an_interactive_interpreter_shows_what_it_shows_without_us(
+    kind: type[Any], source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    windows = []
+    for hooked in (False, True):
+        shell, budget = kind(), Budget()
+        shell.locals.update(OutOfMemoryError=OutOfMemoryError, TEXT=TEXT)
+        undo = budget.install() if hooked else None
+        try:
+            ours = sys.excepthook
+            shell.runsource(SOURCES[source], "<input>", "exec")
+            assert sys.excepthook is ours
+        finally:
+            if undo is not None:
+                undo()
+        # The note on an out-of-memory error is a part of the error.
+        windows.append(re.sub(r"memguard: .*\n(  .*\n)*", "", shell.window))
+    assert windows[0] == windows[1] != ""
+    assert len(budget.recorded) == (source == "out of memory")
+    report = capsys.readouterr().err
+    assert ("memguard: torch ran out of" in report) == (source == "out of memory"), "it comes after the traceback"
+    assert "Traceback" not in report
+
+
+def test_idle_shows_what_it_shows_without_us(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `run.py` tests for a hook in a function of its own. A module stands in for it: the real one needs Tk."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    text = (
+        "import sys\ndef print_exception():\n    print('shown by IDLE', repr(sys.exc_info()[1]))\n"
+        "def runcode():\n    try:\n        1/0\n    except BaseException:\n"
+        "        if sys.excepthook is sys.__excepthook__: print_exception()\n"
+        "        else: sys.excepthook(*sys.exc_info())\n"
+    )
+    names: dict[str, Any] = {"__name__": "idlelib.run"}
+    exec(text, names)
+    undo = Budget().install()
+    try:
+        names["runcode"]()
+    finally:
+        undo()
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("shown by IDLE ZeroDivisionError('division by zero')\n", "")
+
+
+def test_a_hook_that_was_there_before_gets_an_interpreters_error_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: calls.append(args[0]))
+    undo = Budget().install()
+    try:
+        Shell().runsource("1/0")
+    finally:
+        undo()
+    assert calls == [ZeroDivisionError]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -18,7 +18,7 @@ from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger, Row
 from memguard._oom.report import ErrorFacts, Report, classify, diagnose
-from memguard._types import Device, DeviceSample, FrameworkSample, MemoryInfo, Plan, Sample, Usage
+from memguard._types import Device, DeviceSample, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
 from memguard._units import GIB, MIB
 from memguard.errors import PlanError
 
@@ -58,6 +58,11 @@ def report(
     ledger = ledger_of(plan, usages, sum(size or 0 for size in others.values()))
     processes = {part.device.uuid: others for part in plan.devices}
     return diagnose(facts, classify(facts), ledger, plan, processes, more.pop("samples", ()), time=0.0, **more)
+
+
+def told(name: str, usage: Usage) -> Moment:
+    """What the framework's own allocator told when it refused."""
+    return Moment(name, "observer", 0.0, H200.uuid, None, usage.held, usage.in_use, usage.reclaimable)
 
 
 SIBLINGS = {
@@ -111,22 +116,25 @@ def test_a_cap_that_cannot_be_raised_names_who_could_give_way() -> None:
 
 def test_fragmentation_is_told_from_a_cap_that_is_too_small() -> None:
     pieces = {"torch": Usage(48 * GIB, 30 * GIB, 0)}
-    found = report(pieces)
+    found = report(pieces, recorded=told("torch", pieces["torch"]))
     assert found.reason == "fragmented" and "expandable_segments:True" in found.remedies[0].text
     assert found.remedies[0].bytes == 18 * GIB
     assert report({"torch": Usage(48 * GIB, 47 * GIB, 0)}).reason == "cap"
     whole = {"torch": Usage(48 * GIB, 30 * GIB, 8 * GIB)}  # and 10 GiB in partly used segments
-    found = report(whole, facts=torch_error("Tried to allocate 12.00 GiB. GPU 0"))
+    found = report(
+        whole, facts=torch_error("Tried to allocate 12.00 GiB. GPU 0"), recorded=told("torch", whole["torch"])
+    )
     assert found.reason == "fragmented" and found.remedies[0].bytes == 10 * GIB
     assert "but 10.00 GiB of its cache is fragmented" in found.why
     assert report(whole, facts=torch_error("Tried to allocate 20.00 GiB. GPU 0")).reason == "cap"
     jax = ErrorFacts("jaxlib.XlaRuntimeError", ("jaxlib.XlaRuntimeError",),
                 "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", {})  # fmt: skip
     plan = plan_of({"jax": {"limit": "8GiB"}})
-    assert report({"jax": Usage(8 * GIB, 4 * GIB, None)}, facts=jax, plan=plan).reason == "fragmented"
+    peaks = {H200.uuid: {"jax": 4 * GIB}}
+    assert report({"jax": Usage(8 * GIB, 4 * GIB, None)}, facts=jax, plan=plan, peaks=peaks).reason == "fragmented"
     # Of CuPy's cache nobody knows which part is split: nothing is claimed.
-    cupy = ErrorFacts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",),
-                 "Out of memory allocating 2,147,483,648 bytes (allocated so far: 1 bytes).", {})  # fmt: skip
+    text = "Out of memory allocating 2,147,483,648 bytes (allocated so far: 14,495,514,624 bytes)."
+    cupy = ErrorFacts("cupy.cuda.memory.OutOfMemoryError", ("cupy.cuda.memory.OutOfMemoryError",), text, {})
     found = report({"cupy": Usage(14 * GIB - 512 * MIB, GIB, None)}, facts=cupy)
     assert found.reason == "cap" and found.verdict.requested == 2 * GIB
 

@@ -85,7 +85,11 @@ def test_a_budget_on_simulated_gpus_loads_no_framework_and_no_driver() -> None:
 
 def test_errors_are_bound_without_what_they_do_not_need() -> None:
     found = loaded_by("from memguard import BudgetExceeded, ConfigError, NotActive")
-    assert {name for name in found if name.startswith("memguard")} == {"memguard", "memguard.errors"}
+    assert {name for name in found if name.startswith("memguard")} == {
+        "memguard",
+        "memguard._text",
+        "memguard.errors",
+    }
     assert not {name.partition(".")[0] for name in found} & set(HEAVY)
 
 
@@ -167,8 +171,8 @@ def test_arguments_of_the_public_functions() -> None:
     assert given == {
         "checkpoint": [],
         "doctor": ["budget", "frameworks", "ignore", "timeout"],
-        "guard": ["budget", "replace", "simulate"],
-        "init": ["budget", "replace", "simulate"],
+        "guard": ["budget", "replace", "simulate", "missing_gpu"],
+        "init": ["budget", "replace", "simulate", "missing_gpu"],
         "last_oom": [],
         "ledger": [],
         "load_ipython_extension": ["shell"],

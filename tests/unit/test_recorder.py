@@ -17,7 +17,8 @@ import memguard
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard import Guard
 from memguard._simulation import replay, trace
-from memguard._types import Device, Usage
+from memguard._simulation.recorder import since
+from memguard._types import Device, TraceEvent, Usage
 from memguard._units import GIB, MIB
 from memguard.errors import DeviceError, NotActive, TraceError
 
@@ -233,6 +234,42 @@ def test_a_budget_that_is_shut_down_in_the_block_is_recorded_until_then(tmp_path
         torch.allocate(GIB)
         memguard.shutdown()
     assert [e.bytes for e in trace.read(path).events if e.op == "alloc"] == [GIB]
+
+
+def test_a_clock_that_is_set_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back or ahead, by less than a millisecond to years, at any moments, also within a recording's first events."""
+    guard, real, offset = start(), time.time, [0.0]
+    torch, pycuda = of(guard, "torch"), of(guard, "pycuda")
+    monkeypatch.setattr(time, "time", lambda: real() + offset[0])
+    for seed in range(60):
+        rng = random.Random(seed)
+        path, sizes, began = tmp_path / f"{seed}.jsonl", [], time.monotonic()
+        with memguard.record_trace(path, interval=0.001):
+            for _ in range(40):
+                if rng.random() < 0.2:
+                    offset[0] += rng.choice([-1, 1]) * rng.choice([0.0004, 0.3, 5, 3600, 4e8])
+                sizes.append(rng.randrange(1, 100) * MIB)
+                one = rng.choice([torch, pycuda])
+                one.free(one.allocate(sizes[-1]))
+        took = time.monotonic() - began
+        found = trace.read(path)
+        assert sorted(e.bytes or 0 for e in found.events if e.op == "alloc") == sorted(sizes)
+        assert sum(e.op == "free" for e in found.events) == 40
+        assert all(0 <= e.time <= took + 0.001 for e in found.events)
+        offset[0] = 0.0
+
+
+def test_times_of_the_day_become_seconds_since_the_beginning() -> None:
+    events = [trace_event(time) for time in (100.0, 100.5, 97.0, 97.25)]  # set back by 4 s after 101
+    assert [e.time for e in since(events, 100.0, 96.0, 2.0)] == [0.0, 0.5, 1.0, 1.25]
+    events = [trace_event(time) for time in (100.0, 100.5, 105.0, 105.25)]  # set ahead
+    assert [e.time for e in since(events, 100.0, 104.0, 2.0)] == [0.0, 0.5, 1.0, 1.25]
+    events = [trace_event(time) for time in (100.0, 1.0, 1e9, 103.0)]  # and by anything in between
+    assert [e.time for e in since(events, 100.0, 100.0, 2.0)] == [0.0, 0.0, 2.0, 2.0]
+
+
+def trace_event(time: float) -> TraceEvent:
+    return TraceEvent(time, "torch", "trim")
 
 
 def test_a_reading_that_fails_does_not_break_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -166,6 +168,28 @@ def test_marks_are_compared_until_the_first_refusal() -> None:
     (row,) = simulate(trace(*events), caps={"torch": {UUID: GIB}}).frameworks
     assert row.marks == 3
     assert row.held_deviation == pytest.approx(1 / 101) and row.in_use_deviation == pytest.approx(0.25)
+
+
+def test_a_deviation_says_of_what_it_is() -> None:
+    text = " ".join(simulate(trace(alloc(1, 100 * MIB), mark(10 * MIB, 80 * MIB))).render().split())
+    assert "torch on GPU 0: compared once with what was recorded, and off by up to" in text
+    assert "900.0% of what it held and 25.0% of what it had in use" in text
+    assert "under a budget" not in text
+    recorded = trace(mark(0, 0))
+    recorded = replace(recorded, header=replace(recorded.header, extra={"caps": {"torch": GIB}}))
+    note = "note: the trace was recorded under a budget: without its caps more may be held than was recorded"
+    assert note in " ".join(simulate(recorded).render().split())
+    assert "under a budget" not in simulate(recorded, caps={"torch": {UUID: GIB}}).render()
+
+
+def test_a_guard_says_once_that_it_is_simulated() -> None:
+    budget = {"version": 1, "frameworks": {"torch": {"share": "20%"}, "cupy": {"share": "20%"}}}
+    with memguard.guard(budget, simulate="h200") as guard:
+        frameworks: Any = guard.frameworks
+        for name in ("torch", "cupy"):
+            frameworks[name].start_importing()
+        said = "note: the GPUs and frameworks of this budget are simulated: nothing real is limited"
+        assert str(guard).count(said) == 1
 
 
 def test_a_recorded_simulation_replays_to_the_byte() -> None:

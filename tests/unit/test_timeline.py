@@ -542,8 +542,10 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_does_not_hang_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_PATIENCE", 0.05)
     out = Writer(tmp_path / "run.jsonl", PLAN)
-    with out._lock:
-        out.event(Event(START, "note", "lost"))
+    with out._turn._lock:
+        thread = threading.Thread(target=out.event, args=(Event(START, "note", "lost"),))
+        thread.start()
+        thread.join()
     fill(out, 1)
     assert out._unreported == Dropped(events=1)
     out.close()
@@ -821,3 +823,46 @@ def test_a_timeline_that_is_read_while_it_is_written(tmp_path: Path) -> None:
         assert read[:30] == before[:30] and any(
             "was removed while the timeline was read" in note for note in timeline.notes
         )
+
+
+class Hostile:
+    def __index__(self) -> int:
+        raise RuntimeError
+
+    __str__ = __index__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "Hostile()"
+
+
+anything = st.one_of(
+    st.sampled_from([None, True, 2**64 - 1, 2**63, -1, -(2**64), MAX_SIZE, MAX_SIZE + 1, 0, 1.5, float("nan"),
+                     float("inf"), "", "None", "1", b"1", (), Hostile(), 10**5000]),
+    st.integers(), st.floats(),
+)  # fmt: skip
+odd_usages = st.builds(FrameworkSample, anything, anything, anything, anything)
+odd_devices = st.builds(
+    DeviceSample, st.sampled_from(["GPU-a", "GPU-b", PLAN.devices[0].device.uuid]), anything | sizes, anything | sizes,
+    anything | sizes, anything, anything, anything | sizes, anything,
+    st.dictionaries(st.sampled_from(["torch", "jax", "None"]), odd_usages | usages),
+)  # fmt: skip
+odd_samples = st.builds(Sample, times | anything, st.lists(odd_devices | devices, max_size=3).map(tuple))
+odd_events = st.builds(
+    Event, times | anything, anything, anything, st.none() | st.sampled_from(Pressure), anything, anything, anything,
+    anything,
+)  # fmt: skip
+
+
+@given(st.lists(odd_samples | odd_events, max_size=10))
+def test_figures_that_cannot_be_true_are_unknown_and_never_make_a_file_that_cannot_be_read(
+    tmp_path_factory: pytest.TempPathFactory, records: Any
+) -> None:
+    with Writer(tmp_path_factory.mktemp("run") / "run.jsonl", PLAN, clock=Clock()) as out:
+        for record in records:
+            (out.sample if isinstance(record, Sample) else out.event)(record)
+        out.sample(sample_of(PLAN, START))
+    found = list(load_timeline(out.path).records())
+    assert found[-1] == sample_of(PLAN, START)
+    for sample in found:
+        for device in sample.devices if isinstance(sample, Sample) else ():
+            assert all(abs(figure) <= MAX_SIZE for figure in device if isinstance(figure, int))

@@ -252,9 +252,14 @@ def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) ->
     with open(timeline, "a") as file:
         file.write("{}\n")
     assert f"{timeline}:8: t: None is not a time" in str(error(timeline))
-    for swapped in ((budget, timeline), (timeline, budget)):
-        run = CliRunner().invoke(command, list(swapped))
-        assert run.exit_code == 2 and "the budget goes to --budget: memguard replay" in run.output
+    run = CliRunner().invoke(command, [timeline, budget])
+    assert run.exit_code == 2 and "the budget goes to --budget: memguard replay" in run.output
+
+
+def test_the_budget_may_come_before_the_timeline_as_for_simulate(files: tuple[str, str]) -> None:
+    timeline, budget = files
+    one, other = (CliRunner().invoke(command, words) for words in ([budget, timeline], [timeline, "--budget", budget]))
+    assert (one.exit_code, one.output) == (other.exit_code, other.output) and one.exit_code == 1
 
 
 def test_peaks_that_were_thinned_out_still_decide(tmp_path: Path) -> None:

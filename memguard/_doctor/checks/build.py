@@ -106,7 +106,8 @@ def unexpected_path(facts: Facts) -> Iterator[Finding]:
         from_path = [folder for folder in folders if found.path.startswith(folder.rstrip("/") + "/")]
         yield Finding(
             "unexpected-path",
-            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
+            # A single file of that name is no framework, which is a package.
+            Severity.ERROR if did_not_finish(found.probe) or found.path.endswith(f"/{name}.py") else Severity.WARNING,
             f"`import {name}` finds {found.path}, while the package is installed in {found.folder}",
             (
                 f"{name}.__file__ is {found.path}",

@@ -20,6 +20,7 @@ from memguard._doctor.checks.probe_outcomes import computes
 from memguard._doctor.checks.versions import forward, minor, mismatch, too_old_for
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding, Severity
+from memguard._units import format_size
 
 _CAUSES = {
     "CUDA_ERROR_SYSTEM_NOT_READY": (
@@ -320,6 +321,21 @@ def windows(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def spills(facts: Facts) -> Iterator[Finding]:
+    """WSL: memory of a full GPU comes from the machine, without an error."""
+    cards = facts.driver.cuda.devices
+    if not facts.system.wsl or blocked_by(facts) is not None or not cards:
+        return
+    yield Finding(
+        "sysmem-fallback",
+        Severity.INFO,
+        "under WSL an allocation for which the GPU has no room may be served from the machine's memory: no "
+        "out-of-memory error comes, and everything gets slow",
+        (f"kernel: {facts.system.kernel}", *(f"CUDA: {card.name}, {format_size(card.total)}" for card in cards)),
+        "cap every framework that the program uses, and keep device.limit below what Windows leaves free on the GPU",
+    )
+
+
 def _no_utility(facts: Facts) -> bool:
     return facts.system.container is not None and not capable(facts, "utility")
 
@@ -339,4 +355,5 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     minor,
     nvml,
     windows,
+    spills,
 )

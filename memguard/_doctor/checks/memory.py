@@ -288,6 +288,24 @@ def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int
     )
 
 
+def unified(facts: Facts) -> Iterator[Finding]:
+    """A GPU that uses the machine's memory, of which NVML has no figures."""
+    cards = {device.uuid: device for device in facts.driver.nvml.devices if device.uuid and device.error is None}
+    for device in facts.driver.cuda.devices:
+        card = next((card for uuid, card in cards.items() if same_gpu(uuid, device.uuid)), None)
+        if card is None or card.total or card.mig or not device.total:
+            continue
+        yield Finding(
+            "unified-memory",
+            Severity.INFO,
+            f"NVML does not report the memory of {device.name}, as of a GPU that uses the machine's: the ledger adds "
+            "up to this process, and shows the rest as unknown",
+            (f"CUDA: {format_size(device.total)} in all", "NVML: no figures"),
+            "nothing to do; leave the programs of the CPU enough: device.limit is a part of the machine's memory",
+            device.uuid,
+        )
+
+
 def _has_gpu_build(facts: Facts, framework: str) -> bool:
     found = facts.frameworks.get(framework)
     return found is not None and found.gpu is not False
@@ -312,4 +330,5 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     preallocation,
     allocator_swap,
     budget_too_large,
+    unified,
 )

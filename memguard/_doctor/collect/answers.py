@@ -66,6 +66,8 @@ def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> 
         return _checked(FrameworkFacts, found)
     texts = [*(str(line["error"]) for line in ended.reported if line.get("error")), *ended.said]
     facts = {**found, **_facts(ended, "")}
+    if found.get("shadow"):  # the probe has imported the framework itself
+        facts["path"] = found["shadow"]
     return _checked(FrameworkFacts, {**facts, "missing": libraries_not_opened(texts), "probe": probe(ended, level)})
 
 
@@ -147,17 +149,20 @@ _ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "bl
 
 def devices(driver: Driver) -> tuple[Device, ...]:
     """The GPUs that CUDA shows, for `_policy.plan`; NVML's if CUDA was not asked."""
-    by_uuid = {gpu.uuid: gpu for gpu in driver.nvml.devices if gpu.uuid and gpu.total is not None}
     ordinals = {gpu.uuid: gpu.ordinal for gpu in driver.cuda.devices}
+    by_cuda = {gpu.uuid: gpu.total for gpu in driver.cuda.devices}
     found = []
-    for uuid, gpu in by_uuid.items():
+    for uuid, gpu in {gpu.uuid: gpu for gpu in driver.nvml.devices if gpu.uuid}.items():
         if driver.cuda.init is not None and uuid not in ordinals:
             continue
-        total = gpu.total or 0
+        total = gpu.total or by_cuda.get(uuid)  # NVML has no figures of unified memory
+        if total is None:
+            continue
         reserved = total - gpu.used - gpu.free if gpu.used is not None and gpu.free is not None else None
         major, minor = gpu.capability or (0, 0)
         architecture = {(7, 5): "turing", (8, 9): "ada"}.get((major, minor)) or _ARCHITECTURES.get(major, "unknown")
-        found.append(Device(uuid, gpu.name, gpu.index, total, reserved or None, architecture, ordinals.get(uuid)))
+        ordinal, unified = ordinals.get(uuid), not gpu.total
+        found.append(Device(uuid, gpu.name, gpu.index, total, reserved or None, architecture, ordinal, unified=unified))
     return tuple(sorted(found, key=lambda device: (device.ordinal is None, device.ordinal, device.index)))
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memguard._devices.cuda_order import importable
 from memguard._doctor.bounds import clip, printable
 from memguard._doctor.collect import answers, machine
 from memguard._doctor.facts import BudgetFacts, Driver, Facts
@@ -106,7 +107,7 @@ def facts(
 
 @dataclass
 class _Runner:
-    """Starts the processes, with what they have in common. `first`: the first entry of `sys.path`."""
+    """Starts the processes, with what they have in common. `first`: the folder of the program that is examined."""
 
     python: tuple[str, ...]
     environ: Mapping[str, str]
@@ -136,12 +137,11 @@ class _Runner:
     def survey(self) -> Ended:
         """Ask the driver. It needs memguard, and so this interpreter."""
         code = (
-            f"{main.ALARM}import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
+            f"{main.SAFE}{main.ALARM}import json; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
             "from memguard._devices import survey; fd = os.dup(spec['fd']); survey.main(spec['fd'], spec['without']); "
             'os.write(fd, b\'{"done": "driver"}\\n\')'
         )
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        spec = {"path": path, "without": [os.getpid()]}
+        spec = {"path": importable(), "without": [os.getpid()]}
         return self._watched("driver", (sys.executable, "-c", code), spec, self.timeout)
 
     def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:

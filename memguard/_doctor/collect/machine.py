@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from memguard._devices import machine_memory
 from memguard._doctor.bounds import printable
 from memguard._doctor.facts import System
 from memguard.errors import FactsError
@@ -96,7 +97,7 @@ def system(environ: Mapping[str, str], python: str, executable: str, root: str =
         python=python,
         executable=executable,
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
-        wsl="microsoft" in kernel.lower() or os.path.exists(os.path.join(root, "dev/dxg")),
+        wsl=machine_memory.wsl(kernel, root),
         container=container(environ, root),
     )
 

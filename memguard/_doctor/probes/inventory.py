@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -44,7 +45,9 @@ def probe(report: ProbeReport) -> None:
             ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
-            report.framework(framework, distributions={n: d.version for n, d in ours}, folder=folder, path=path)
+            shadow = _shadow(module, report.beside) if path is not None else None
+            versions = {n: d.version for n, d in ours}
+            report.framework(framework, distributions=versions, folder=folder, path=shadow or path, shadow=shadow)
         _namesakes(report, distributions)
 
 
@@ -132,6 +135,16 @@ def _folder(distribution: Any, module: str, path: str | None) -> str | None:
         if path is not None and os.path.samefile(os.path.join(folder, module), os.path.dirname(path)):
             return os.path.dirname(os.path.dirname(path))
     return folder
+
+
+def _shadow(module: str, folder: str | None) -> str | None:
+    """The file in `folder` that a program there would import instead. It is found, and not run."""
+    if folder is None or os.path.realpath(folder) in map(os.path.realpath, sys.path):
+        return None
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        found = importlib.machinery.PathFinder.find_spec(module, [folder])
+        return found.origin if found is not None else None  # None for a folder without __init__.py: it comes last
+    return None
 
 
 def _found(module: str) -> str | None:

@@ -1,8 +1,11 @@
 """Runs probes in a process of their own and reports to the parent: JSON lines on a pipe, one at a time.
 
 So what was read before a crash is known. stderr is left to the framework, and the parent keeps it. Started as
-`python -c BOOT FILE SPEC`, with the current folder as `sys.path[0]`. This file is not imported, and probes are loaded
-by their path, so that no file beside it, such as torch.py, is found in place of a framework.
+`python -c BOOT FILE SPEC`. This file is not imported, and probes are loaded by their path, so that no file beside it,
+such as torch.py, is found in place of a framework.
+
+Nothing of the current folder is imported: a json.py there is somebody's file. What a program in that folder would find
+instead of a framework is looked for, and not run (`ProbeReport.beside`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
 ALARM = "import _signal, os; _signal.alarm(int(os.environ.get('MEMGUARD_PROBE', '').rpartition('.')[2] or 0)); "
 """Ends a process whose parent was killed. By a built-in module, which no file can shadow, before anything can hang."""
 
+SAFE = "import sys; del sys.path[: sys.path[:1] == ['']]; "
+"""Takes the current folder off the path, which `-c` puts there, before anything is imported. `-P` is of Python 3.11."""
+
 BOOT = (
-    f"{ALARM}import sys; n = sys.argv[1]; f = open(n, encoding='utf-8'); c = compile(f.read(), n, 'exec'); f.close(); "
+    f"{SAFE}{ALARM}n = sys.argv[1]; f = open(n, encoding='utf-8'); c = compile(f.read(), n, 'exec'); f.close(); "
     "exec(c, {'__name__': '_probe', '__file__': n})"
 )
 
@@ -54,6 +60,8 @@ class ProbeReport:
         self._fd, self._of, self._until = fd, of, until
         self.modules = modules or {}
         """What is imported to have a framework, by its name."""
+        self.beside: str | None = None
+        """The folder whose modules a program finds before all others; None if it finds none there."""
         self._libraries: list[str] = []
 
     @staticmethod
@@ -170,10 +178,20 @@ def imports(report: ProbeReport, name: str) -> None:
         report.put(path=module.__file__, version=getattr(module, "__version__", None))
 
 
+def _beside(first: str | None) -> str | None:
+    """The folder that Python puts first: the program's, else the current one."""
+    if getattr(sys.flags, "safe_path", False):  # -P, PYTHONSAFEPATH
+        return None
+    try:
+        return first or os.getcwd()
+    except OSError:  # it was deleted
+        return None
+
+
 def main(spec: Mapping[str, Any]) -> None:
     """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `modules`, what is imported
-    to have a framework, `until`, the last step of each probe, and `path`, the whole `sys.path`, or `first`, its first
-    entry."""
+    to have a framework, `until`, the last step of each probe, and `path`, the whole `sys.path`, or `first`, the
+    folder of the program."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -187,13 +205,13 @@ def main(spec: Mapping[str, Any]) -> None:
     sys.argv = ["-c"]
     if spec.get("path"):
         sys.path[:] = spec["path"]
-    elif spec.get("first") and sys.path[:1] == [""]:  # the program's folder, as when Python runs it
-        sys.path[0] = spec["first"]
+    beside = None if spec.get("path") else _beside(spec.get("first"))
     probes = spec["probes"]
     for name in probes:
         report = ProbeReport(
             spec["fd"], name if len(probes) > 1 else "", spec.get("until", {}).get(name), spec.get("modules")
         )
+        report.beside = beside
         module = load(name)
         with contextlib.suppress(Stopped), report.stage("probe", quiet=True):
             if module is None:

@@ -5,16 +5,22 @@ pool's limit is set at the first allocation on its device. The pool counts the b
 the driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200), so each request is rounded up to
 pages. The limit of `MemoryAsyncPool` is the release threshold of a pool that all share, so that pool is only watched.
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator` and the user's own pools.
+A limit that the user sets later is looked at with each allocation, because the pool's class cannot be changed. Another
+pool that `set_allocator` makes CuPy's allocator shares the cap with those before it.
+
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and pools that are called
+directly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -24,8 +30,9 @@ from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
+from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, Usage
 from memguard._units import format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -47,8 +54,13 @@ class CuPy(Framework):
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
+        self._common = [-1]  # the limit that holds on every device of `_limited`; -1 if they differ
+        self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
+        self._raw_set: Callable[..., None] | None = None
         self._drifted: list[str] = []
         self._rmm: rmm.Limit | None = None
+        self._watched = False
 
     def _live(self, module: ModuleType) -> bool:
         if self._limited:
@@ -61,13 +73,14 @@ class CuPy(Framework):
         allocator = cupy.cuda.get_allocator()
         pool = getattr(allocator, "__self__", None)
         if isinstance(pool, cupy.cuda.MemoryAsyncPool):
+            self._watched = True
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if rmm.is_cupys(allocator):
             initialised = contexts.initialised()  # if not, asking CuPy would initialise CUDA
             ordinals = self._by_uuid() if initialised else rmm.ordinals(self.name, self.host)
             self._rmm, applied = rmm.apply(self.name, caps, ordinals)
-            return applied
+            return self._told_at_once(cupy, applied)
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
                 self.name,
@@ -77,16 +90,26 @@ class CuPy(Framework):
             )
         self._refuse_looser(caps)
         self._caps, self._pool = dict(caps), pool
-        capped = self._capped(cupy, pool)
+        replaced = Replacements()
+        self._raw_set = cupy.cuda.set_allocator
+
+        def undo() -> None:
+            replaced.undo()
+            self._restore(cupy)
+
+        self.changes.add(self.name, undo)
+
         try:
             if contexts.initialised():
                 self._limit_live(cupy)
-            self._set_allocator(cupy, capped)
+            self._allocate = self._capped(cupy, pool)
+            self._plain[self._allocate] = allocator
+            self._set_allocator(self._allocate)
+            self._replace(cupy, replaced)
         except BaseException:
-            self._restore(cupy, allocator)
+            undo()
             raise
-        self._allocate = capped
-        return Applied(Enforcement.ENFORCED, lambda: self._restore(cupy, allocator))
+        return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
         """From `total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
@@ -111,7 +134,9 @@ class CuPy(Framework):
             return
         ordinal = self._by_uuid().get(device.uuid)
         if ordinal is not None:
-            self._on(ordinal, lambda pool: pool.free_all_blocks())
+            for pool in (*(former for former, _ in self._former), None):
+                self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            self._on(ordinal, lambda pool: self._make_room(ordinal))
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self._rmm is not None:
@@ -124,11 +149,12 @@ class CuPy(Framework):
                     if ordinal in self._limited and uuid in caps:
                         before, _ = self._limited[ordinal]
                         cap = min(caps[uuid], before or caps[uuid])  # its own stricter limit stays
-                        self._limited[ordinal] = (before, cap)
+                        cap = max(cap - self._elsewhere(ordinal), 1)
+                        self._note(ordinal, before, cap)
                         self._on(ordinal, functools.partial(_set_limit, cap))
             except BaseException:
                 changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
-                self._caps, self._limited = caps_before, limited_before
+                self._caps, self._limited, self._common[0] = caps_before, limited_before, -1
                 for ordinal in changed:
                     with contextlib.suppress(Exception):
                         self._on(ordinal, functools.partial(_set_limit, limited_before[ordinal][1]))
@@ -137,6 +163,11 @@ class CuPy(Framework):
 
     def footprint(self, size: int) -> int:
         return whole_share(size)
+
+    def unseen(self) -> str | None:
+        if self._watched:
+            return "its async pool tells nobody of a refused request"
+        return rmm.UNSEEN if self._rmm is not None else None
 
     def drift(self) -> list[str]:
         cupy = _imported()
@@ -153,12 +184,9 @@ class CuPy(Framework):
             return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
         if self._rmm is not None:
             return self._rmm.drift(self.name)
-        limits = {ordinal: (self._on(ordinal, _get_limit), cap) for ordinal, (_, cap) in list(self._limited.items())}
-        return [
-            f"cupy: the limit of its pool was raised after memguard.init on cuda:{ordinal}"
-            for ordinal, (limit, cap) in limits.items()
-            if limit is not None and not 0 < limit <= cap
-        ]
+        for ordinal in list(self._limited):
+            self._on(ordinal, functools.partial(self._hold, ordinal))
+        return []
 
     def capturing(self) -> bool:
         cupy = _imported()
@@ -180,6 +208,7 @@ class CuPy(Framework):
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
+        get_limit, common = pool.get_limit, self._common
         refusal, count = cupy.cuda.memory.OutOfMemoryError, 0
         seen: set[int] = set()
 
@@ -190,15 +219,25 @@ class CuPy(Framework):
                 count = count or _device_count(cupy)
                 ordinal = get_device()
                 if ordinal not in seen:
-                    self._limit_here(cupy, ordinal)
+                    if self._pool is pool:
+                        self._limit_here(cupy, ordinal)
                     seen.add(ordinal)
+            if get_limit() != common[0]:
+                self._hold(get_device())
             small = size <= SMALL
             before = total_bytes() if small else 0  # 0.15 µs
+            rounded = size if size <= TINY else whole_share(size)
             try:
-                memory = malloc(size if size <= TINY else whole_share(size))
+                memory = malloc(rounded)
             except refusal as error:
-                with_size(error, size)
-                raise
+                if not self._make_room(get_device()):
+                    self._tell(with_size(error, size), get_device(), size)
+                    raise
+                try:
+                    memory = malloc(rounded)
+                except refusal as again:
+                    self._tell(with_size(again, size), get_device(), size)
+                    raise
             if small and total_bytes() != before:
                 pieces = self._pieces.get(get_device())
                 if pieces is not None:
@@ -207,7 +246,18 @@ class CuPy(Framework):
 
         return allocate
 
-    def _limit_here(self, cupy: Any, ordinal: int) -> None:
+    def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
+        """Tell of a request that the pool refused. It has freed what is not split before: nothing is reclaimable."""
+        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), None)
+        if uuid in self._caps:
+            _, limit = self._limited.get(ordinal, (0, 0))
+            own = limit if 0 < limit < self._caps[uuid] else None  # its own limit, which is stricter
+            here = threading.get_ident()
+            self._refused(
+                error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here)
+            )
+
+    def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
         """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""
         with self._lock:
             uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
@@ -218,12 +268,13 @@ class CuPy(Framework):
                         f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
                     )
                 return
+            cap = max(cap - self._elsewhere(ordinal), 1)
             before = self._pool.get_limit()
             if 0 < before < cap:
                 self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
             elif before > cap:  # set before memguard could ask its GPU; an allocation must not fail for it
-                self._say(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
+                self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
             if found != cap:
@@ -233,8 +284,135 @@ class CuPy(Framework):
                     f"the limit reads back as {found}",
                     "report this with the version; until then leave cupy out of the budget",
                 )
-            self._limited[ordinal] = (before, cap)
-            self._pieces[ordinal] = Pieces(slabs[uuid])
+            self._note(ordinal, before, cap)
+            self._pieces.setdefault(ordinal, Pieces(slabs[uuid]))
+
+    def _replace(self, cupy: Any, replaced: Replacements) -> None:
+        """Hold the allocators that the user sets from now on, or tell at once that they are not held."""
+
+        def set_allocator(original: Callable[..., None]) -> Callable[..., None]:
+            def call(allocator: Any = None) -> None:
+                allocator = next((plain for capped, plain in self._plain.items() if capped is allocator), allocator)
+                pool = getattr(allocator, "__self__", None)
+                held = isinstance(pool, cupy.cuda.MemoryPool) and getattr(allocator, "__name__", "") == "malloc"
+                if held and self._allocate is not None:
+                    self._use(cupy, pool, allocator)
+                else:
+                    original(allocator)
+                self._changed()
+
+            return call
+
+        def using_allocator(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(allocator: Any = None) -> Any:
+                if self._caps and not any(allocator is capped for capped in self._plain):
+                    name = "None" if allocator is None else _named(allocator)
+                    self._warn(
+                        f"cupy: using_allocator({name}) allocates past its cap on this thread; set_allocator with the "
+                        "malloc of a MemoryPool stays within it"
+                    )
+                return original(allocator)
+
+            return call
+
+        for owner in (cupy.cuda, cupy.cuda.memory):
+            replaced.put(owner, "set_allocator", set_allocator)
+        replaced.put(cupy.cuda, "using_allocator", using_allocator)
+
+    def _told_at_once(self, cupy: Any, applied: Applied) -> Applied:
+        """With RMM: an allocator that the user sets later is not held, and is told at once."""
+        replaced, inner = Replacements(), applied.undo
+
+        def undo() -> None:
+            replaced.undo()
+            if inner is not None:
+                inner()
+
+        try:
+            self._replace(cupy, replaced)
+        except BaseException:
+            undo()
+            raise
+        return dataclasses.replace(applied, undo=undo)
+
+    def _use(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
+        """Allocate from another pool: it gets what the pools before it leave of the cap."""
+        with self._lock:
+            if pool is self._pool:
+                capped = self._allocate
+                self._raw_allocator(capped)
+                return
+            capped = self._capped(cupy, pool)
+            self._raw_allocator(capped)  # which CuPy refuses inside `using_allocator`
+            self._plain[capped] = allocator
+            back = next((limited for former, limited in self._former if former is pool), {})
+            self._former = [entry for entry in self._former if entry[0] is not pool]
+            self._former.append((self._pool, self._limited))
+            for ordinal, (before, limit) in back.items():  # its own limit, which `_limit_here` compares with the cap
+                if self._on(ordinal, _get_limit, pool) == limit:
+                    self._on(ordinal, functools.partial(_set_limit, before), pool)
+            self._pool, self._allocate, self._limited, self._common[0] = pool, capped, {}, -1
+            for ordinal in self._by_uuid().values() if contexts.initialised() else ():
+                self._on(ordinal, functools.partial(self._limit_here, cupy, ordinal))
+
+    def _raw_allocator(self, allocator: Any) -> None:
+        assert self._raw_set is not None
+        self._raw_set(allocator)
+
+    def _note(self, ordinal: int, before: int, limit: int) -> None:
+        """The limit that is set on a device, and the user's own."""
+        self._limited[ordinal] = (before, limit)
+        limits = {limit for _, limit in self._limited.values()}
+        self._common[0] = limit if len(limits) == 1 else -1
+
+    def _elsewhere(self, ordinal: int) -> int:
+        """What pools that are no longer CuPy's allocator hold of the GPU, in bytes. They get no more than that."""
+        held = 0
+        for pool, limited in self._former:
+            self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
+            if total or ordinal in limited:
+                before, limit = limited.get(ordinal, (0, None))
+                now = self._on(ordinal, _get_limit, pool)
+                before = before if now == limit else now
+                limited[ordinal] = (before, max(total, 1))
+                self._on(ordinal, functools.partial(_set_limit, max(total, 1)), pool)
+            held += total
+        return held
+
+    def _make_room(self, ordinal: int) -> bool:
+        """Give the pool what others have given back since. Whether that is anything."""
+        with self._lock:
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            if not self._former or ordinal not in self._limited or uuid not in self._caps:
+                return False
+            before, limit = self._limited[ordinal]
+            cap = max(self._caps[uuid] - self._elsewhere(ordinal), 1)
+            most = min(cap, before or cap)
+            if most <= limit:
+                return False
+            self._note(ordinal, before, most)
+            self._pool.set_limit(size=most)
+            return True
+
+    def _hold(self, ordinal: int, _: Any = None) -> None:
+        """The user has set another limit for the device that is current on this thread: the stricter one holds."""
+        with self._lock:
+            if ordinal not in self._limited:
+                return
+            _, limit = self._limited[ordinal]
+            asked = int(self._pool.get_limit())
+            if asked == limit:
+                return
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
+            holds = asked if 0 < asked <= cap else cap
+            self._note(ordinal, asked, holds)
+            if holds == asked:
+                return
+            self._pool.set_limit(size=holds)
+        size = f"a limit of {format_size(asked)}" if asked else "no limit"
+        self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _limit_live(self, cupy: Any) -> None:
         """Limit every pool whose device already has a context."""
@@ -274,18 +452,21 @@ class CuPy(Framework):
             "remove it, lower it, or raise frameworks.cupy in the budget",
         )
 
-    def _restore(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
+    def _restore(self, cupy: Any) -> None:
         with self._lock:
-            for ordinal, (before, cap) in list(self._limited.items()):
-                if self._on(ordinal, _get_limit) == cap:
-                    self._on(ordinal, functools.partial(_set_limit, before))
+            for pool, limited in (*self._former, (self._pool, self._limited)):
+                for ordinal, (before, cap) in list(limited.items()):
+                    if self._on(ordinal, _get_limit, pool) == cap:
+                        self._on(ordinal, functools.partial(_set_limit, before), pool)
             self._limited.clear()
             for pieces in self._pieces.values():
                 pieces.forget()
             self._pieces.clear()
-            ours, self._caps, self._allocate, self._pool = self._allocate, {}, None, None
+            ours, plain = self._allocate, self._plain
+            self._former, self._plain = [], {}
+            self._caps, self._allocate, self._pool = {}, None, None
         if ours is not None and cupy.cuda.get_allocator() is ours:
-            self._set_allocator(cupy, allocator)
+            self._set_allocator(plain[ours])
 
     def _swapped_for(self, cupy: Any) -> str | None:
         """The name of CuPy's allocator if it is no longer the capped one; else None."""
@@ -296,9 +477,9 @@ class CuPy(Framework):
             swapped = self._rmm is not None and bool(self._rmm.standing) and not rmm.is_cupys(now)
         return _named(now) if swapped else None
 
-    def _set_allocator(self, cupy: Any, allocator: Callable[[int], Any]) -> None:
+    def _set_allocator(self, allocator: Callable[[int], Any]) -> None:
         try:
-            cupy.cuda.set_allocator(allocator)
+            self._raw_allocator(allocator)
         except ValueError as error:
             raise CapNotApplied(
                 self.name, f"its allocator cannot be set: {error}", "leave cupy.cuda.using_allocator first"
@@ -306,18 +487,19 @@ class CuPy(Framework):
 
     def _totals(self, ordinal: int) -> tuple[int, int] | None:
         def ask(pool: Any) -> tuple[int, int]:
-            total = int(pool.total_bytes())
+            pools = [pool, *(former for former, _ in self._former)]
+            total = sum(int(pool.total_bytes()) for pool in pools)
             if ordinal in self._pieces:
                 self._pieces[ordinal].settle(total)
-            return total, int(pool.used_bytes())
+            return total, sum(int(pool.used_bytes()) for pool in pools)
 
         found: tuple[int, int] | None = self._on(ordinal, ask)
         return found if found != (0, 0) or ordinal in self._limited else None
 
-    def _on(self, ordinal: int, ask: Callable[[Any], Any]) -> Any:
-        """Call `ask` with the pool, on a device that has a context; None if it has none."""
+    def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
+        """Call `ask` with the pool, or another one, on a device that has a context; None if it has none."""
         with contexts.pushed(ordinal) as there:
-            return ask(self._asked(sys.modules["cupy"])) if there else None
+            return ask(self._asked(sys.modules["cupy"]) if pool is None else pool) if there else None
 
     def _asked(self, cupy: Any) -> Any:
         """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""

@@ -17,7 +17,8 @@ class Pieces:
     """The small allocations of one GPU, whose context must be current. Thread-safe."""
 
     def __init__(self, slabs: Slabs) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may come within
+        self._settling = False
         self._pages = DriverPages(slabs, whole=False)  # the pool's own figure includes them already, to the byte
         self._there: dict[int, tuple[int, int]] = {}  # size and the driver's id, by address
         self._new: deque[tuple[int, int, int]] = deque()
@@ -35,21 +36,29 @@ class Pieces:
         if total == self._total and not self._new:
             return
         with self._lock:
-            self._total = total
-            for address, (size, number) in list(self._there.items()):
-                if contexts.buffer(address) != number:
-                    del self._there[address]
-                    self._pages.gone(address, size)
-            while self._new:
-                address, size, number = self._new.popleft()
-                if address not in self._there and contexts.buffer(address) == number:
-                    self._there[address] = size, number
-                    self._pages.add(address, size)
+            if self._settling:
+                return  # the call that this one interrupted does it
+            self._settling = True
+            try:
+                self._settle(total)
+            finally:
+                self._settling = False
+
+    def _settle(self, total: int) -> None:
+        self._total = total
+        for address, (size, number) in list(self._there.items()):
+            if contexts.buffer(address) != number and self._there.pop(address, None) is not None:
+                self._pages.gone(address, size)
+        while self._new:
+            address, size, number = self._new.popleft()
+            if address not in self._there and contexts.buffer(address) == number:
+                self._there[address] = size, number
+                self._pages.add(address, size)
 
     def forget(self) -> None:
         """Count nothing any longer."""
         with self._lock:
             self._new.clear()
-            for address, (size, _) in self._there.items():
+            while self._there:
+                address, (size, _) = self._there.popitem()
                 self._pages.gone(address, size)
-            self._there.clear()

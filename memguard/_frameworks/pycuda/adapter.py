@@ -6,7 +6,9 @@ held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`, so
 the budget says `context: own`, `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context that
 the other frameworks use: a second one costs 518 MiB (measured).
 
-Not counted: functions and pools taken from PyCUDA before memguard.init, `DebugMemoryPool`, `drv.Array`, managed memory.
+A pool's methods are replaced on its class, so pools of all ages and subclasses share the cap.
+
+Not counted: functions and bound methods taken from PyCUDA before memguard.init, `drv.Array`, managed memory.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from typing import Any, TypeVar
 
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.pycuda.contexts import current_context, served_by_primary
-from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, destroyed
+from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
+from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, RawPool, destroyed
+from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied
 
@@ -61,9 +64,9 @@ class PyCUDA(Framework):
         return bool(self._own or self._others) or current_context(module) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        # Runs inside the import of pycuda.driver, which `pycuda.tools` and `pycuda.gpuarray` import before they have
+        # anything of their own. So only what pycuda.driver itself has may be used here.
         drv: Any = sys.modules["pycuda.driver"]
-        import pycuda.tools as tools
-
         devices = self.host.devices(ordinals=True)
         if any(device.ordinal is None for device in devices):
             raise CapNotApplied(
@@ -81,7 +84,7 @@ class PyCUDA(Framework):
                     "pycuda: pycuda.autoinit has made a second CUDA context (+518 MiB measured on an H200); "
                     "import it after memguard.init(), so that it gets the primary one"
                 )
-        return Applied(Enforcement.ENFORCED, self._patch(drv, tools, own), notes=tuple(notes))
+        return Applied(Enforcement.ENFORCED, self._patch(drv, own), notes=tuple(notes))
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
@@ -147,23 +150,29 @@ class PyCUDA(Framework):
     def forked(self) -> None:
         self._lock, self._caps = threading.RLock(), {}
 
-    def _patch(self, drv: Any, tools: Any, own_context: bool) -> Callable[[], None]:
-        raw_alloc, raw_pitch = drv.mem_alloc, drv.mem_alloc_pitch
-        raw_pool = tools.DeviceMemoryPool
+    def _patch(self, drv: Any, own_context: bool) -> Callable[[], None]:
+        raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
+        raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
 
         def mem_alloc(size: int) -> Any:
-            """Capped by memguard: allocates `size` bytes, raises pycuda.driver.MemoryError at the cap."""
             current = current_context(drv)
             if current is None or size <= 0:
                 return raw_alloc(size)  # PyCUDA's own error
             return self._allocate(drv, self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
-            """Capped by memguard. The driver chooses the pitch, a multiple of 512 bytes at least."""
+            # The driver chooses the pitch, a multiple of 512 bytes at least.
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
             uuid = self._uuid(drv, current)
+            try:
+                return pitched_within_cap(uuid, width, height, access_size)
+            except drv.MemoryError as error:
+                self._tell(error, uuid, round_up(width, 512) * height)
+                raise
+
+        def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
                 self._settle()
                 pages = self._pages_of(uuid)
@@ -186,49 +195,35 @@ class PyCUDA(Framework):
             weakref.finalize(allocation, self._gone.append, gone).atexit = False
             return allocation, pitch
 
-        framework = self
+        def allocate(pool: Any, size: int) -> Any:
+            # Of a pool that the user made, before or after memguard.init: it shares PyCUDA's cap.
+            current = current_context(drv)
+            if current is None or size <= 0:
+                return raw_pool.allocate(pool, size)
+            with self._lock:
+                reference = weakref.ref(pool)
+                tracked = self._others.get(reference)
+                if tracked is None:
+                    uuid = self._uuid(drv, current)
+                    tracked = Pool(reference, current.handle, uuid, self._pages_of(uuid), raw_pool)
+                    self._others[reference] = tracked
+            return self._allocate(drv, tracked, size)
 
-        class DeviceMemoryPool(raw_pool):  # type: ignore[misc, valid-type]
-            """A pool that the user makes: it shares PyCUDA's cap."""
+        def free_held(pool: Any) -> None:
+            with self._lock:
+                self._settle()
+                tracked = self._others.get(weakref.ref(pool))
+                if tracked is None:
+                    raw_pool.free_held(pool)
+                else:
+                    tracked.free_held()
 
-            def allocate(self, size: int) -> Any:
-                current = current_context(drv)
-                if current is None or size <= 0:
-                    return super().allocate(size)
-                with framework._lock:
-                    reference = weakref.ref(self)
-                    tracked = framework._others.get(reference)
-                    if tracked is None:
-                        uuid = framework._uuid(drv, current)
-                        tracked = Pool(reference, current.handle, uuid, framework._pages_of(uuid), raw_pool)
-                        framework._others[reference] = tracked
-                return framework._allocate(drv, tracked, size)
-
-            def free_held(self) -> None:
-                with framework._lock:
-                    framework._settle()
-                    tracked = framework._others.get(weakref.ref(self))
-                    if tracked is None:
-                        super().free_held()
-                    else:
-                        tracked.free_held()
-
-        drv.mem_alloc, drv.mem_alloc_pitch = mem_alloc, mem_alloc_pitch
-        self._mem_alloc = mem_alloc
-        release = None if own_context else served_by_primary(drv)
-        tools.DeviceMemoryPool = DeviceMemoryPool
-        if named_in_driver := getattr(drv, "DeviceMemoryPool", None) is raw_pool:
-            drv.DeviceMemoryPool = DeviceMemoryPool
-        _swap_defaults(raw_alloc, mem_alloc)
+        replaced = Replacements()
 
         def undo() -> None:
-            drv.mem_alloc, drv.mem_alloc_pitch = raw_alloc, raw_pitch
-            if release is not None:
-                release()
-            tools.DeviceMemoryPool = raw_pool
-            if named_in_driver:
-                drv.DeviceMemoryPool = raw_pool
-            _swap_defaults(mem_alloc, raw_alloc)  # also of a gpuarray imported after memguard.init
+            replaced.undo()
+            if self._mem_alloc is not None:
+                _swap_defaults(self._mem_alloc, raw_alloc)  # also of a gpuarray imported after memguard.init
             current = current_context(drv)
             with self._lock:
                 self._settle()
@@ -242,22 +237,49 @@ class PyCUDA(Framework):
                 self._own.clear()  # live arrays keep their pool alive until the last is freed
                 self._caps, self._mem_alloc = {}, None
 
+        self.changes.add(self.name, undo)
+        try:
+            replaced.put(drv, "mem_alloc", lambda _: mem_alloc)
+            self._mem_alloc = drv.mem_alloc
+            replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
+            # On the class, not in its place: pools that exist already and classes made from it are counted too.
+            replaced.put(pool_class, "allocate", lambda _: allocate)
+            replaced.put(pool_class, "free_held", lambda _: free_held)
+            if not own_context:
+                serve_by_primary(drv, replaced)
+            _swap_defaults(raw_alloc, self._mem_alloc)
+        except BaseException:
+            undo()
+            raise
         return undo
 
-    def _pool_here(self, drv: Any, current: Any, make: Any) -> Pool:
+    def _pool_here(self, drv: Any, current: Any, raw: RawPool) -> Pool:
         with self._lock:
             pool = self._own.get(current.handle)
             if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
                 self._bury(current.handle)
                 pool = None
             if pool is None:
-                made = make()
+                made = raw.make()
                 uuid = self._uuid(drv, current)
-                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), make, current)
+                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), raw, current)
                 self._own[current.handle] = pool
             return pool
 
     def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
+        try:
+            return self._counted(drv, pool, size)
+        except drv.MemoryError as error:
+            self._tell(error, pool.uuid, size)
+            raise
+
+    def _tell(self, error: BaseException, uuid: str, size: int) -> None:
+        """Tell of a request that was refused, when the lock is free again."""
+        if uuid in self._caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+
+    def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
         with self._lock:
             self._settle()
             bin_size = pool.bin_size(size)
@@ -380,7 +402,9 @@ def _swap_defaults(old: Any, new: Any) -> None:
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return
-    for value in [*vars(module).values(), *vars(module.GPUArray).values()]:
+    # Inside its own import it may have no class yet: what it still defines then captures the new function by itself.
+    methods = vars(getattr(module, "GPUArray", object)).values()
+    for value in [*vars(module).values(), *methods]:
         if not isinstance(value, FunctionType):
             continue
         if value.__defaults__ and any(default is old for default in value.__defaults__):

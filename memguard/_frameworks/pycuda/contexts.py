@@ -6,12 +6,11 @@ the process: whoever pushes a context must pop it.
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-_log = logging.getLogger("memguard")
+from memguard._frameworks.replacements import Replacements
+from memguard._logs import log as _log
 
 _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 
@@ -24,23 +23,18 @@ def current_context(drv: Any) -> Any:
         return None
 
 
-def served_by_primary(drv: Any) -> Callable[[], None]:
-    """From now on `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context. Returns the undo."""
-    raw = drv.Device.make_context
+def serve_by_primary(drv: Any, replaced: Replacements) -> None:
+    """From now on `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context."""
 
     def make_context(device: Any, flags: int = 0) -> Any:
-        """The primary context, retained and pushed, so that PyCUDA shares it with the other frameworks."""
+        # Retained and pushed, so that PyCUDA shares it with the other frameworks.
         if flags:
             _log.info("pycuda: the flags %s of make_context are ignored: the primary context is shared", flags)
         context = device.retain_primary_context()
         context.push()
         return context
 
-    def undo() -> None:
-        drv.Device.make_context = raw
-
-    drv.Device.make_context = make_context
-    return undo
+    replaced.put(drv.Device, "make_context", lambda _: make_context)
 
 
 def automatic(ordinal: int) -> dict[int, str]:

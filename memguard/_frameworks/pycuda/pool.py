@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
-
-_log = logging.getLogger("memguard")
+from memguard._logs import log as _log
 
 
 class Active:
@@ -51,6 +50,15 @@ class Pitched:
         self._pages.gone(address, size)
 
 
+@dataclass(frozen=True)
+class RawPool:
+    """PyCUDA's own `DeviceMemoryPool`: its class, and its methods as they were before they were replaced."""
+
+    make: Callable[[], Any]
+    allocate: Callable[[Any, int], Any]
+    free_held: Callable[[Any], None]
+
+
 class Pool:
     """A PyCUDA pool, and what it does not report: which blocks it has, and which of them are handed out.
 
@@ -59,7 +67,7 @@ class Pool:
     """
 
     def __init__(
-        self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: Any, made_in: Any = None
+        self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: RawPool, made_in: Any = None
     ) -> None:
         """`made_in` is the context that was current when the pool was made, if it was made on this thread."""
         self.context, self.uuid = context, uuid

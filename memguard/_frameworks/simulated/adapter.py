@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import whole_share
+from memguard._frameworks.import_hook import enter, leave
 from memguard._frameworks.simulated.allocators import (
     AllocationRefused,
     Allocator,
@@ -31,9 +32,11 @@ from memguard._frameworks.simulated.allocators import (
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
 from memguard._specs import SPECS, FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
+
+_NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
 
 
 class _Start(NamedTuple):
@@ -177,7 +180,10 @@ class SimulatedFramework(Framework):
         self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
-        self.spec = FrameworkSpec(name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="")
+        silent = row is not None and row.refuses_silently
+        self.spec = FrameworkSpec(
+            name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="", refuses_silently=silent
+        )
         self.imported = imported
         self._gpus = host
         self._caps: dict[str, int] = {}
@@ -188,6 +194,7 @@ class SimulatedFramework(Framework):
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
         self._lock = threading.RLock()
+        self._allocating = False
 
     def state(self) -> State:
         if self._pools:
@@ -206,14 +213,14 @@ class SimulatedFramework(Framework):
             return
         self.imported = True
         finder = _BlankModule(self.hook)
-        sys.meta_path.append(finder)
+        enter(finder, last=True)
         try:
             importlib.import_module(self.hook)
         except BaseException:
             self.imported = False
             raise
         finally:
-            sys.meta_path.remove(finder)
+            leave(finder)
             sys.modules.pop(self.hook, None)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
@@ -224,9 +231,6 @@ class SimulatedFramework(Framework):
                 remedy = "activate the budget before the first GPU operation"
                 raise CapNotApplied(self.name, f"too late: it is live, and {why}", remedy)
             before = dict(self._caps), self._growth
-            self._caps = dict(caps)
-            self._growth = bool(options.get("growth", True))
-            self._set()
 
             def undo() -> None:
                 with self._lock:
@@ -235,7 +239,11 @@ class SimulatedFramework(Framework):
                     self._caps, self._growth = before
                     self._set()
 
-            return Applied(Enforcement.ENFORCED, undo, notes=("simulated",))
+            self.changes.add(self.name, undo)
+            self._caps = dict(caps)
+            self._growth = bool(options.get("growth", True))
+            self._set()
+            return Applied(Enforcement.ENFORCED, undo, notes=(_NOTE,))
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self.model.fixed:
@@ -277,7 +285,7 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools:
+            if device.uuid in self._pools and not self._allocating:  # else by a signal handler, within an allocation
                 self._pools[device.uuid].trim()
 
     def footprint(self, size: int) -> int:
@@ -302,11 +310,23 @@ class SimulatedFramework(Framework):
         """Allocate; returns the array's id. `device` is the position on the host. Raises the framework's own OOM."""
         gpu = self._device(device)
         self.start_importing()
+        try:
+            return self._allocate(gpu, nbytes, exact)
+        except FrameworkOutOfMemory as error:
+            if self.unseen() is None:
+                here = threading.get_ident()
+                self._refused(error, Moment(self.name, "refusal", time.time(), gpu.uuid, nbytes, thread=here))
+            raise
+
+    def _allocate(self, gpu: Device, nbytes: int, exact: bool) -> int:
         with self._lock:
+            outermost, self._allocating = not self._allocating, True
             try:
                 block = self._pool(gpu, nbytes).allocate(nbytes, exact=exact)
             except AllocationRefused as refused:
                 raise oom_type(self.name)(self.name, refused, self._gpus.memory(gpu).free) from None
+            finally:
+                self._allocating = not outermost
             array = next(self._ids)
             self._blocks[array] = gpu, block
             self._note("alloc", array, gpu, nbytes)

@@ -5,13 +5,22 @@ Measured on an H200 with torch 2.11: the native allocator stops exactly at the c
 the fraction with bytes *in use* and let its pool hold 4 % more, so a driver pool with `maxSize` is put under it (CUDA
 12.2 and newer). Setting the fraction creates no context.
 
-Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)` (not visible).
+A fraction that the user sets later meets the cap in `torch._C._cuda_setMemoryFraction`, which every public name calls.
+
+Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
+
+Refused requests come from the native allocator's observer. It runs on the thread that asked, and torch has let go of
+its locks before (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
@@ -20,14 +29,23 @@ from typing import Any
 from memguard._devices.pools import CappedPool
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
+from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.torch import history, settings
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
 from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
+_log = logging.getLogger("memguard")
+
 SEGMENT = 20 * MIB
 """Expandable segments take memory in pieces of this size (measured)."""
+
+
+_observed: Any = None
+"""The torch that has our observer: it cannot be taken back, so it is attached once."""
+_observer: tuple[Torch, int] | None = None
+"""The adapter that the observer tells, and its process; None if no cap is set."""
 
 
 class Torch(Framework):
@@ -45,6 +63,11 @@ class Torch(Framework):
         self._expandable: bool | None = None  # as it was when the caps were set
         self._rmm: rmm.Limit | None = None
         self._lost: list[str] = []
+        self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as it is set, and as torch reads it
+        self._replaced = Replacements()
+        self._raw_set: Callable[[float, int], None] | None = None
+        self._reconfigured = self._uncached = False
+        self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
         """Not installed, or a build without CUDA. Read from `torch/version.py`; imports nothing."""
@@ -77,14 +100,15 @@ class Torch(Framework):
             return self._apply_pluggable(caps)
         before, self._caps = self._caps, dict(caps)
         try:
+            self._replace(torch)
             if self._live(torch):
                 self._set_now(torch)
-                return Applied(Enforcement.ENFORCED, self._restore)
+                return Applied(Enforcement.ENFORCED, self._undo)
             note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
             return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
         except BaseException:
             self._caps = before
-            self._restore()
+            self._undo()
             raise
 
     def usage(self, device: Device) -> Usage | None:
@@ -172,14 +196,21 @@ class Torch(Framework):
         if torch.cuda.get_allocator_backend() == "pluggable":
             return ["torch: its allocator was replaced after memguard.init: the cap no longer holds"]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+        uncached = "torch: caching_allocator_enable(False) was called: past its cache no cap holds"
+        lost = [uncached] if self._uncached else []
         if read is None:
-            return []
-        return [
-            f"torch: its fraction on cuda:{ordinal} was raised from {fraction:.4g} to {read(ordinal):.4g} after "
+            return lost
+        return lost + [
+            f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {read(ordinal):.4g} after "
             "memguard.init: the cap no longer holds"
-            for ordinal, fraction in self._set.items()
-            if read(ordinal) > fraction
+            for ordinal, (_, most) in self._most.items()
+            if read(ordinal) > most
         ]
+
+    def unseen(self) -> str | None:
+        if self._rmm is not None:
+            return rmm.UNSEEN
+        return self._unseen
 
     def capturing(self) -> bool:
         torch = sys.modules.get("torch")
@@ -217,10 +248,91 @@ class Torch(Framework):
         return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps, self._set = {}, {}  # what is still queued for torch's initialisation now sets nothing
+        self._caps, self._set, self._most = {}, {}, {}  # what is still queued for its initialisation now sets nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
+
+    def _replace(self, torch: Any) -> None:
+        """Hold what the user sets from now on. The functions below all public names, which may be imported already."""
+        self._replaced = replaced = Replacements()
+        self.changes.add(self.name, replaced.undo)
+        self._raw_set = torch._C._cuda_setMemoryFraction
+        replaced.put(torch._C, "_cuda_setMemoryFraction", self._fraction_asked)
+        replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._allocator_asked)
+        replaced.put(torch._C, "_cuda_cudaCachingAllocator_enable", self._caching_asked)
+        for name in ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"):
+            replaced.put(torch._C, name, self._settings_asked)
+
+    def _fraction_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_fraction(fraction: float, device: int) -> None:
+            most = self._most.get(device)
+            if most is None:
+                original(fraction, device)
+                return
+            held, read = most
+            original(held if fraction > read else fraction, device)
+            self._asked(device, fraction, "torch.cuda.set_per_process_memory_fraction")
+
+        return set_fraction
+
+    def _asked(self, ordinal: int, fraction: float, setting: str) -> None:
+        """The user wants this fraction: the undo sets it, and until then the stricter one holds."""
+        read = getattr(self._torch()._C, "_cuda_getMemoryFraction", None)
+        self._before[ordinal] = fraction
+        if read is not None:
+            self._set[ordinal] = read(ordinal)
+        most = self._most[ordinal][1]
+        if fraction > most:
+            self._warn(
+                f"torch: {setting} asks for {fraction:.4g} of cuda:{ordinal}, more than its cap, which is {most:.4g}: "
+                "the cap holds"
+            )
+
+    def _allocator_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def change_allocator(allocator: Any) -> None:
+            torch = self._torch()
+            if self._caps and not self._live(torch) and not rmm.is_loaded_for("torch"):
+                raise self._unlimited()
+            original(allocator)  # live, torch refuses it by itself; RMM's is limited when torch becomes live
+            self._changed()
+
+        return change_allocator
+
+    def _caching_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enable(value: bool) -> None:
+            original(value)
+            self._uncached = not value
+            self._changed()
+
+        return enable
+
+    def _settings_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_settings(env: str) -> Any:
+            answer, torch = original(env), self._torch()
+            if not self._most or not self._live(torch):
+                self._reconfigured = True  # looked at when torch becomes live
+                return answer
+            read = getattr(torch._C, "_cuda_getMemoryFraction", None)
+            for ordinal in list(self._most) if read is not None else ():
+                if read is not None and read(ordinal) != self._set[ordinal]:
+                    self._asked(ordinal, read(ordinal), f"the setting {env!r}")
+            self._set_now(torch)
+            return answer
+
+        return set_settings
+
+    def _unlimited(self) -> ConflictingSetting:
+        return ConflictingSetting(
+            self.name,
+            "torch.cuda.memory.change_current_allocator",
+            "replaces the caching allocator with one that memguard cannot limit",
+            "remove that call, or leave torch out of the budget",
+        )
+
+    def _undo(self) -> None:
+        self._replaced.undo()
+        self._restore()
 
     def _queue(self, torch: Any) -> Callable[[], None]:
         """Set the fractions in torch's CUDA initialisation, which runs what `_lazy_call` queued. Returns the undo."""
@@ -253,6 +365,7 @@ class Torch(Framework):
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
+            self._replaced.undo()
             for step in swapped:
                 step()
             if self._live(torch):
@@ -275,6 +388,30 @@ class Torch(Framework):
             elif self._expandable:
                 allowed -= SEGMENT
             self._set_fraction(torch, ordinal, allowed)
+        self._unseen = self._observe(torch, backend) if self._set else None
+
+    def _observe(self, torch: Any, backend: str) -> str | None:
+        """Have torch's allocator tell of refused requests. Returns why it cannot. Torch must be live."""
+        global _observed, _observer
+        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if backend != "native" or attach is None:
+            return f"torch's {backend} allocator has no observer of refused requests"
+        if _observed is not torch:
+            try:
+                attach(_tell)
+            except (RuntimeError, TypeError) as error:
+                return f"torch's allocator took no observer of refused requests: {error}"
+            _observed = torch
+        _observer = self, os.getpid()
+        return None
+
+    def _told(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
+        uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
+        if uuid in self._caps:
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
+            here = threading.get_ident()
+            moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
+            self._refused(None, moment)
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
         total = torch.cuda.get_device_properties(ordinal).total_memory
@@ -285,32 +422,33 @@ class Torch(Framework):
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         first = ordinal not in self._before
         before = self._before.setdefault(ordinal, read(ordinal) if read is not None else 1.0)
+        most = _exactly(allowed, total)
         if int(before * total) < allowed:
             self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
             allowed = int(before * total)
         elif first and before < 1.0 and int(before * total) > allowed + SEGMENT:
             setting = f"torch.cuda.set_per_process_memory_fraction({before:.4g})"
-            raise settings.looser(setting, int(before * total), allowed)
-        fraction = min(allowed / total, 1.0)
-        if int(fraction * total) < allowed:  # PyTorch truncates the product; one step up gives the exact byte
-            fraction = min(math.nextafter(fraction, 1.0), 1.0)
-        torch._C._cuda_setMemoryFraction(fraction, ordinal)
+            if not self._reconfigured:
+                raise settings.looser(setting, int(before * total), allowed)
+            self._warn(
+                f"torch: the allocator's settings ask for {before:.4g} of cuda:{ordinal}, more than its cap, which is "
+                f"{most:.4g}: the cap holds"
+            )
+        fraction = _exactly(allowed, total)
+        set_fraction = self._raw_set or torch._C._cuda_setMemoryFraction
+        set_fraction(fraction, ordinal)
         back = read(ordinal) if read is not None else fraction
         if abs(back * total - allowed) >= 1:
-            torch._C._cuda_setMemoryFraction(self._set.get(ordinal, before), ordinal)
+            set_fraction(self._set.get(ordinal, before), ordinal)
             what = f"set {allowed} bytes, read back {int(back * total)}"
             raise CapNotApplied(self.name, what, "report this with the torch version")
         self._set[ordinal] = back
+        self._most[ordinal] = (most, back if fraction == most else most)
 
     def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
         """The allocator was replaced (`change_current_allocator`): RMM's can be limited, others cannot."""
         if not rmm.is_loaded_for("torch"):
-            raise ConflictingSetting(
-                self.name,
-                "torch.cuda.memory.change_current_allocator",
-                "replaced the caching allocator with one that memguard cannot limit",
-                "remove that call, or leave torch out of the budget",
-            )
+            raise self._unlimited()
         ordinals = rmm.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
         self._rmm, applied = rmm.apply(self.name, caps, ordinals)
         return applied
@@ -330,6 +468,9 @@ class Torch(Framework):
 
     def _restore(self) -> None:
         """Restore what was there before, unless the user has set another fraction. A failed step stops no other."""
+        global _observer
+        if _observer is not None and _observer[0] is self:
+            _observer = None
         torch, self._expandable = self._torch(), None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         with ExitStack() as steps:
@@ -337,8 +478,8 @@ class Torch(Framework):
                 steps.callback(pool.restore)
             for ordinal, fraction in self._set.items():
                 if read is None or read(ordinal) == fraction:
-                    steps.callback(torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
-            self._before, self._set, self._pools = {}, {}, {}
+                    steps.callback(self._raw_set or torch._C._cuda_setMemoryFraction, self._before[ordinal], ordinal)
+            self._before, self._set, self._most, self._pools = {}, {}, {}, {}
 
     def _check_properties(self, torch: Any) -> None:
         """If torch binds to TensorFlow's CUDA runtime, it misreads its devices and dies of SIGFPE (measured)."""
@@ -366,6 +507,23 @@ class Torch(Framework):
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
             self._uuids = {_nvml_uuid(uuid): i for i, uuid in enumerate(uuids)}
         return self._uuids
+
+
+def _exactly(allowed: int, total: int) -> float:
+    """The fraction of which torch makes exactly so many bytes: it truncates the product."""
+    fraction = min(allowed / total, 1.0)
+    return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
+
+
+def _tell(device: int, requested: int, allowed: int, free: int) -> None:
+    """What torch's allocator calls before it raises. An error here would take the place of torch's own."""
+    found = _observer
+    if found is None or found[1] != os.getpid():
+        return
+    try:
+        found[0]._told(device, requested, allowed, free)
+    except Exception as error:
+        _log.debug("torch: a refused request was not recorded: %s", str(error))
 
 
 def _nvml_uuid(uuid: str) -> str:

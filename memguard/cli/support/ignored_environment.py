@@ -94,7 +94,7 @@ def _split(arguments: Sequence[str]) -> Iterator[str]:
 def shebang(program: str) -> list[str]:
     """The interpreter line of a script such as `jupyter` or `torchrun`; empty for anything else."""
     found = shutil.which(program)
-    if found is None:
+    if found is None or not os.path.isfile(found):  # opening a FIFO would wait
         return []
     try:
         with open(found, "rb") as file:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import selectors
 import socket
 import threading
@@ -22,7 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_log = logging.getLogger("memguard")
+from memguard._logs import log as _log
+
 LINGER = 0.2
 """Seconds that the thread stays when it has nothing left to do: exports often follow each other."""
 

@@ -1,7 +1,8 @@
 """The exports of this process and the arrays that it has attached: one thread while there are any, and one socket.
 
 An open connection is a reference. The kernel closes it with its process, however that ends, so no count outlives its
-process. The thread never waits for a peer: each peer has a few seconds to send its request, and gets one answer.
+process. The thread never waits for a peer: each peer has a few seconds to send its request, and gets one answer. The
+connections that hold an export, and all exports together, are limited: each takes a file descriptor of this process.
 
 A forked child has none of it: it closes its copies, serves nothing and releases nothing.
 """
@@ -12,7 +13,6 @@ import atexit
 import contextlib
 import functools
 import hmac
-import logging
 import os
 import secrets
 import socket
@@ -22,16 +22,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memguard._logs import log as _log
 from memguard.exchange import lifetimes
 from memguard.exchange.ipc import wire
 from memguard.exchange.ipc.event_loop import EventLoop
 from memguard.exchange.ipc.wire import Description
 
-_log = logging.getLogger("memguard")
 REQUEST_TIMEOUT = 5.0
 """Seconds in which a peer must send its request."""
 MOST_WAITING = 32
 """Peers that have not sent their request yet; more than that many are not kept."""
+MOST_PEERS = 128
+"""Connections that may hold one export at once."""
 _LONGEST = 107
 """Bytes in the path of a Unix socket at most (`sun_path`)."""
 
@@ -57,6 +59,14 @@ class Export:
 
 def _nothing() -> None:
     return None
+
+
+def most_in_all() -> int:
+    """Connections that may hold exports of this process at once: the rest of its file descriptors is the program's."""
+    import resource  # not there on Windows, where nothing is exported
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wire.MOST_HOLDERS if soft == resource.RLIM_INFINITY else max(soft // 4, 1)
 
 
 class _Peer:
@@ -251,10 +261,21 @@ class Server:
             found = [export for export in list(self._exports.values()) if hmac.compare_digest(export.token, token)]
             if not found or found[0].closed:
                 raise wire.BadMessage("its token is unknown")
+            if (refusal := self._refusal(found[0])) is not None:
+                wire.send(peer.connection, refusal.message())
+                raise ConnectionError(f"{refusal.limit} connections hold this {refusal.full} already")
             found[0].peers.add(peer)
             peer.export = found[0]
             self._waiting.discard(peer)
             wire.send(peer.connection, found[0].description.message(), found[0].fd)
+
+    def _refusal(self, export: Export) -> wire.Refusal | None:
+        """What a peer is told if too many hold the export, or all exports together. The caller holds the lock."""
+        if len(export.peers) >= MOST_PEERS:
+            return wire.Refusal(wire.EXPORT, MOST_PEERS)
+        if sum(len(one.peers) for one in self._exports.values()) >= (most := most_in_all()):
+            return wire.Refusal(wire.PROCESS, most)
+        return None
 
     def _drop(self, peer: _Peer, reason: str) -> None:
         _log.debug("exchange: process %d: %s", peer.pid, reason)

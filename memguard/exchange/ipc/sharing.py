@@ -261,6 +261,8 @@ def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple
         wire.send(connection, wire.request(handle.token))
         message, fd = wire.receive(connection, ANSWER_TIMEOUT)
         try:
+            if (refusal := wire.refusal(message)) is not None:
+                raise _full(framework, refusal)
             return wire.description(message), fd
         except BaseException:
             if fd is not None:
@@ -304,6 +306,17 @@ def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
     if found.kind == FILE and fd is not None:
         return shared_memory.map_file(ordinal, fd, found.size)
     return shared_memory.map_block(ordinal, bytes.fromhex(found.handle), found.size) if found.kind == BLOCK else None
+
+
+def _full(framework: str, refusal: wire.Refusal) -> CannotShare:
+    limit, release = refusal.limit, "delete the arrays that processes have attached and no longer need"
+    if refusal.full == wire.EXPORT:
+        reason = f"{limit} connections hold this export already, the most that one may have"
+        return CannotShare(
+            NAME, framework, reason, f"{release}, or export the array once more: each export has its own"
+        )
+    reason = f"{limit} connections hold exports of that process already, a quarter of the files that it may open"
+    return CannotShare(NAME, framework, reason, f"{release}, or raise `ulimit -n` where that process is started")
 
 
 def _bad_answer(framework: str, what: str) -> CannotShare:

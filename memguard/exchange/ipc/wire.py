@@ -1,7 +1,8 @@
 """The messages of two processes over a socket: short JSON behind its length, checked before it is used.
 
 The process that attaches sends `{"memguard": 1, "token": …}`. The exporter answers with the description of the array,
-and with the file descriptor of its memory. Then the connection stays open and silent: it is the reference.
+and with the file descriptor of its memory. Then the connection stays open and silent: it is the reference. If too many
+hold it already, the answer is a refusal, and the exporter closes the connection.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ UUID, TOKEN = r"[A-Za-z0-9./-]{1,100}", r"[0-9a-f]{32}"
 """Patterns, for ASCII."""
 FILE, BLOCK, NOTHING = "file", "block", "nothing"
 """How memory is sent: as a file descriptor, as the handle of a block, or not at all (an array without elements)."""
+
+EXPORT, PROCESS = "export", "process"
+"""What has as many holders as it may have: the one export, or all exports of the exporter together."""
+MOST_HOLDERS = 1 << 20
+"""No limit on the holders is above this."""
 
 
 class BadMessage(ValueError):
@@ -62,6 +68,28 @@ class Description(NamedTuple):
 
     def message(self) -> dict[str, Any]:
         return {"memguard": VERSION, **self._asdict()}
+
+
+class Refusal(NamedTuple):
+    """Why an exporter hands nothing over: `limit` connections hold it already. `full` is EXPORT or PROCESS."""
+
+    full: str
+    limit: int
+
+    def message(self) -> dict[str, Any]:
+        return {"memguard": VERSION, **self._asdict()}
+
+
+def refusal(message: dict[str, Any]) -> Refusal | None:
+    """The exporter's refusal, checked; None if the message is none. Raises BadMessage."""
+    if "full" not in message:
+        return None
+    full, limit = message["full"], message.get("limit")
+    if message.get("memguard") != VERSION or set(message) != {"memguard", *Refusal._fields}:
+        raise BadMessage("it is not a refusal")
+    if full not in (EXPORT, PROCESS) or type(limit) is not int or not 0 < limit <= MOST_HOLDERS:
+        raise BadMessage("its refusal is malformed")
+    return Refusal(full, limit)
 
 
 def description(message: dict[str, Any]) -> Description:

@@ -176,3 +176,6 @@ def mem_alloc(size):
 def mem_alloc_pitch(width, height, access_size):
     pitch = -(-width // 512) * 512
     return DeviceAllocation(pitch * height), pitch
+
+
+from pycuda._pools import DeviceMemoryPool  # noqa: E402, F401 (it needs the names above)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pycuda import driver as drv
+from pycuda import elementwise  # noqa: F401 (which imports the tools)
 
 
 class GPUArray:

@@ -1,0 +1,33 @@
+"""The machine's own memory, which a GPU with unified memory allocates from, and what WSL makes of a GPU's. Linux."""
+
+from __future__ import annotations
+
+import os
+
+_AVAILABLE = "MemAvailable:"
+
+
+def available(root: str = "/") -> int | None:
+    """Bytes that the kernel can give out without swapping, its reclaimable file cache included; None if unknown.
+
+    `MemAvailable` of /proc/meminfo. It is host-wide, in a container too.
+    """
+    try:
+        with open(os.path.join(root, "proc/meminfo"), encoding="ascii", errors="replace") as file:
+            return parse(file.read())
+    except OSError:
+        return None
+
+
+def parse(text: str) -> int | None:
+    """`MemAvailable` in bytes from the text of /proc/meminfo; None if it is not there or no number."""
+    for line in text.splitlines():
+        name, *rest = line.split()[:3] or [""]
+        if name == _AVAILABLE and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":
+            return int(rest[0]) << 10
+    return None
+
+
+def wsl(kernel: str, root: str = "/") -> bool:
+    """Whether this Linux runs in WSL: by the kernel's release or version, or by the device of its GPU driver."""
+    return "microsoft" in kernel.lower() or os.path.exists(os.path.join(root, "dev/dxg"))

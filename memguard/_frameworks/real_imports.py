@@ -1,0 +1,73 @@
+"""On simulated GPUs: says once in this process that a real framework, which the program imports, is not limited."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from memguard._frameworks.import_hook import _Loader, enter, leave
+from memguard._specs import SPECS
+
+said = False
+"""Whether the program's stderr has the line already, or one like it."""
+
+
+def say(text: str) -> None:
+    """A line on stderr, which may be closed, full or not there: that harms no program."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(f"memguard: {text}\n")
+            sys.stderr.flush()
+    except Exception:
+        pass
+
+
+class RealImports(importlib.abc.MetaPathFinder):
+    """Waits for the import of a real framework while simulated GPUs are in use; `gpus` is what they are called."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = tuple(gpus)
+        self._modules = {spec.hook: name for name, spec in SPECS.items()}
+        self._searched: set[str] = set()
+
+    def start(self) -> None:
+        """Say it at once if a framework is imported already; else wait for one."""
+        if said:
+            return
+        here = [module for module in self._modules if module in sys.modules]
+        if here:
+            self._imported(here[0])
+        else:
+            enter(self)
+
+    def stop(self) -> None:
+        """Leave no trace."""
+        leave(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._modules or fullname in self._searched:
+            return None
+        self._searched.add(fullname)  # another finder may search for it again
+        try:
+            for finder in list(sys.meta_path):
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
+                    if spec is not None:
+                        if hasattr(spec.loader, "exec_module"):
+                            spec.loader = _Loader(spec.loader, self._imported)
+                        return spec
+        finally:
+            self._searched.discard(fullname)
+        return None
+
+    def _imported(self, module: str) -> None:
+        global said
+        self.stop()
+        if not said:
+            said = True
+            say(f"the GPUs are simulated ({', '.join(self._gpus)}): nothing limits {self._modules[module]}, a real one")

@@ -1,0 +1,90 @@
+"""A lock that a signal handler or a finalizer may want while this thread has it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from memguard.errors import MemguardError
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_WITHIN = 2.0
+"""Seconds that a call waits for another thread, if that may be waiting for the call that this one interrupted."""
+
+
+def interrupting() -> bool:
+    """Whether this call came within another call of memguard on this thread: from a signal handler, a finalizer or a
+    callback. That call may have locks, which other threads wait for.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    outside = False
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_HERE):
+            outside = True
+        elif outside:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def not_for_ever(lock: Any) -> None:
+    """Before `with lock` in a public call: raise MemguardError if the threads would wait for each other.
+
+    Another thread has the lock, and this call interrupted one that may have a lock which that thread waits for.
+    """
+    if not _free(lock, 0) and interrupting() and not _free(lock, _WITHIN):
+        raise MemguardError(
+            "another thread is within a call of memguard, and this one was made within another on this thread, so "
+            "that they may wait for each other\n"
+            "    fix: do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be"
+        )
+
+
+def _free(lock: Any, seconds: float) -> bool:
+    """Whether this thread has the lock, or could have it within that time."""
+    if lock._is_owned():
+        return True
+    try:
+        try:
+            return bool(lock.acquire(timeout=seconds))
+        finally:
+            _leave(lock)
+    finally:
+        _leave(lock)
+
+
+def _leave(lock: Any) -> None:
+    if lock._is_owned():
+        lock.release()
+
+
+class Turn:
+    """A re-entrant lock for work that is handed in, so that a Ctrl-C at any point leaves it free."""
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has it: the caller was called within the work, by a signal handler or a finalizer."""
+        return bool(self._lock._is_owned())
+
+    def take(self, work: Callable[[], object], patience: float) -> bool:
+        """Do the work while no other thread does any. False if another one's takes longer than `patience` seconds."""
+        if self.mine:
+            work()
+            return True
+        try:
+            try:
+                if not self._lock.acquire(timeout=patience):
+                    return False
+                work()
+                return True
+            finally:
+                _leave(self._lock)
+        finally:
+            _leave(self._lock)  # again: a Ctrl-C may have come into the one before

@@ -1,0 +1,71 @@
+"""The one way into memguard's log, the logger `memguard`. Whatever listens to that logger, the caller goes on.
+
+A handler, filter or stream of the program may raise, and so may `str` of an error. Neither may end the monitor's
+thread, nor come out of the line of the program at which memguard had something to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+_TEXT = 300
+"""Characters of an error's text that are kept."""
+
+
+class Log:
+    """The methods of a `logging.Logger` that memguard uses. Of an error among the arguments only the text is logged."""
+
+    def debug(self, text: str, *args: object, exc_info: bool = False) -> None:
+        _write(logging.DEBUG, text, args, exc_info)
+
+    def info(self, text: str, *args: object) -> None:
+        _write(logging.INFO, text, args)
+
+    def warning(self, text: str, *args: object) -> None:
+        _write(logging.WARNING, text, args)
+
+    def log(self, level: int, text: str, *args: object) -> None:
+        _write(level, text, args)
+
+
+log = Log()
+
+
+def text_of(error: BaseException) -> str:
+    """Type and text of an error in one line. Both may be code of the program: nothing that they raise comes out."""
+    try:
+        name = str(type.__getattribute__(type(error), "__name__"))
+    except BaseException as failure:
+        if not stays_here(failure):
+            raise
+        name = "an error"
+    words = " ".join(words_of(error).split())[:_TEXT]
+    return f"{name}: {words}" if words else name
+
+
+def words_of(error: BaseException) -> str:
+    """The text of an error; empty if it cannot be read."""
+    try:
+        return str(error)
+    except BaseException as failure:
+        if not stays_here(failure):
+            raise
+        return ""
+
+
+def stays_here(error: BaseException) -> bool:
+    """Whether an error of the program's code may be dropped. Not a Ctrl-C or an exit on the main thread."""
+    return isinstance(error, Exception) or threading.get_ident() != threading.main_thread().ident
+
+
+def _write(level: int, text: str, args: tuple[object, ...], exc_info: bool = False) -> None:
+    try:
+        logger = logging.getLogger("memguard")
+        if logger.isEnabledFor(level):
+            plain = [words_of(one) if isinstance(one, BaseException) else one for one in args]
+            # stacklevel: the line that called `debug`, `info` or `warning`
+            logger.log(level, text, *plain, exc_info=exc_info, stacklevel=3)
+    except BaseException as error:
+        if not stays_here(error):
+            raise

@@ -1,0 +1,69 @@
+"""Text as a terminal may have it: nothing that it would obey, and nothing that its encoding lacks.
+
+Names and messages come from drivers, frameworks, files and users. Whatever they hold, printing them must neither move
+the cursor nor raise UnicodeEncodeError.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
+        **dict.fromkeys("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}", "'"),
+        **dict.fromkeys("\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}", '"'),
+        **dict.fromkeys("\N{BOX DRAWINGS LIGHT HORIZONTAL}\N{BOX DRAWINGS HEAVY HORIZONTAL}", "-"),
+        **dict.fromkeys("\N{BOX DRAWINGS LIGHT VERTICAL}\N{BOX DRAWINGS HEAVY VERTICAL}", "|"),
+        "\N{GREATER-THAN OR EQUAL TO}": ">=",
+        "\N{LESS-THAN OR EQUAL TO}": "<=",
+        "\N{HORIZONTAL ELLIPSIS}": "...",
+        "\N{MULTIPLICATION SIGN}": "x",
+        "\N{BULLET}": "*",
+    }
+)
+"""What our own texts use beyond ASCII, as somebody with ASCII alone would write it."""
+_SPACES = str.maketrans(dict.fromkeys("\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}", " "))
+
+
+def visible(text: str, keep: str = "\n\t") -> str:
+    """The text with control characters, and whatever else cannot be seen, as `\\u001b`. Those in `keep` stay."""
+    if text.isprintable():
+        return text
+    text = text.translate(_SPACES)
+    return "".join(char if char.isprintable() or char in keep else _escaped(char) for char in text)
+
+
+def fitting(text: str, encoding: str | None = None) -> str:
+    """The text in the characters of `encoding`, by default standard output's: `>=` for the sign, `\\u00e9` for others.
+
+    A text that the encoding can hold is returned as it is.
+    """
+    encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
+    if _fits(text, encoding):
+        return text
+    return "".join(char if _fits(char, encoding) else _escaped(char) for char in _with_signs(text, encoding))
+
+
+def shown(text: str) -> str:
+    """The text for `print`: `visible`, and in the characters of standard output."""
+    return fitting(visible(text))
+
+
+def _with_signs(text: str, encoding: str) -> str:
+    return "".join(char if _fits(char, encoding) else char.translate(_SIGNS) for char in text)
+
+
+def _fits(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    except LookupError:  # an encoding that Python does not know
+        return text.isascii()
+    return True
+
+
+def _escaped(char: str) -> str:
+    """As in JSON, so that a JSON text in which it stands stays one."""
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"

@@ -1,0 +1,3 @@
+"""`pycuda.elementwise`: its imports."""
+
+from pycuda.tools import DeviceMemoryPool  # noqa: F401

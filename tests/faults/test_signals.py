@@ -1,0 +1,162 @@
+"""Signal handlers and finalizers that call memguard while the same thread is within a call of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from stub_gpus import Run
+
+SECONDS = float(os.environ.get("MEMGUARD_TEST_STORM", "0.8"))
+"""How long each storm lasts."""
+
+PROGRAM = """
+import contextlib, faulthandler, gc, io, random, signal, threading, time
+from memguard.errors import MemguardError
+faulthandler.dump_traceback_later(40 + SECONDS, exit=True)
+BUDGET = {"version": 1, "frameworks": {"torch": {"limit": "1GiB"}, "pycuda": {"limit": "1GiB"}},
+          "monitor": {"interval": "100ms", "timeline": str(pathlib.Path(os.environ["NVML_STUB"]).parent / "run.jsonl")}}
+HOST = SIMULATE
+OTHER = {**BUDGET, "frameworks": {"torch": {"limit": "2GiB"}}}
+
+def begin():
+    return memguard.init(BUDGET, simulate=HOST)
+
+guard, held = begin(), []
+
+def work():
+    with memguard.workload("w", framework="torch", needs="1MiB"):
+        pass
+
+def block():
+    with memguard.guard(BUDGET, simulate=HOST):
+        pass
+
+def allocate():
+    torch = memguard._api.current().frameworks.get("torch")
+    if torch is not None and HOST:
+        one = torch.allocate(random.choice([1 << 10, 3 << 20]))
+        torch.free(one)
+
+CALLS = {
+    "ledger": memguard.ledger,
+    "sample": lambda: memguard._api.current().sample(),
+    "print": lambda: str(memguard._api.current()) + str(memguard.ledger()),
+    "last_oom": memguard.last_oom,
+    "trim": memguard.trim,
+    "require": lambda: memguard.require("torch", "1MiB"),
+    "resize": lambda: memguard.resize("torch", random.choice(["512MiB", "1GiB"])),
+    "checkpoint": memguard.checkpoint,
+    "workload": work,
+    "on_pressure": lambda: memguard.on_pressure(print)(),
+    "allocate": allocate,
+    "shutdown": lambda: (memguard.shutdown(), begin()),
+    "init": begin,
+    "replace": lambda: (memguard.init(OTHER, simulate=HOST, replace=True), begin()),
+    "guard": block,
+}
+counts, strange, depth, slowest = {"main": 0, "within": 0, "refused main": 0, "refused within": 0}, [], 0, 0.0
+
+def call(name, where):
+    global slowest
+    began = time.monotonic()
+    try:
+        CALLS[name]()
+        counts[where] += 1
+    except MemguardError:
+        counts["refused " + where] += 1
+    except BaseException as error:
+        import traceback
+        strange.append(f"{where} {name}: {traceback.format_exc()[-1500:]}")
+    slowest = max(slowest, time.monotonic() - began)
+
+def storm(*_):
+    global depth
+    if depth < 2:
+        depth += 1
+        try:
+            call(random.choice(WITHIN), "within")
+        finally:
+            depth -= 1
+
+class Finalized:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        storm()
+
+WITHIN = WITHIN_NAMES or list(CALLS)
+for name in CALLS:  # what is imported late: a handler within an import finds half a module, whoever's it is
+    call(name, "main")
+random.seed(1)
+end = time.monotonic() + SECONDS
+others = []
+if THREADS:
+    def other():
+        while time.monotonic() < end:
+            with contextlib.suppress(MemguardError):
+                random.choice([memguard.ledger, memguard.trim, allocate])()
+    others = [threading.Thread(target=other, daemon=True) for _ in range(2)]
+    for one in others:
+        one.start()
+if KIND == "signals":
+    signal.signal(signal.SIGALRM, storm)
+    signal.setitimer(signal.ITIMER_REAL, 0.0007, 0.0007)
+else:
+    gc.set_threshold(50, 2, 2)
+while time.monotonic() < end:
+    name = random.choice(MAIN_NAMES or list(CALLS))
+    if KIND != "signals":
+        Finalized()
+    call(name, "main")
+signal.setitimer(signal.ITIMER_REAL, 0)
+for one in others:
+    one.join(10)
+result["hang"] = [one.name for one in others if one.is_alive()]
+result.update(counts=counts, strange=strange[:3], strange_count=len(strange), slowest=slowest)
+memguard.shutdown()
+begin()
+result["alive"] = memguard._api.current_session().monitor.alive
+ledger = memguard.ledger()
+result["adds_up"] = all(sum(row.bytes or 0 for row in part.rows) == part.device.total for part in ledger.devices)
+memguard.shutdown()
+result["finders"] = [type(one).__name__ for one in sys.meta_path if "memguard" in type(one).__module__]
+result["threads"] = [one.name for one in threading.enumerate() if one.name.startswith("memguard")]
+faulthandler.cancel_dump_traceback_later()
+"""
+READING = ["ledger", "sample", "print", "last_oom", "checkpoint", "on_pressure"]
+ACTING = ["trim", "require", "workload", "resize"]
+
+
+def storm(run: Run, without_cuda: dict[str, str], host: str | None, **names: object) -> dict[str, object]:
+    values = {"SIMULATE": host, "SECONDS": SECONDS, "THREADS": False, "WITHIN_NAMES": None, "MAIN_NAMES": None, **names}
+    program = PROGRAM
+    for name in sorted(values, key=len, reverse=True):
+        program = program.replace(name, repr(values[name]))
+    found = run(program, env=without_cuda)
+    print({name: found[name] for name in ("counts", "slowest")})
+    assert found["strange"] == [], found["strange_count"]
+    assert found["hang"] == [] and found["finders"] == [] and found["threads"] == []
+    assert found["alive"] and found["adds_up"]
+    assert found["counts"]["within"] > 5, "the storm did not reach memguard"  # type: ignore[index]
+    return found
+
+
+@pytest.mark.parametrize("host", ["h200", None], ids=["simulated", "real"])
+@pytest.mark.parametrize("kind", ["signals", "finalizers"])
+def test_every_call_within_every_other(run: Run, without_cuda: dict[str, str], host: str | None, kind: str) -> None:
+    storm(run, without_cuda, host, KIND=kind)
+
+
+@pytest.mark.parametrize("host", ["h200", None], ids=["simulated", "real"])
+@pytest.mark.parametrize("names", [READING, ACTING], ids=["reading", "acting"])
+def test_calls_within_others_while_threads_call_too(
+    run: Run, without_cuda: dict[str, str], host: str | None, names: list[str]
+) -> None:
+    """A reading waits for nobody. Another call is refused if the threads would wait for each other."""
+    every = [*READING, *ACTING, "allocate"]
+    found = storm(run, without_cuda, host, KIND="signals", THREADS=True, WITHIN_NAMES=names, MAIN_NAMES=every)
+    slowest = found["slowest"]
+    assert isinstance(slowest, float) and slowest < (2 if names is READING else 8)
+    if names is READING:
+        assert found["counts"]["refused within"] == 0  # type: ignore[index]

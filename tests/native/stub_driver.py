@@ -1,0 +1,32 @@
+"""A libcuda.so.1 without a GPU for the real PyCUDA: the stub of tests/faults, and every other call that it links to.
+
+PyCUDA's extension needs all of them to be there when it is imported. Those that the stub does not have answer
+CUDA_ERROR_NOT_SUPPORTED.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FAULTS = HERE.parent / "faults"
+
+
+def build(folder: Path) -> dict[str, str]:
+    """The environment in which PyCUDA finds the library, which is built in the folder. Fails without gcc and nm."""
+    spec = find_spec("pycuda")
+    assert spec is not None and spec.origin is not None, "PyCUDA is not installed: scripts/test --all builds it"
+    (extension,) = Path(spec.origin).parent.glob("_driver*.so")
+    asked = subprocess.run(["nm", "-D", "--undefined-only", str(extension)], capture_output=True, text=True, check=True)
+    names = re.findall(r" U (cu[A-Z]\w*)", asked.stdout)
+    assert names, "PyCUDA's extension links to no call of CUDA's driver"
+    rest = folder / "rest.c"
+    rest.write_text("".join(f"__attribute__((weak)) int {name}(void) {{ return 801; }}\n" for name in names))
+    library = folder / "libcuda.so.1"
+    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", rest]
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), *map(str, sources)], check=True)
+    return {"LD_LIBRARY_PATH": os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])}

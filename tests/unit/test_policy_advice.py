@@ -1,0 +1,136 @@
+"""Every fix of a PlanError and of a refused resize is followed, and leads to a plan: sums in one round."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memguard import _policy
+from memguard._config import from_mapping
+from memguard._devices.simulated import SimulatedHost
+from memguard._types import MemoryInfo, Usage
+from memguard._units import GIB, GRANULE, MIB, parse_size
+from memguard.errors import ConfigError, PlanError, Problem
+
+DEVICES = SimulatedHost(["h200", "t4", "l40s"]).devices()
+
+
+def follow(data: dict[str, Any], problem: Problem) -> bool:
+    """Change the budget as the fix says. False if it says that this GPU cannot do."""
+    fix, path = problem.fix, re.findall(r"[A-Za-z_]+|(?<=\[')[^']+(?='\])", problem.path)
+    if found := re.match(r"lower it to at most (\w+)", fix):
+        data[path[0]] = data.get(path[0], {})
+        (data[path[0]] if len(path) == 2 else data[path[0]][path[1]])["limit"] = found[1]
+    elif found := re.match(r"raise (\S+)\.limit to (\w+)", fix):
+        first, _, key = found[1].partition(".")
+        (data.setdefault(first, {}) if not key else data[first][key])["limit"] = found[2]
+    elif found := re.search(r"for example to (.*), or raise device.limit", fix):
+        for name, part in (one.split() for one in found[1].split(", ")):
+            kind = "share" if part.endswith("%") else "limit"
+            assert kind in data["frameworks"][name]
+            data["frameworks"][name][kind] = part
+    elif found := re.match(r"raise its share to at least (\S+%)", fix):
+        data["frameworks"][path[1]]["share"] = found[1]
+    elif found := re.match(r"lower device.reserve to at most (\w+) for it", fix):
+        for entry in (data["device"], *data.get("devices", {}).values()):
+            if "reserve" in entry:
+                entry["reserve"] = found[1]
+    else:
+        assert "this GPU is too small" in fix, fix
+        return False
+    return True
+
+
+SHARES = st.integers(1, 100).map(lambda percent: {"share": f"{percent}%"})
+SIZES = st.integers(1, 200_000).map(lambda mib: {"limit": f"{max(mib, 2)}MiB"})
+LIMITS = st.integers(2, 200_000).map(lambda mib: f"{mib}MiB") | st.integers(1, 100).map(lambda percent: f"{percent}%")
+ENTRY = st.fixed_dictionaries({}, optional={"limit": LIMITS, "reserve": st.sampled_from(["auto", "1GiB", "8GiB"])})
+BUDGETS = st.fixed_dictionaries(
+    {
+        "version": st.just(1),
+        "frameworks": st.dictionaries(st.sampled_from(["torch", "jax", "cupy", "numba"]), SHARES | SIZES, min_size=1),
+    },
+    optional={"device": ENTRY, "devices": st.dictionaries(st.sampled_from(["0", "1", "*L40S*"]), ENTRY, max_size=2)},
+)
+
+
+def problems_of(data: dict[str, Any], devices: Any) -> tuple[Problem, ...] | None:
+    """What does not fit; None if the file itself is wrong."""
+    try:
+        _policy.plan(from_mapping(data), devices)
+    except PlanError as error:
+        return error.problems
+    except ConfigError:
+        return None
+    return ()
+
+
+@settings(max_examples=300, deadline=None)
+@given(BUDGETS, st.lists(st.sampled_from(DEVICES), min_size=1, max_size=3, unique=True))
+def test_the_fixes_of_a_plan_lead_to_a_plan(data: dict[str, Any], devices: Any) -> None:
+    """One round for sums and for limits; another where a limit that was raised or lowered leaves too little."""
+    data, kinds = copy.deepcopy(data), []
+    for _ in range(4):
+        problems = problems_of(data, devices)
+        if not problems:
+            return
+        kinds.append({problem.path.split("[")[0].split(".")[0] for problem in problems})
+        followed = [follow(data, problem) for problem in problems]
+        if not all(followed):
+            return
+    assert not problems_of(data, devices), (kinds, data)
+
+
+def test_sums_on_several_gpus_take_one_round() -> None:
+    tried = 0
+    for torch in ("limit: 90%", "share: 80%", "limit: 60GiB", "limit: 8GiB"):
+        for jax in ("limit: 40GiB", "share: 20%", "share: 10%", "limit: 120GiB"):
+            for limit in ("90%", "50%", "12GiB"):
+                entries = [dict([one.split(": ")]) for one in (torch, jax)]
+                data = {
+                    "version": 1,
+                    "device": {"limit": limit},
+                    "frameworks": dict(zip(("torch", "jax"), entries, strict=True)),
+                }
+                if not (problems := problems_of(data, DEVICES)):
+                    continue
+                for problem in problems:
+                    assert follow(data, problem)
+                assert problems_of(data, DEVICES) == ()
+                tried += 1
+    assert tried > 10
+
+
+@given(st.integers(1, 300_000))
+def test_a_refused_resize_says_what_would_do(mib: int) -> None:
+    budget = from_mapping({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}, "jax": {"limit": "4GiB"}}})
+    plan = _policy.plan(budget, DEVICES)
+    try:
+        _policy.resized(plan, "torch", mib * MIB)
+    except PlanError as error:
+        fix = error.problems[0].fix
+        found = re.match(r"ask for at (?:most|least) (\w+)", fix)
+        assert found is not None
+        _policy.resized(plan, "torch", parse_size(found[1]))
+    full = _policy.resized(plan, "torch", min(part.caps["torch"] + part.unallocated for part in plan.devices))
+    with pytest.raises(PlanError, match="lower another framework's cap first"):
+        _policy.resized(full, "cupy", GIB)
+
+
+@given(st.integers(1, 100), st.integers(0, 40))
+def test_a_refusal_says_which_cap_would_do(asked: int, held: int) -> None:
+    cap, needed = 40 * GIB, asked * GIB
+    memory = MemoryInfo(total=140 * GIB, used=held * GIB, free=(140 - held) * GIB, reserved=0)
+    usage = {"torch": Usage(held=held * GIB, in_use=held * GIB)}
+    refusal = _policy.admit("torch", needed, needed, cap, usage, memory).refusal
+    if refusal is not None and "raise frameworks.torch" in refusal:
+        (mib,) = re.findall(r"to at least (\d+)MiB", refusal)
+        larger = int(mib) * MIB
+        again = _policy.admit("torch", needed, needed, larger, usage, memory).refusal
+        assert again is None or "its cap allows it, but the card has only" in again
+        assert larger - GRANULE < held * GIB + needed <= larger
