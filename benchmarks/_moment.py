@@ -16,6 +16,8 @@ GIB = 1 << 30
 TEXT = "text"
 """For `requested` and `reason`: what the library's own text says."""
 STRANGER = "the other process"
+ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}
+"""The advice that a reason of torch's text asks for."""
 NEAR = 32 * MIB
 """How near to the cap a request may come for both reasons to be right: torch's text has two decimals of a GiB."""
 
@@ -60,7 +62,10 @@ def _budget(limit: str, reserve: str | None = None, **frameworks: Any) -> dict[s
 
 ARRANGED: dict[str, Arranged] = {
     # The slow ones first: they run beside the others.
-    "compiled": Arranged(_budget("6GiB", torch="1984MiB"), "torch", 512 * MIB, "torch", "model loaded"),
+    # How much of the cache lies in pieces when Triton tries its kernels is not arranged: torch's text says it.
+    "compiled": Arranged(
+        _budget("6GiB", torch="1984MiB"), "torch", 512 * MIB, "torch", "model loaded", TEXT, ("cap", "expandable")
+    ),
     # Its kernels are generated; their error names no size.
     "keras_fit": Arranged(_budget("6GiB", tensorflow="2867MiB"), "tensorflow", None, "tensorflow", "images loaded"),
     "tf1_session": Arranged(_budget("6GiB", tensorflow="2867MiB"), "tensorflow", 256 * MIB, "tensorflow", "graph made"),
@@ -157,9 +162,15 @@ def judge(arranged: Arranged, ran: Ran) -> dict[str, Field]:
     found["bytes"] = _bytes(arranged, ran, report)
     found["largest holder"] = _holder(arranged, ran, report)
     kinds = [kind_of(remedy["text"]) for remedy in report.get("remedies", ())]
-    wanted = arranged.advice
+    wanted = _advice(arranged, ran)
     found["advice"] = (any(kind in wanted for kind in kinds), f"{kinds}, expected {' or '.join(wanted)}")
     return found
+
+
+def _advice(arranged: Arranged, ran: Ran) -> tuple[str, ...]:
+    """The kinds of which one has to be given; where torch's text says the reason, those that fit it."""
+    true = (torch_reason(ran.stderr) if arranged.reason == TEXT else None) or ()
+    return ADVICE_FOR[true[0]] if len(true) == 1 else arranged.advice
 
 
 def _ended(ran: Ran) -> str:
@@ -311,30 +322,21 @@ def _deed(arranged: Arranged, ran: Ran, remedy: Mapping[str, Any]) -> Deed | str
 def edited(budget: Mapping[str, Any], text: str) -> dict[str, Any] | None:
     """The budget after what an advice says; None if it says nothing that can be written into a budget."""
     frameworks = {name: dict(row) for name, row in budget["frameworks"].items()}
-    device = dict(budget["device"])
+    device = dict(budget.get("device", {}))
 
-    def cap(name: str, value: dict[str, str]) -> None:
-        row = frameworks.setdefault(name, {})
-        for key in ("share", "limit", "min", "max"):
-            row.pop(key, None)
-        row.update(value)
+    def cap(name: str, key: str, value: str) -> None:
+        kept = {other: one for other, one in frameworks.get(name, {}).items() if other not in ("share", "limit")}
+        frameworks[name] = {**kept, key: value}
 
-    if found := re.search(r"raise frameworks\.(\w+)\.share to ([\d.]+)%", text):
-        cap(found[1], {"share": f"{found[2]}%"})
-    elif found := re.search(r"raise frameworks\.(\w+)\.limit to ([\d.]+) ?([KMGT]iB)", text):
-        cap(found[1], {"limit": f"{found[2]}{found[3]}"})
-    elif found := re.search(r"(\w+) would need a cap of ([\d.,]+) ?([KMGT]iB), ([\d.,]+) ?([KMGT]iB) more", text):
-        missing = size_of(f"{found[4]} {found[5]}")
-        cap(found[1], {"limit": f"{found[2].replace(',', '')}{found[3]}"})  # as printed: so would a person
-        if lower := re.search(r"lower frameworks\.(\w+)", text):
-            limit = frameworks.get(lower[1], {}).get("limit")
-            if limit is None:
-                return None
-            cap(lower[1], {"limit": f"{(size_of(limit) - missing) // MIB - 8}MiB"})
-        elif raised := re.search(r"raise device\.limit from .+ to ([\d.,]+) ?([KMGT]iB)", text):
-            device["limit"] = f"{raised[1].replace(',', '')}{raised[2]}"
-        else:
-            return None
+    if found := re.search(r"raise frameworks\.(\w+)\.(share|limit) to ([\d.]+%|\d+MiB)", text):
+        cap(*found.groups())
+    elif found := re.search(r"lower frameworks\.(\w+), .* to (\d+MiB) and raise frameworks\.(\w+) to (\d+MiB)", text):
+        cap(found[1], "limit", found[2])
+        cap(found[3], "limit", found[4])
+    elif found := re.search(r"raise device\.limit from .+? to (\d+MiB)(?:, and frameworks\.(\w+) to (\d+MiB))?", text):
+        device["limit"] = found[1]
+        if found[2] is not None:
+            cap(found[2], "limit", found[3])
     else:
         return None
     return {**budget, "device": device, "frameworks": frameworks}

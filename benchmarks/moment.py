@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--only", help="names of programs, separated by commas; else all")
     parser.add_argument("--quiet-seconds", type=float, default=120, help="how long each program in order runs")
     parser.add_argument("--no-quiet", action="store_true", help="leave out the programs that are in order")
-    parser.add_argument("--pool", type=int, default=6, help="programs that run at once")
+    parser.add_argument("--pool", type=int, default=8, help="programs that run at once")
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one run of one program")
     parser.add_argument("--merge", type=Path, action="append", default=[], help="what another run's JSON has")
     parser.add_argument("-o", "--output", "--out", type=Path)

@@ -46,6 +46,8 @@ AGAIN_SECONDS = 75
 """What those may take beyond the time limit."""
 MOST_AGAIN = 40
 """Tests that are run again; more of them mean that something else is wrong."""
+ASIDE = 6
+"""Processes for them, beside the pool's."""
 GRACE = 10
 """Seconds that a process may take beyond the time limit."""
 INI = "[pytest]\nconsider_namespace_packages = true\n"
@@ -86,8 +88,9 @@ class Runner:
         (folder / "pytest.ini").write_text(INI)
         (folder / "budget.yaml").write_text(json.dumps(suite.budget))
         command = [
-            sys.executable, "-m", "pytest", "-q", "-c", str(folder / "pytest.ini"), "--rootdir", str(suite.root),
-            "-p", "_outcomes", "-p", "memguard.pytest_plugin", "-p", "no:cacheprovider", *options,
+            sys.executable, "-m", "pytest", "-q", "--tb=short", "-c", str(folder / "pytest.ini"),
+            "--rootdir", str(suite.root), "-p", "_outcomes", "-p", "memguard.pytest_plugin",
+            "-p", "no:cacheprovider", *options,
             *(str(suite.root / test) for test in tests),
         ]  # fmt: skip
         if under:
@@ -197,9 +200,7 @@ def run_suite(
     runner.until = max(runner.until, time.monotonic() + AGAIN_SECONDS)
     say(f"{suite.name}: {result['run']} run both ways, {time.monotonic() - began:.0f} s")
     different = [test for test in differing(plain, under_it) if test not in done]
-    result["differences"] = [
-        *explained, *again(suite, runner, pool, different, plain, under_it)
-    ]  # fmt: skip
+    result["differences"] = [*explained, *again(suite, runner, different, plain, under_it)]
     result["not_collected"] = {name: text[-300:] for name, text in collected.not_collected.items()}
     result["inactive"] = [test for test in runner.inactive if test in under_it]
     result["files"] = times(plain, under_it, merged.get("files", {}))
@@ -211,21 +212,22 @@ def run_suite(
 def again(
     suite: Suite,
     runner: Runner,
-    pool: ThreadPoolExecutor,
     different: Sequence[str],
     plain: Mapping[str, Outcome],
     under: Mapping[str, Outcome],
 ) -> list[dict[str, Any]]:
     """Each test that differs: run again, alone in its process, and explained.
 
-    Its runs come one after the other: a test that takes much of the card would fail beside itself.
+    Its runs come one after the other: a test that takes much of the card would fail beside itself. They do not wait
+    for what the pool has to do.
     """
 
     def repeat(test: str) -> list[tuple[bool, Outcome]]:
         ways = [way for _ in range(AGAIN) for way in (True, False)]
         return [(way, one) for way in ways for one in runner.part(suite, [test], way).values()]
 
-    runs = {test: pool.submit(repeat, test) for test in different[:MOST_AGAIN]}
+    with ThreadPoolExecutor(ASIDE) as aside:
+        runs = {test: aside.submit(repeat, test) for test in different[:MOST_AGAIN]}
     found = []
     for test in different:
         seen = {False: [plain[test]], True: [under[test]]}
@@ -267,7 +269,7 @@ def main() -> None:
     parser.add_argument("--pycuda-tests", type=Path, help="the folder test/ of PyCUDA's sdist")
     parser.add_argument("--only", default="pycuda,numba", help="names of suites, separated by commas")
     parser.add_argument("--pool", type=int, default=os.cpu_count() or 4, help="processes at once")
-    parser.add_argument("--time-limit", type=float, default=400, help="seconds; what has not begun then is not run")
+    parser.add_argument("--time-limit", type=float, default=320, help="seconds; what has not begun then is not run")
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one test: then it hangs")
     parser.add_argument("--simulate", metavar="GPU", help="under memguard on a simulated GPU, to try the machinery")
     parser.add_argument("--merge", type=Path, help="another run's JSON: only what it has not run is run")
