@@ -51,6 +51,7 @@ class TensorFlow(Framework):
         self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
         self._asked: dict[Any, list[Any]] = {}  # what the user asked for since, by TensorFlow's device
         self._spans: dict[str, range] = {}  # its numbers for each GPU, once the user has configured one
+        self._undo_allocator: Callable[[], None] = lambda: None
         self._session = False  # a TF1 session has made the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
@@ -98,6 +99,7 @@ class TensorFlow(Framework):
         def undo_all() -> None:
             undo[0]()  # the environment variable, which children would inherit
             undo[-1]()
+            self._undo_allocator()
             if self._live(tf) or self._session:
                 _standing.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
@@ -258,6 +260,7 @@ class TensorFlow(Framework):
         if cls is not None:
             replaced.put(cls, "set_logical_device_configuration", self._configured)
             replaced.put(cls, "set_memory_growth", self._growing)
+            replaced.put(cls, "_compute_gpu_options", self._starting)
         if hasattr(session, "BaseSession"):
             replaced.put(session.BaseSession, "__init__", self._in_session)
 
@@ -306,8 +309,30 @@ class TensorFlow(Framework):
 
         return set_memory_growth
 
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _compute_gpu_options(context: Any) -> Any:
+            self._limited_allocator()
+            return original(context)
+
+        return _compute_gpu_options
+
+    def _limited_allocator(self) -> None:
+        """TensorFlow is about to read which allocator to build: one without a limit, chosen since, is not built."""
+        value = os.environ.get(_ALLOCATOR, "")
+        if self._gpus and value.strip().lower() in _UNLIMITED and not self._started():
+            self._undo_allocator = _as_it_is(_ALLOCATOR)
+            os.environ.pop(_ALLOCATOR, None)
+            self._warn(
+                f"tensorflow: {_ALLOCATOR}={value} was set after memguard.init, and it "
+                f"{_UNLIMITED[value.strip().lower()]}: it is unset, so that the cap holds"
+            )
+
+    def _started(self) -> bool:
+        return self._session or self._live(sys.modules["tensorflow"])
+
     def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
+            self._limited_allocator()
             here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor an error
             original(session, target, graph, self._in_proto(config) if here and config is not None else config)
             self._session = self._session or (here and _uses_gpus(config))

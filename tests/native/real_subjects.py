@@ -6,12 +6,15 @@ Their own Python code runs: queues, configuration, statistics, history, errors. 
 
 from __future__ import annotations
 
+import inspect
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from stand_ins import Host, card, gpus
 
 from memguard._devices.simulated import SimulatedOutOfMemory
@@ -69,6 +72,7 @@ class Torch(Real):
     """torch's fraction, queue, statistics and history; the blocks are those of the model."""
 
     module = "torch"
+    marks = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,6 +121,8 @@ class Torch(Real):
         try:
             block = self.allocator.allocate(nbytes)
         except AllocationRefused as error:
+            for observer in self.card.observers:
+                observer(0, nbytes, self.card.total, self.gpu.usable - self._used)
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes / MIB:.2f} MiB.") from error
         self.note("alloc", block, nbytes)
 
@@ -191,4 +197,7 @@ CASES = sorted(name for name in vars(contract.TestWorking) if name.startswith("t
 
 def check(module: str, case: str) -> None:
     """Run one test of the contract suite."""
-    getattr(contract.TestWorking(), case)(SUBJECTS[module]())
+    test = getattr(contract.TestWorking(), case)
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        given = {"subject": SUBJECTS[module](), "monkeypatch": monkeypatch, "tmp_path": Path(folder)}
+        test(**{name: given[name] for name in inspect.signature(test).parameters})

@@ -659,6 +659,27 @@ result["numbers"] = [list(framework._numbers(tf, gpu)) for gpu in host.gpus]
     assert found["limits"] == [[300], [1024]] and found["numbers"] == [[0, 1], [2]]
 
 
+@pytest.mark.parametrize("name", ["cuda_malloc_async", "CUDA_MALLOC ", "bfc", ""])
+@pytest.mark.parametrize("start", ["tf.zeros((1,))", "tf.compat.v1.Session(config=tf.compat.v1.ConfigProto())"])
+def test_an_allocator_without_a_limit_chosen_later_is_not_built(with_tensorflow: Run, name: str, start: str) -> None:
+    found = with_tensorflow(
+        ONE
+        + LATER
+        + f"""
+applied = framework.apply({{uuid: GIB}}, {{}})
+os.environ["TF_GPU_ALLOCATOR"] = {name!r}
+with tf.Graph().as_default(): {start if "v1" in start else "pass"}
+{start if "v1" not in start else "pass"}
+result["built"], result["heard"] = os.environ.get("TF_GPU_ALLOCATOR"), heard
+result["undo"] = raised(applied.undo)
+result["after"] = os.environ["TF_GPU_ALLOCATOR"]
+"""
+    )
+    lost = "malloc" in name.lower()
+    assert found["built"] == (None if lost else name) and found["after"] == name and found["undo"]
+    assert len(found["heard"]) == lost and (not lost or f"TF_GPU_ALLOCATOR={name} was set after" in found["heard"][0])
+
+
 def test_in_a_forked_child_nothing_is_held(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         ONE
@@ -681,13 +702,14 @@ def test_everything_replaced_is_put_back_also_after_an_interruption(with_tensorf
         + """
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.eager.context import Context
-def now(): return [Context.set_logical_device_configuration, Context.set_memory_growth, BaseSession.__init__]
+def now(): return [Context.set_logical_device_configuration, Context.set_memory_growth, BaseSession.__init__,
+    Context._compute_gpu_options]
 before, table = now(), TensorFlow._limit
 applied = framework.apply({uuid: GIB}, {})
 result["replaced"] = [a is not b for a, b in zip(now(), before)]
 applied.undo()
 result["back"] = now() == before and limits(gpu) == []
-for step in range(3):
+for step in range(4):
     from memguard._frameworks.replacements import Replacements
     put, left = Replacements.put, [step]
     def interrupted(self, *args):
@@ -704,4 +726,4 @@ for step in range(3):
     Replacements.put = put
 """
     )
-    assert found == {"replaced": [True] * 3, "back": True}
+    assert found == {"replaced": [True] * 4, "back": True}

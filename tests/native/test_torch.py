@@ -1243,6 +1243,21 @@ result["free"] = swapped
     assert found["exact"] == 4 << 30 and found["free"] == ["theirs", "theirs"]
 
 
+def test_a_cache_switched_off_in_the_environment_later_comes_out_of_torchs_initialisation(with_torch: Run) -> None:
+    found = with_torch(
+        LATER
+        + """
+framework.apply({uuid: GIB}, {})
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+try:
+    torch.cuda.init()
+except torch.cuda.DeferredCudaCallError as error:
+    result["text"] = str(error)
+"""
+    )
+    assert "switches off the caching allocator" in found["text"]
+
+
 def test_switching_the_cache_off_is_told_at_once(with_torch: Run) -> None:
     found = with_torch(
         LATER

@@ -368,8 +368,11 @@ class CuPy(Framework):
     def _elsewhere(self, ordinal: int) -> int:
         """What pools that are no longer CuPy's allocator hold of the GPU, in bytes. They get no more than that."""
         held = 0
+        idle = bool(self._former) and not self.capturing()  # freeing memory would spoil the graph
         for pool, limited in self._former:
-            self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            if idle:
+                with contexts.beside_captures():
+                    self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
             total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
             if total or ordinal in limited:
                 before, limit = limited.get(ordinal, (0, None))

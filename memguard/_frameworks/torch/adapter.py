@@ -347,6 +347,7 @@ class Torch(Framework):
             if not armed or not self._caps:
                 return
             try:
+                settings.refuse((), {})  # the cache may have been switched off since
                 if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
                     applied = self._apply_pluggable(self._caps)
                     self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
