@@ -134,7 +134,7 @@ for total in totals:
 result["wrong"], result["tried"] = wrong[:5], tried
 """
     )
-    assert found["wrong"] == [] and found["tried"] == 9600
+    assert found["wrong"] == [] and found["tried"] >= 9600
 
 
 def test_a_live_torch_is_capped_at_once_and_what_it_holds_above_is_told(with_torch: Run) -> None:
