@@ -119,9 +119,12 @@ class _Stderr(logging.Handler):
         self._write = write
 
     def format(self, record: logging.LogRecord) -> str:
-        from memguard._text import visible
-
-        return visible(super().format(record))
+        text = super().format(record)
+        try:
+            from memguard._text import visible
+        except ImportError:  # the program's own memguard, or an older one
+            return text
+        return visible(text)
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

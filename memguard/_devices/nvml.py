@@ -324,17 +324,19 @@ class Nvml:
             try:
                 info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
                 self._v2[uuid] = True
-                return self._checked(uuid, MemoryInfo(info.total, info.reserved, info.used, info.free))
+                return self._checked(n, uuid, MemoryInfo(info.total, info.reserved, info.used, info.free))
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
                 if uuid in self._v2:  # it worked before: v1's figures would not fit the plan
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
-        return self._checked(uuid, MemoryInfo(info.total, None, info.used, info.free))
+        return self._checked(n, uuid, MemoryInfo(info.total, None, info.used, info.free))
 
-    def _checked(self, uuid: str, info: MemoryInfo) -> MemoryInfo:
-        """The reading, or DeviceError if it cannot be true: a driver in trouble gives 2⁶⁴-1, or 0 of everything."""
+    def _checked(self, n: Any, uuid: str, info: MemoryInfo) -> MemoryInfo:
+        """The reading, or DeviceError if it cannot be true: a driver in trouble gives 2⁶⁴-1. All zero is none."""
         total, reserved, used, free = info[:4]
+        if not (total or reserved or used or free):
+            raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)
         parts = [size for size in (used, free, reserved or 0) if is_whole(size) and size <= total]
         if not is_whole(total) or total == 0 or len(parts) < 3:
             raise DeviceError(

@@ -456,7 +456,7 @@ def _without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     taken: list[tuple[list[Any], int, str]] = []
     try:
         for one in _chain(error):
-            number, notes = _marked(one), getattr(one, "__notes__", None)
+            number, notes = _marked(one), _own(one).get("__notes__")
             report = _reports.get(number) if number in _in_full and number is not None else None
             if report is None or type(notes) is not list or report.note not in notes:
                 continue

@@ -150,7 +150,8 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
     names = columns.frameworks
     for device in sample.devices:
         used, free, overhead = number(device.used), number(device.free), number(device.overhead)
-        if used is None or free is None or overhead is None or not is_whole(device.total):
+        known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
+        if not known or free is None or overhead is None or not is_whole(device.total):
             continue  # a reading that cannot be true is none
         limit = number(device.limit)
         try:

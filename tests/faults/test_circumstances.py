@@ -398,7 +398,8 @@ result["sums"] = sums()
     )
     for what in ("init", "ledger", "replace"):
         took, longest = found[what]
-        assert took >= 2 and longest < 1, what
+        # While a budget takes the place of another, who asks for the active one waits for it: it may not be there yet.
+        assert took >= 2 and (longest < 1 or (what == "replace" and longest < took)), what
     assert found["sums"] == [0]
     (warning,) = (line for line in found["stderr"].splitlines() if "NVML is slow" in line)
     assert warning.startswith("WARNING:memguard:NVML is slow: 2.") and "fix: " in warning

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard import _api
-from memguard._devices import simulated
+from memguard._devices import named, simulated
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.types import DeviceLedger
@@ -75,7 +75,8 @@ def gpu(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if isinstance(kind.gpu, str):
         yield kind.gpu
     else:
-        monkeypatch.setattr(simulated, "CATALOGUE", {**CATALOGUE, "own-card": kind.gpu})
+        for module in (simulated, named):
+            monkeypatch.setattr(module, "CATALOGUE", {**CATALOGUE, "own-card": kind.gpu})
         yield "own-card"
     memguard.shutdown()
 

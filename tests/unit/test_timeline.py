@@ -68,7 +68,7 @@ samples_ = st.builds(Sample, times, st.lists(devices, max_size=3, unique_by=lamb
 events_ = st.builds(
     Event, times, st.text(max_size=20), st.text(max_size=400), st.none() | st.sampled_from(Pressure),
     st.none() | st.text(max_size=50), st.none() | st.text(max_size=50),
-    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe,
+    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe, maybe,
 )  # fmt: skip
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False, allow_infinity=False)
@@ -849,7 +849,7 @@ odd_devices = st.builds(
 odd_samples = st.builds(Sample, times | anything, st.lists(odd_devices | devices, max_size=3).map(tuple))
 odd_events = st.builds(
     Event, times | anything, anything, anything, st.none() | st.sampled_from(Pressure), anything, anything, anything,
-    anything,
+    anything, anything,
 )  # fmt: skip
 
 

@@ -247,7 +247,7 @@ NUMBERS, FOLDER = itertools.count(), [Path()]
 @pytest.fixture(autouse=True)
 def budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FOLDER[0] = tmp_path
-    monkeypatch.setattr(hooks, "_show", lambda report: None)
+    monkeypatch.setattr(hooks, "_write", lambda shown: None)
     memguard.init(BUDGET, simulate="h200")
     yield
     memguard.shutdown()
