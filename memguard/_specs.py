@@ -221,6 +221,7 @@ _ROWS = (
         ),
         figures=(
             ("in_use", r"Of the allocated memory ([\d.]+ \w+) is allocated by PyTorch"),
+            ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
             ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
             ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
             # cudaMallocAsync.

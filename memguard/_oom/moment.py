@@ -124,7 +124,7 @@ def complete(moment: Moment, other: Moment | None) -> Moment:
     """
     if other is None:
         return moment
-    known = {"requested", "held", "in_use", "reclaimable", "cap", "free"}
+    known = {"requested", "held", "in_use", "reclaimable", "cap", "free", "pooled"}
     found = replace(moment, **{name: getattr(other, name) for name in known if getattr(moment, name) is None})
     if other.in_use is None or found.in_use is None or other.in_use * (1 - _ROUNDED) <= found.in_use:
         return found
@@ -167,15 +167,18 @@ def _row(row: Row, moment: Moment) -> Row:
     return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=moment.reclaimable)
 
 
-def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None) -> str:
-    """What is different now, as the end of a sentence; empty if nothing is, or nothing is known of now."""
+def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
+    """What is different now, as the end of a sentence; empty if nothing is, or nothing is known of now.
+
+    pooled  what was in use then and is in no figure of now
+    """
     if now is None:
         return ""
     before, after = (
         next((row for row in part.rows if row.kind == "framework" and row.name == name), None) for part in (then, now)
     )
     if before is not None and after is not None:
-        if _differ(before.in_use, after.in_use):
+        if before.in_use is not None and _differ(before.in_use - (pooled or 0), after.in_use):
             return f"; now {format_size(after.in_use)} are in use"
         if _differ(before.bytes, after.bytes):
             return f"; now it holds {format_size(after.bytes)}"

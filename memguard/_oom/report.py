@@ -223,14 +223,17 @@ def diagnose(
         )
     uuid = part.device.uuid
     if recorded is not None:
-        verdict = replace(verdict, refused=True)
+        asked = verdict.requested if verdict.requested is not None else recorded.requested
+        verdict = replace(verdict, requested=asked, refused=True)
     before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
     others = dict(processes.get(uuid, {}))
     case = Case(
         _caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None,
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
-    reason, why = _reason(case, moment, moments.since(before, None if caught else part, verdict.requester))
+    pooled = moment.pooled if moment is not None else None
+    since = moments.since(before, None if caught else part, verdict.requester, pooled)
+    reason, why = _reason(case, moment, since)
     found = remedies(verdict, case, reason)
     return Report(
         time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),

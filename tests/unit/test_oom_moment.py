@@ -287,15 +287,16 @@ def test_a_session_of_tensorflow_1_whose_use_is_unknown_reached_its_cap() -> Non
 def test_what_idles_in_the_pools_of_cuda_graphs_serves_nobody() -> None:
     """Measured on an H100: torch's counters take 1.12 GiB for reclaimable, its text for allocated."""
     cap = {"torch": {"limit": "2928MiB"}}
-    free = 59912683520
+    free, rest = 59912683520, H200.usable - 612 * MIB - 2877292544  # what others have now, so that nothing changed
     usage: dict[str, Usage | None] = {"torch": Usage(2877292544, 1662010368, 1207959552)}
     told = Moment("torch", "observer", 9.0, H200.uuid, 301989888, 2877292544, 1662010368, 0, 2928 * MIB, free)
-    found = explained(error("torch", GRAPHS), usage, cap, recorded=told, then=usage)
-    assert found.reason == "cap" and found.why.startswith(
-        "its cap of 2.86 GiB was reached: it held 2.68 GiB (2.67 GiB in use)"
-    ), found.why
+    found = explained(error("torch", GRAPHS), usage, cap, rest - free, recorded=told, then=usage)
+    assert found.reason == "cap" and found.why.startswith("its cap of 2.86 GiB is reached"), found.why
     assert found.moment is not None and near(found.moment.in_use, 2.67 * GIB)
     assert "expandable" not in str(found.remedies) and found.remedies[0].text.startswith("raise frameworks.torch")
+    assert found.why.endswith("it holds 2.68 GiB (2.67 GiB in use); the card has 55.80 GiB free"), "nothing was freed"
+    bare = explained(error("torch", "CUDA out of memory."), usage, cap, recorded=told, then=usage)
+    assert bare.verdict.requested == 301989888, "the record knows what the text does not"
     alone = explained(error("torch", GRAPHS), usage, cap)
     assert alone.reason == "cap", "the text alone tells as much"
     exact = moments.complete(told, Moment("torch", "text", 9.0, in_use=1665000000))
@@ -333,6 +334,7 @@ def test_torchs_observer_counts_what_idles_in_private_pools_without_a_text(
     torch.on_refusal = told.append  # type: ignore[assignment]
     torch._told(0, 400 * MIB, 3 * GIB, 50 * GIB)
     assert (told[0].in_use, told[0].reclaimable) == ((1000 if history else 2200) * MIB, 0)
+    assert told[0].pooled == (0 if history else 1200 * MIB)
     torch._told(0, 2100 * MIB, 3 * GIB, 50 * GIB)  # all that it caches would not have been enough
     assert told[1].in_use is None and len(listed) == (not history)
     stats.clear()

@@ -415,19 +415,18 @@ class Torch(Framework):
             own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
             here = threading.get_ident()
             moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
-            self._refused(None, replace(moment, in_use=self._in_use(ordinal, requested), reclaimable=0))
+            in_use, pooled = self._in_use(ordinal, requested)
+            self._refused(None, replace(moment, in_use=in_use, pooled=pooled, reclaimable=0))
 
-    def _in_use(self, ordinal: int, requested: int) -> int | None:
-        """What is in use with what idles in private pools; None if the counters alone tell enough."""
+    def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
+        """What is in use with what idles in private pools, and that part; None if the counters alone tell enough."""
         torch = self._torch()
         stats = torch._C._cuda_memoryStats(ordinal)
-        held, in_use = (
-            settings.stat(stats, "reserved_bytes", "current"),
-            settings.stat(stats, "allocated_bytes", "current"),
-        )
+        held, in_use = (settings.stat(stats, name, "current") for name in ("reserved_bytes", "allocated_bytes"))
         if held is None or in_use is None or held - in_use < requested:  # none of it would have served the request
-            return None
-        return in_use + settings.idle_in_private_pools(torch, ordinal)
+            return None, None
+        pooled = settings.idle_in_private_pools(torch, ordinal)
+        return in_use + pooled, pooled
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
         total = torch.cuda.get_device_properties(ordinal).total_memory
