@@ -277,7 +277,8 @@ class Guard:
         else:
             usage = reading.usages.get(moment.framework) or Usage(None, None)
             moment = replace(
-                moment, cap=cap, held=usage.held, in_use=usage.in_use,
+                moment, cap=cap, held=usage.held,
+                in_use=usage.in_use if moment.in_use is None else moment.in_use,
                 reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
                 free=reading.memory.free if moment.free is None else moment.free,
             )  # fmt: skip

@@ -82,7 +82,8 @@ class ErrorPattern:
     class; both are regular expressions, and both must fit. Errors are only searched if a type's name contains "Memory"
     or the text contains one of `STEMS` in `memguard._oom.classify`. Not `certain`: the same words have other causes.
     `why` says in a few words why they mean that. `shared`: other frameworks use the same words, so the type of the
-    error decides who asked for the memory.
+    error decides who asked for the memory. `refused`: the requester's own allocator says so, which refuses for two
+    reasons only: its cap and the full GPU.
     """
 
     memory: Memory
@@ -91,6 +92,7 @@ class ErrorPattern:
     text: str = ""
     type: str = ""
     shared: bool = False
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,13 +195,14 @@ _ROWS = (
                 "disk", False, "a bus error because /dev/shm is full", "DataLoader worker.*out of shared memory"
             ),
             ErrorPattern("host", True, "torch's allocator for the CPU", "DefaultCPUAllocator"),
-            ErrorPattern("gpu", True, "torch's own type", type=r"^torch\.(cuda\.)?OutOfMemoryError$"),
+            ErrorPattern("gpu", True, "torch's own type", type=r"^torch\.(cuda\.)?OutOfMemoryError$", refused=True),
             ErrorPattern(
                 "gpu",
                 True,
                 "torch's text, whatever the type",
                 r"(CUDA|HIP|XPU) out of memory\. Tried to allocate|MPS backend out of memory \("
                 "|out of memory occurred when warming up",
+                refused=True,
             ),
             ErrorPattern(
                 "gpu",
@@ -218,6 +221,7 @@ _ROWS = (
         ),
         figures=(
             ("in_use", r"Of the allocated memory ([\d.]+ \w+) is allocated by PyTorch"),
+            ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
             ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
             ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
             # cudaMallocAsync.
@@ -264,8 +268,12 @@ _ROWS = (
                 "the node ran on the CPU",
                 r"allocating tensor(?:(?!\]\]).)*_device=\S*\bcpu:\d",
             ),
-            ErrorPattern("gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)"),
-            ErrorPattern("gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor"),
+            ErrorPattern(
+                "gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)", refused=True
+            ),
+            ErrorPattern(
+                "gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor", refused=True
+            ),
             # Eager errors begin with the node, and Keras puts the layer's name before that.
             ErrorPattern(
                 "gpu",
@@ -273,6 +281,7 @@ _ROWS = (
                 "a kernel on a GPU",
                 r"\bgpu:\d+\}\}\s+failed to allocate memory",
                 r"ResourceExhaustedError$",
+                refused=True,
             ),
             ErrorPattern(
                 "gpu",
@@ -280,9 +289,12 @@ _ROWS = (
                 "no word of the device",
                 r"(^|\n|\}\}\s+)failed to allocate memory",
                 r"ResourceExhaustedError$",
+                refused=True,
             ),
-            ErrorPattern("gpu", True, "no room for a copy to a GPU", r"\bgpu:\d.*Dst tensor|Dst tensor.*\bgpu:\d"),
-            ErrorPattern("gpu", False, "no room for a copy to a device", "Dst tensor is not initialized"),
+            ErrorPattern(
+                "gpu", True, "no room for a copy to a GPU", r"\bgpu:\d.*Dst tensor|Dst tensor.*\bgpu:\d", refused=True
+            ),
+            ErrorPattern("gpu", False, "no room for a copy to a device", "Dst tensor is not initialized", refused=True),
             ErrorPattern("gpu", True, "a context, a module or XLA's buffers", "out.of.memory", r"^tensorflow\."),
         ),
         never_gives_back=True,
@@ -305,7 +317,7 @@ _ROWS = (
             ErrorPattern(
                 "pinned", True, "CuPy falls back to a copy without it", "pinned memory .*could not be allocated"
             ),
-            ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$"),
+            ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$", refused=True),
         ),
         size_attribute="_size",
         figures=(("held", r"allocated so far: ([\d,]+ bytes)"),),
@@ -335,9 +347,15 @@ _ROWS = (
                 "only XLA's clients of devices say that",
                 "Out of memory while trying to allocate|space hbm",
                 shared=True,
+                refused=True,
             ),
             ErrorPattern(
-                "gpu", False, "older words, the CPU's too", "RESOURCE.EXHAUSTED: Failed to allocate", shared=True
+                "gpu",
+                False,
+                "older words, the CPU's too",
+                "RESOURCE.EXHAUSTED: Failed to allocate",
+                shared=True,
+                refused=True,
             ),
         ),
         never_gives_back=True,

@@ -128,7 +128,8 @@ class Moment:
 
     source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
     error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
-    `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known.
+    `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known. `pooled` is the
+    part of `in_use` that idles in private pools: readings of another time do not count it.
     """
 
     framework: str
@@ -142,6 +143,7 @@ class Moment:
     cap: int | None = None
     free: int | None = None
     thread: int = 0
+    pooled: int | None = None
 
     @property
     def cached(self) -> int | None:

@@ -121,11 +121,17 @@ class TensorFlow(Framework):
     def usage(self, device: Device) -> Usage | None:
         """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
 
-        With growth it tells what is in use, not what the pool holds: then held is None, with bounds.
+        With growth it tells what is in use, not what the pool holds: then held is None, with bounds. Of the sessions of
+        a TF1 program without the eager context it tells nothing: both are None then.
         """
         tf: Any = sys.modules.get("tensorflow")
-        if tf is None or not self._live(tf):
+        if tf is None:
             return None
+        if not self._live(tf):
+            if not self._session or device.uuid not in self._logical:
+                return None
+            limit = self._limits.get(device.uuid)
+            return Usage(None, None, 0, held_at_most=limit) if self._growth else Usage(limit, None, 0)
         try:
             infos = [tf.config.experimental.get_memory_info(f"GPU:{n}") for n in self._numbers(tf, device)]
         except (ValueError, RuntimeError, AttributeError):

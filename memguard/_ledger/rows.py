@@ -102,7 +102,8 @@ def _framework(name: str, usage: Usage | None, cap: int | None, enforcement: str
     known, loan, notes = usage.held is not None, lent.get(name), []
     size = usage.held if known else usage.held_at_least
     if not known:
-        notes.append(f"held unknown{', at least this' if size is not None else ''}")
+        most = "" if usage.held_at_most is None else f", at most {format_size(usage.held_at_most)}"
+        notes.append(f"held unknown{', at least this' if size is not None else most}")
     if loan is not None:
         notes.append(str(loan))
     return Row(

@@ -33,6 +33,8 @@ class ErrorFacts:
 class Verdict:
     """What ran out, who asked, and for how many bytes. Not `certain`: type and text leave other causes open.
 
+    `refused`: if it was GPU memory, the requester's own allocator refused it, as `ErrorPattern` says.
+
     `requester` is a framework, or the library (`cublas`, `cuda`) whose error it is; None if nothing says who asked.
     """
 
@@ -40,6 +42,7 @@ class Verdict:
     requester: str | None
     requested: int | None
     certain: bool
+    refused: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Rule:
     why: str
     text: str = ""
     type: str = ""
+    refused: bool = False
 
     @cached_property
     def _text(self) -> re.Pattern[str]:
@@ -114,7 +118,7 @@ _HOST = (
          "ONNXRuntimeError.*bad allocation|nchwc.*BFCArena"),
 )  # fmt: skip
 _GPU_BY_TYPE = (
-    Rule("gpu", "TYPE", True, "memguard's simulated GPUs", type=r"^memguard\..*OutOfMemory$"),
+    Rule("gpu", "TYPE", True, "memguard's simulated GPUs", type=r"^memguard\..*OutOfMemory$", refused=True),
     Rule("gpu", "rmm", True, "RMM raises the built-in MemoryError", r"bad_alloc.*(RMM failure|[/\\]rmm[/\\])"),
     Rule("gpu", "GROUP", True, "the library's own status for it", rf"{_LIBRARIES}_(?:STATUS_)?ALLOC_FAILED"),
 )
@@ -156,7 +160,9 @@ def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
     }
     for name in sorted(found, key=lambda name: not any(own.text and own.type for own in found[name])):
         for own in found[name]:
-            yield Rule(memory, f"TYPE {name}" if own.shared else name, own.certain, own.why, own.text, own.type)
+            yield Rule(
+                memory, f"TYPE {name}" if own.shared else name, own.certain, own.why, own.text, own.type, own.refused
+            )
 
 
 RULES = (
@@ -218,7 +224,7 @@ def classify(facts: ErrorFacts) -> Verdict:
             continue
         if rule.memory == "none" or _had_more_free(text):
             return Verdict("none", None, None, rule.certain and rule.memory == "none")
-        return Verdict(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain)
+        return Verdict(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain, rule.refused)
     return Verdict("none", None, None, True)
 
 

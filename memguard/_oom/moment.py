@@ -107,8 +107,10 @@ def from_now(
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
         peaked = Moment(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
-    fills = [one for one in (sampled, peaked) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
-    return next(iter(fills), peaked or sampled)
+    # The peak may be from long before, and the sample is from before the last requests. Of those that explain the error
+    # the larger is the better bound: no more was in use at the moment than at the peak.
+    fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
+    return max(fills, key=lambda one: one.in_use or 0, default=peaked or sampled)
 
 
 def _more(then: int | None, now: int | None) -> bool:
@@ -116,11 +118,17 @@ def _more(then: int | None, now: int | None) -> bool:
 
 
 def complete(moment: Moment, other: Moment | None) -> Moment:
-    """The moment, with what only `other` knows."""
+    """The moment, with what only `other` knows, and its figure of what was in use if that is larger.
+
+    PyTorch's text counts what idles in the pools of CUDA graphs as in use, and its counters do not.
+    """
     if other is None:
         return moment
-    known = {"requested", "held", "in_use", "reclaimable", "cap", "free"}
-    return replace(moment, **{name: getattr(other, name) for name in known if getattr(moment, name) is None})
+    known = {"requested", "held", "in_use", "reclaimable", "cap", "free", "pooled"}
+    found = replace(moment, **{name: getattr(other, name) for name in known if getattr(moment, name) is None})
+    if other.in_use is None or found.in_use is None or other.in_use * (1 - _ROUNDED) <= found.in_use:
+        return found
+    return replace(found, in_use=other.in_use if found.held is None else min(other.in_use, found.held))
 
 
 def at(part: DeviceLedger, moment: Moment) -> DeviceLedger:
@@ -159,15 +167,18 @@ def _row(row: Row, moment: Moment) -> Row:
     return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=moment.reclaimable)
 
 
-def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None) -> str:
-    """What is different now, as the end of a sentence; empty if nothing is, or nothing is known of now."""
+def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
+    """What is different now, as the end of a sentence; empty if nothing is, or nothing is known of now.
+
+    pooled  what was in use then and is in no figure of now
+    """
     if now is None:
         return ""
     before, after = (
         next((row for row in part.rows if row.kind == "framework" and row.name == name), None) for part in (then, now)
     )
     if before is not None and after is not None:
-        if _differ(before.in_use, after.in_use):
+        if before.in_use is not None and _differ(before.in_use - (pooled or 0), after.in_use):
             return f"; now {format_size(after.in_use)} are in use"
         if _differ(before.bytes, after.bytes):
             return f"; now it holds {format_size(after.bytes)}"

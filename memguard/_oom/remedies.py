@@ -58,7 +58,7 @@ class Case:
 
     `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
     request, and what its allocator takes beyond it. `of_then`: the requester's figures are those of the moment at which
-    the request was refused.
+    the request was refused. `seen_free`: what the GPU had free in the last sample before.
     """
 
     part: DeviceLedger
@@ -68,6 +68,7 @@ class Case:
     others: Mapping[int, int | None] = field(default_factory=dict)
     budget: Budget | None = None
     of_then: bool = False
+    seen_free: int | None = None
 
     @cached_property
     def row(self) -> Row | None:
@@ -91,18 +92,22 @@ class Case:
         return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
 
     @cached_property
-    def taken(self) -> int:
-        """The part of its cap that the requester cannot reuse: held less what a trim returns."""
+    def taken(self) -> int | None:
+        """The part of its cap that the requester cannot reuse: held less what a trim returns. None if not known."""
         if self.row is None:
             return 0
         if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
             return self.row.in_use or self.row.bytes or 0
-        return max((self.row.bytes or 0) - (self.row.reclaimable or 0), 0)
+        if self.row.bytes is None:
+            return self.row.in_use
+        return max(self.row.bytes - (self.row.reclaimable or 0), 0)
 
     @cached_property
     def room(self) -> int | None:
-        """What is left under its cap; None without a cap."""
-        return None if self.row is None or self.row.cap is None else max(self.row.cap - self.taken, 0)
+        """What is left under its cap; None without a cap, or if it is not known."""
+        if self.row is None or self.row.cap is None or self.taken is None:
+            return None
+        return max(self.row.cap - self.taken, 0)
 
     @cached_property
     def split(self) -> int:
@@ -120,12 +125,34 @@ class Case:
 
     @cached_property
     def over_cap(self) -> bool:
-        return self.room is not None and self.room < self.need
+        if self.room is None:  # more than the whole cap, whatever is left of it
+            cap = self.row.cap if self.row is not None else None
+            return cap is not None and (self.verdict.requested or 0) > cap
+        return self.room < self.need
 
     @cached_property
     def over_card(self) -> bool:
-        own = (self.row.reclaimable or 0) if self.row is not None else 0
-        return self.free + own < self.need
+        return self.free + self._own < self.need
+
+    @cached_property
+    def shut_out(self) -> bool:
+        """Whether its cap is the reason though size or use is unknown: its own allocator refused, and not for the card.
+
+        An allocator refuses what does not fit under its cap or on the card. So it was the cap if the card had more free
+        than was left under the cap, or more than the request.
+        """
+        cap = self.row.cap if self.row is not None else None
+        if not cap or not self.verdict.refused or (self.verdict.requested is not None and self.taken is not None):
+            return False
+        free = min(self.free, self.free if self.seen_free is None else self.seen_free) + self._own
+        if self.verdict.requested is None:
+            return free >= (cap if self.room is None else self.room) + self.need
+        return free >= self.need
+
+    @property
+    def _own(self) -> int:
+        """What the requester gives back by itself before it fails."""
+        return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property
     def fragmented(self) -> bool:
@@ -136,6 +163,8 @@ class Case:
     @cached_property
     def in_pieces(self) -> bool:
         """Whether the request would fit under its cap if its cache were in one piece."""
+        if self.verdict.requested is None:
+            return False
         if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
             return not self.over_card and self.room is not None and self.room >= self.need
         return self.over_cap and (self.room or 0) + self.split >= self.need
@@ -147,7 +176,8 @@ class Case:
 
     @cached_property
     def headroom(self) -> int:
-        return self.free if self.room is None else min(self.free, self.room)
+        room = self.row.cap if self.room is None and self.row is not None else self.room
+        return self.free if room is None else min(self.free, room)
 
     @cached_property
     def planned(self) -> DevicePlan | None:
@@ -235,8 +265,12 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         own, most = format_size(row.cap), format_size(cap)
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
-    # Allocators round up, PyCUDA's bins by up to a sixteenth.
-    wanted = round_up(case.taken + case.need + (case.verdict.requested or 0) // 16)
+    # Allocators round up, PyCUDA's bins by up to a sixteenth. If its use is unknown, it is its whole cap at most.
+    asked, taken = case.verdict.requested, cap if case.taken is None else case.taken
+    wanted = round_up(taken + case.need + (asked or 0) // 16)
+    if asked is None and case.shut_out:  # what was left under the cap was too little, and more is not known
+        wanted = max(wanted, round_up(cap + WORKSPACE))
+    least, gain = ("at least ", None) if asked is None else ("", wanted - cap)
     # A share may be rounded down by a granule: that much is kept for each of the others.
     spare = {p.device.uuid: p.unallocated + p.caps[name] - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
@@ -247,22 +281,25 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
             if name in NEVER_GIVE_BACK
             else f", or memguard.resize({name!r}, '{wanted // MIB}MiB')"
         )
-        setting = _share(plan, part, wanted, spare) or f"limit to {wanted // MIB}MiB"
-        yield Remedy(f"raise frameworks.{name}.{setting}{later}", wanted - cap)
+        setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
+        yield Remedy(f"raise frameworks.{name}.{setting}{later}", gain)
         return
     missing = wanted - min(spare.values())
     idle = {
-        r.name: (r.cap - (r.bytes or 0), r) for r in case.frameworks if r is not row and r.cap and r.at_least is None
+        r.name: (r.cap - r.bytes, r)
+        for r in case.frameworks
+        if r is not row and r.cap and r.bytes is not None and r.at_least is None
     }
     other = max(idle, key=lambda key: idle[key][0], default=None)
-    text = f"{name} would need a cap of {format_size(wanted)}, {format_size(missing)} more than the budget has left: "
+    size = f"{least}{format_size(wanted)}"
+    text = f"{name} would need a cap of {size}, {format_size(missing)} more than the budget has left: "
     if other is not None and idle[other][0] >= missing:
         used, most = format_size(idle[other][1].bytes), format_size(idle[other][1].cap)
         less = round_down(part.caps[other] - missing)
         settings = {name: wanted, other: less}
         if case.budget is None or _gives(case, wanted, settings) is not None:
             limits = f"to {less // MIB}MiB and raise frameworks.{name} to {wanted // MIB}MiB"
-            yield Remedy(f"{text}lower frameworks.{other}, which holds {used} of its {most}, {limits}", wanted - cap)
+            yield Remedy(f"{text}lower frameworks.{other}, which holds {used} of its {most}, {limits}", gain)
             return
     if case.budget is None:
         yield Remedy(f"{text}lower another cap, or raise device.limit if the GPU has that to spare")
@@ -290,7 +327,7 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
         if more is not None:
             with_cap = f", and frameworks.{name} to {wanted // MIB}MiB" if settings else ""
             limits = f"from {format_size(part.limit)} to {limit // MIB}MiB{with_cap}"
-            yield Remedy(f"{text}raise device.limit {limits}", more - cap)
+            yield Remedy(f"{text}raise device.limit {limits}", None if case.verdict.requested is None else more - cap)
             return
     yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
 
@@ -313,13 +350,13 @@ def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None =
     return given if given >= wanted else None
 
 
-def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int]) -> str | None:
+def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
     """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
     room = part.limit - part.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
         if all(share * (p.limit - p.reserve) <= spare[p.device.uuid] for p in plan.devices):
-            return f"share to {float(100 * share):g}% ({format_size(int(share * room))})"
+            return f"share to {least}{float(100 * share):g}% ({format_size(int(share * room))})"
     return None
 
 
@@ -339,10 +376,12 @@ def _whole(case: Case) -> Iterator[Remedy]:
 def _less(case: Case, reason: str) -> Iterator[Remedy]:
     """What always helps, or which other cause is possible."""
     row = case.row
-    if reason == "unknown" and not case.verdict.certain:
+    if reason == "unknown" and not case.verdict.certain and not case.verdict.refused:
         yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")
     if row is not None and row.in_use:
         yield Remedy(f"{row.name} has {format_size(row.in_use)} in live arrays: free some, or make the batch smaller")
+    elif row is not None and row.in_use is None and row.bytes != 0 and reason in ("cap", "cap and card"):
+        yield Remedy(f"free some of {row.name}'s arrays, or make the batch smaller; how much is in use is unknown")
     elif row is None and reason == "card":
         reserve = f" (now {format_size(case.planned.reserve)})" if case.planned is not None else ""
         yield Remedy(f"leave libraries more room outside the caps: raise device.reserve{reserve}, or lower a cap")

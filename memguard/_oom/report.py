@@ -34,6 +34,8 @@ LINES, WIDTH = 14, 80
 """What a report takes on the screen at most."""
 _SHOWN = 4
 """Holders that are printed. The JSON has all."""
+_WHEN = {"peak": " at its peak", "sample": " in the last sample"}
+"""Of when a figure is, by the moment's source, where that is not the refusal itself."""
 _GROWTH = 64 * MIB
 """Growth below this before the error is not worth a line."""
 
@@ -46,7 +48,8 @@ or it was no GPU memory at all."""
 class Holder:
     """Who holds memory of this GPU: `kind` is framework, process, overhead or unaccounted.
 
-    `cached` and `reclaimable` are known of frameworks only; None if unknown.
+    `cached` and `reclaimable` are known of frameworks only; None if unknown. `upper_bound`: the framework does not say
+    what it holds, and it is at most `bytes`, which are then in no other row.
     """
 
     kind: str
@@ -54,6 +57,7 @@ class Holder:
     bytes: int
     cached: int | None = None
     reclaimable: int | None = None
+    upper_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,10 +222,18 @@ def diagnose(
             time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why, (), recorded, caught
         )
     uuid = part.device.uuid
+    if recorded is not None:
+        asked = verdict.requested if verdict.requested is not None else recorded.requested
+        verdict = replace(verdict, requested=asked, refused=True)
     before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
     others = dict(processes.get(uuid, {}))
-    case = Case(_caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None)
-    reason, why = _reason(case, moment, moments.since(before, None if caught else part, verdict.requester))
+    case = Case(
+        _caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None,
+        next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
+    )  # fmt: skip
+    pooled = moment.pooled if moment is not None else None
+    since = moments.since(before, None if caught else part, verdict.requester, pooled)
+    reason, why = _reason(case, moment, since)
     found = remedies(verdict, case, reason)
     return Report(
         time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
@@ -260,7 +272,7 @@ def of_refusal(
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
     """The report on a refused request whose exception nobody has seen: the program has most likely caught it."""
-    verdict = Verdict("gpu", moment.framework, moment.requested, True)
+    verdict = Verdict("gpu", moment.framework, moment.requested, True, refused=True)
     size = "" if moment.requested is None else f" {format_size(moment.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
     return diagnose(
@@ -324,7 +336,8 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
         if moment is not None and moment.free is not None and exact:
             return "unknown", f"the card {has} {card}{end}: the error means something else"
         return "unknown", f"the card has {card} now: memory was freed since, as far as is known"
-    held = f"{holds} {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
+    held = f"{holds} an unknown part" if row.bytes is None else ""
+    held = held or f"{holds} {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
     if moment is not None and moment.source == "peak":
         used = f" ({format_size(row.in_use)} in use at its peak)"
@@ -333,6 +346,13 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     if asked is not None and asked > row.cap and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"
         return "cap", f"{whole}; the card {has} {card}{end}"
+    if case.shut_out:
+        what = "a request of unknown size" if asked is None else f"a request for {format_size(asked)}"
+        when = _WHEN.get(moment.source, "") if moment is not None else " now"
+        use = f", of which {format_size(row.in_use)} {'are' if moment is None else 'were'} in use{when}"
+        if row.in_use is None:
+            use = f"; how much of it {is_} in use is unknown"
+        return "cap", f"{what} did not fit under its cap of {format_size(row.cap)}{use}; the card {has} {card}{end}"
     if case.in_pieces and moment is None:
         unknown = "what was in use when the request failed is not known"
         return "cap", f"{cap} now; {unknown}; the card has {card}"
@@ -348,6 +368,10 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
         return "cap", f"{cap}{end}" if since else f"{cap}; the card has {card}"
     if case.over_card:
         return "card", f"the card {is_} full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}{end}"
+    if case.verdict.refused and (asked is None or case.room is None):
+        left = "an unknown part" if case.room is None else format_size(case.room)
+        what = "the size of the request is unknown" if asked is None else "what it has in use is unknown"
+        return "unknown", f"{what}: {left} of its cap {'were' if since else 'are'} left, and the card {has} {card}{end}"
     room = f"({format_size(case.room)} under its cap, {card})"
     if exact and moment is not None and (moment.held is not None or moment.in_use is not None):
         return "unknown", f"there {is_} room {room}{end}: the error means something else"
@@ -359,8 +383,15 @@ def _holders(case: Case) -> tuple[Holder, ...]:
     found = [
         Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
         for row in case.part.rows
-        if row.kind in ("framework", "overhead", "unaccounted") and row.bytes is not None and row.bytes > 0
+        if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
+    rest = case.part.row("unaccounted").bytes or 0
+    if case.part.process is not None:  # else it is other processes' too
+        most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
+        found += [Holder("framework", name, size, upper_bound=True) for name, size in most.items()]
+        rest -= sum(most.values())
+    if rest > 0:
+        found.append(Holder("unaccounted", "unaccounted", rest))
     if any(size is not None for size in case.others.values()):
         found += [Holder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
     elif others := case.part.row("other processes").bytes:
@@ -378,7 +409,9 @@ def _described(holder: Holder, requester: str | None) -> str:
         about.append(f"{format_size(holder.reclaimable)} reclaimable")
     elif holder.reclaimable is None and holder.cached:
         about.append(f"{format_size(holder.cached)} cached")
-    return f"{holder.name} {format_size(holder.bytes)}" + (f" ({', '.join(about)})" if about else "")
+    size = format_size(holder.bytes)
+    size = f"up to {size}, which it does not report" if holder.upper_bound else size
+    return f"{holder.name} {size}" + (f" ({', '.join(about)})" if about else "")
 
 
 def _growth(samples: Sequence[Sample], uuid: str | None) -> str:

@@ -11,6 +11,9 @@ Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_alloca
 
 Refused requests come from the native allocator's observer. It runs on the thread that asked, and torch has let go of
 its locks before (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
+
+When the observer runs, torch has given back what it could: nothing is reclaimable. What idles in a private pool (a CUDA
+graph's, a `MemPool`'s) serves no other request, so torch's text counts it as allocated, and so does the record.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -413,7 +417,18 @@ class Torch(Framework):
             own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
             here = threading.get_ident()
             moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
-            self._refused(None, moment)
+            in_use, pooled = self._in_use(ordinal, requested)
+            self._refused(None, replace(moment, in_use=in_use, pooled=pooled, reclaimable=0))
+
+    def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
+        """What is in use with what idles in private pools, and that part; None if the counters alone tell enough."""
+        torch = self._torch()
+        stats = torch._C._cuda_memoryStats(ordinal)
+        held, in_use = (settings.stat(stats, name, "current") for name in ("reserved_bytes", "allocated_bytes"))
+        if held is None or in_use is None or held - in_use < requested:  # none of it would have served the request
+            return None, None
+        pooled = settings.idle_in_private_pools(torch, ordinal)
+        return in_use + pooled, pooled
 
     def _set_fraction(self, torch: Any, ordinal: int, allowed: int) -> None:
         total = torch.cuda.get_device_properties(ordinal).total_memory

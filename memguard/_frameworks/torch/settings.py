@@ -51,6 +51,25 @@ def expandable(torch: Any) -> bool:
         return "expandable_segments:true" in configured()[1].replace(" ", "").lower()
 
 
+def idle_in_private_pools(torch: Any, ordinal: int) -> int:
+    """Bytes that idle in private pools on this GPU. 0 if torch does not tell, or only together with a long history.
+
+    It lists all blocks, without a call of CUDA: for a refused request, not for a poll.
+    """
+    try:
+        if torch._C._cuda_isHistoryEnabled():
+            return 0
+        return sum(
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == ordinal and tuple(segment["segment_pool_id"]) != (0, 0)
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        )
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        return 0
+
+
 def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
     try:
         return int(stats[name]["all"][kind])
