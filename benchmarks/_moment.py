@@ -285,10 +285,15 @@ class Deed:
 
 
 def follow(arranged: Arranged, ran: Ran) -> tuple[Deed | None, list[str]]:
-    """The first advice that promises a gain and can be followed without a person, and why others before it cannot."""
+    """The first advice that promises a gain and can be followed without a person, and why others before it cannot.
+
+    If none promises bytes, as where the request's size is unknown, the first that names a setting is followed.
+    """
     skipped = []
-    for remedy in (ran.report or {}).get("remedies", ()):
-        deed = _deed(arranged, ran, remedy)
+    found = (ran.report or {}).get("remedies", ())
+    promise = any(remedy.get("bytes") is not None for remedy in found)
+    for remedy in found:
+        deed = _deed(arranged, ran, remedy if promise else {**remedy, "bytes": 0})
         if isinstance(deed, Deed):
             return deed, skipped
         skipped.append(f"not tried: {deed}: {remedy['text'][:100]}")
@@ -328,7 +333,7 @@ def edited(budget: Mapping[str, Any], text: str) -> dict[str, Any] | None:
         kept = {other: one for other, one in frameworks.get(name, {}).items() if other not in ("share", "limit")}
         frameworks[name] = {**kept, key: value}
 
-    if found := re.search(r"raise frameworks\.(\w+)\.(share|limit) to ([\d.]+%|\d+MiB)", text):
+    if found := re.search(r"raise frameworks\.(\w+)\.(share|limit) to (?:at least )?([\d.]+%|\d+MiB)", text):
         cap(*found.groups())
     elif found := re.search(r"lower frameworks\.(\w+), .* to (\d+MiB) and raise frameworks\.(\w+) to (\d+MiB)", text):
         cap(found[1], "limit", found[2])

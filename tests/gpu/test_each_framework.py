@@ -136,8 +136,9 @@ DRIFTS = {
 }
 
 
-HELD = {"cupy", "torch", "numba.cuda", "jax"}
-"""What these change, they change through the framework's own public call, where the cap holds all the same."""
+HELD = {"cupy": 0, "torch": 1, "numba.cuda": 0, "jax": 0}
+"""These change something by the framework's own public call, where the cap holds all the same: torch's asks for more
+than its cap, which is said. The others do not."""
 
 
 @pytest.mark.parametrize("module", DRIFTS)
@@ -162,7 +163,7 @@ result.update(after=ledger.devices[0].row({name!r}).enforcement, notes=ledger.no
     assert found["before"] == "enforced" and found["after"] == ("enforced" if module in HELD else "watched")
     if module not in HELD:
         assert any(note.startswith(f"{name}:") and "memguard.init" in note for note in found["notes"])
-    assert len([text for text in found["said"] if text.startswith(f"{name}:")]) == 1
+    assert len([text for text in found["said"] if text.startswith(f"{name}:")]) == HELD.get(module, 1)
 
 
 CONFLICTS = {

@@ -87,6 +87,8 @@ def kernel(folder: Path, nb: Any = None, **more: str) -> Iterator[Notebook]:
         for name, value in (places | {"JUPYTER_PATH": str(folder)}).items():
             patch.setenv(name, value)  # for the Jupyter of this process, which finds and starts the kernel
         notebook = nb if nb is not None else nbformat.v4.new_notebook()
-        client = NotebookClient(notebook, kernel_name=kernel_spec(folder, python), timeout=120)
+        # A busy machine may take longer than the default of 4 s for what a cell has printed.
+        name = kernel_spec(folder, python)
+        client = NotebookClient(notebook, kernel_name=name, timeout=120, iopub_timeout=60)
         with client.setup_kernel(cwd=str(folder), env=environ(**places, **more)):
             yield Notebook(client)

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timelines import START, plan_of, sample_of
 
-import memguard
 from memguard._simulation import trace
 from memguard._timeline import Writer, load_timeline
 from memguard._types import Event, FrameworkSample, Pressure
 from memguard._units import GIB
 from memguard.errors import TimelineError, TraceError
 
-ROOT = Path(memguard.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WEIRD = [
     None, True, False, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**400, -(10**30), 0.5, -0.0, 1e308, "", "0", "1", "x",
     "٠", "\x00", "\x1b[2J", "\ud800", "x" * 10_000, [], [1], [[]], [[[]]] * 3, {}, {"": 0}, {"a": {}}, [None] * 5,

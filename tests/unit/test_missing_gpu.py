@@ -345,6 +345,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
         (tmp_path / name / f"{module}.py").write_text("")
+    others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # its .pth
+    monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     for name in list(sys.modules):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memguard
 from memguard import _policy
 from memguard._config import from_mapping
 from memguard._devices.simulated import SimulatedHost
@@ -140,7 +141,7 @@ def test_a_refusal_says_which_cap_would_do(asked: int, held: int) -> None:
 
 def test_whoever_is_told_to_raise_a_cap_is_told_to_what() -> None:
     """In every message of the package."""
-    texts = [path.read_text() for path in (Path(__file__).parents[2] / "memguard").rglob("*.py")]
+    texts = [path.read_text() for path in Path(memguard.__file__).parent.rglob("*.py")]
     sentence = r"raise frameworks\.\S+ in the budget"
     told = [text[at.end() : at.end() + 60] for text in texts for at in re.finditer(sentence, text)]
     assert len(told) >= 5 and all("to at" in one and "least" in one for one in told), told
