@@ -167,10 +167,13 @@ class _Sampler:
         self._thread.start()
 
     def halt(self) -> None:
+        """Take no more samples."""
         self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(1.0)  # a framework that hangs must not hang who gives up
 
     def stop(self) -> list[TraceEvent]:
-        self.halt()
+        self._stop.set()
         self._thread.join()
         self._sample()
         return self._events
