@@ -191,6 +191,7 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")  # of a file
 def test_after_an_interruption_another_recording_begins(tmp_path: Path) -> None:
     """Ctrl-C at every point of the block's beginning and end, one after the other. The error is let go each time."""
     guard = start()
