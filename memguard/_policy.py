@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS, FrameworkSpec, Outside
+from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
 from memguard.errors import PlanError, Problem
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLACK = 64 * MIB
-"""What is left for the driver's own rounding."""
 SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
 """A context grows with the number of multiprocessors, so less is kept on older architectures. Not measured by us."""
 

@@ -20,6 +20,8 @@ from memguard._units import MIB
 
 CONTEXT = 544 * MIB
 """What `reserve: auto` keeps for a CUDA context: 518 MiB, and room for its growth. Contexts are shared: kept once."""
+SLACK = 64 * MIB
+"""What `reserve: auto` leaves for the driver's own rounding."""
 SECOND_CONTEXT = "second context"
 """The name of a CUDA context beside the primary one. A third is `second context 2`."""
 

@@ -18,6 +18,11 @@ from typing import Any, NoReturn
 _NEEDED = {"pydantic": "pydantic", "PyYAML": "yaml", "nvidia-ml-py": "pynvml", "rich": "rich"}
 """What memguard needs while the program runs: distributions, and the module of each. Some are imported late."""
 
+_WITHOUT_GPU = (
+    "\n    or: go on without a GPU: `memguard run --simulate h200` for a simulated one, MEMGUARD_DISABLE=1 without a "
+    "budget"
+)
+
 
 def activate(folder: str) -> None:
     """Take `folder`, which holds this file, off the path; then apply the budget, or end the process."""
@@ -47,7 +52,10 @@ def activate(folder: str) -> None:
         # memguard's errors are recognised by their attributes: their module may not be imported.
         if not hasattr(error, "exit_code"):
             _end(traceback.format_exc().rstrip(), 1)
-        _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
+        text = f"{error}" if hasattr(error, "problems") else f"memguard: {error}"
+        if getattr(error, "missing", False):  # what follows is for `memguard.init` in a program
+            text = text.partition("\n    or: ")[0] + _WITHOUT_GPU
+        _end(text, error.exit_code)
 
 
 def _end_without(lacking: str, folder: str) -> NoReturn:

@@ -166,7 +166,7 @@ def _apply(config: str, names: list[str] | None) -> None:
 
 
 def _names() -> list[str] | None:
-    return [name for name in os.environ.get(SIMULATE, "").split(",") if name] or None
+    return [name.strip() for name in os.environ.get(SIMULATE, "").split(",") if name.strip()] or None
 
 
 def _fail(error: Exception) -> None:

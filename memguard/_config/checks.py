@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from memguard._config import fitting, meant, values
 from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
-from memguard._specs import SPECS
-from memguard._units import GRANULE
+from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
+from memguard._units import GRANULE, MIB
 
 T = TypeVar("T")
 
@@ -44,10 +44,11 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry, data)]
     scopes: list[tuple[Loc, Mapping[str, Any], Mapping[str, Any]]] = [(("device",), device, {})]
     scopes += [(("devices", key), _mapping(override), device) for key, override in devices.items()]
-    rooms = [room for _, own, inherited in scopes if (room := _room(own, inherited)) is not None and room > 0]
+    auto = _auto_reserve(frameworks)
+    rooms = [room for _, own, inherited in scopes if (room := _room(own, inherited, auto)) is not None and room > 0]
     violations += _shares(shares, limits, rooms)
     for loc, own, inherited in scopes:
-        violations += _fits(loc, own, inherited, shares, limits, rooms)
+        violations += _fits(loc, own, inherited, shares, limits, rooms, auto)
     violations += _misplaced(data)
     violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))
@@ -95,16 +96,35 @@ def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: li
         yield Violation(("frameworks", list(limits)[-1], "limit"), message, fix)
 
 
-def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Limit and reserve in bytes; None if the limit is not in bytes, for then only the GPU decides."""
+def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int | None] | None:
+    """Limit and reserve in bytes; None if the limit is not in bytes, for then only the GPU decides.
+
+    The reserve is None for `auto`, which depends on the GPU too.
+    """
     limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
     declared = _read(values.reserve, own.get("reserve", inherited.get("reserve")))
-    return (limit, declared if isinstance(declared, int) else 0) if isinstance(limit, int) else None
+    return (limit, declared if isinstance(declared, int) else None) if isinstance(limit, int) else None
 
 
-def _room(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> int | None:
-    found = _bytes(own, inherited)
-    return None if found is None else found[0] - found[1]
+def _room(own: Mapping[str, Any], inherited: Mapping[str, Any], auto: int) -> int | None:
+    """What numbers that are suggested may use. A reserve of `auto` counts unless it takes the whole limit."""
+    if (found := _bytes(own, inherited)) is None:
+        return None
+    limit, reserve = found
+    if reserve is None:
+        return limit - auto if limit > auto else limit
+    return limit - reserve
+
+
+def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
+    """No less than `reserve: auto` on any GPU, for numbers that are suggested. `_policy` decides it for one GPU."""
+    communicators = max([n for e in frameworks.values() if type(n := e.get("nccl")) is int and 0 < n < 100], default=0)
+    size = CONTEXT + SLACK + sum(SPECS[name].workspace for name in frameworks)
+    if communicators:
+        size += OVERHEADS["nccl 1"].workspace + (communicators - 1) * OVERHEADS["nccl"].workspace
+    if any(entry.get("context") == "own" for entry in frameworks.values()):
+        size += OVERHEADS[SECOND_CONTEXT].workspace
+    return -(-size // (128 * MIB)) * 128 * MIB
 
 
 def _fits(
@@ -114,12 +134,14 @@ def _fits(
     shares: Mapping[str, Fraction],
     limits: Mapping[str, int],
     rooms: list[int],
+    auto: int,
 ) -> Iterator[Violation]:
     """Bytes against bytes. The plan finds what fits only on some GPUs."""
     at = next((key for key in ("limit", "reserve") if key in own), None)
     if at is None or (found := _bytes(own, inherited)) is None:
         return
-    limit, reserve = found
+    limit, declared = found
+    reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
     needed, left = sum(limits.values()), 1 - total
     if reserve >= limit:
@@ -134,15 +156,18 @@ def _fits(
     if total >= 1:  # what is said of the shares fits this limit too, unless no cap of the smallest size does
         if limit - reserve < 2 * GRANULE * len(limits):
             message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits)} beside shares"
-            yield Violation((*loc, at), message, f"raise the limit to {_about(2 * needed + reserve)}")
+            yield Violation((*loc, at), message, f"raise the limit to {_about(2 * needed + keep)}")
         return
     over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
         message = f"{_sum({**limits, **shares})} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
-        least = _about(math.ceil(needed / left) + reserve)
-        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
-        fix = f"raise the limit to {least}, or lower the frameworks by {_about(over)}, for example to {numbers}"
+        fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
+        fix += ", with room for the reserve" if declared is None else ""
+        if limit > keep:
+            over = math.ceil(needed - left * (limit - keep))
+            numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
+            fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
         yield Violation((*loc, at), message, fix)
 
 

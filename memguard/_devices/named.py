@@ -94,7 +94,7 @@ def models(name: str) -> tuple[Model, ...]:
     if wanted.isdecimal() and wanted.isascii() and not near:
         if int(wanted[:20]) >= SMALLEST:
             return (_sized(wanted),)
-        near = (f"{wanted}GiB",) if int(wanted[:20]) <= 1024 else ()
+        near = (f"{wanted}GiB",) if 1 <= int(wanted[:20]) <= 1024 else ()
     raise _wrong(f"no simulated GPU {short(wanted)}", near)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from memguard._policy import SLACK, modules, workspace
-from memguard._specs import CONTEXT, SECOND_CONTEXT
+from memguard._policy import modules, workspace
+from memguard._specs import CONTEXT, SECOND_CONTEXT, SLACK
 from memguard._types import Usage
 from memguard._units import MIB
 

@@ -76,7 +76,8 @@ class Rule:
 
 
 _OOM = r"out.of.memory"
-_MISTAKES = "Assertion|Attribute|Import|Lookup|Name|Recursion|Syntax|Type|Value"
+_MISTAKES = "Assertion|Attribute|Import|Lookup|Name|NotImplemented|Recursion|Syntax|Type|Value"
+_TF_MISTAKES = "InvalidArgument|NotFound|AlreadyExists|OutOfRange|FailedPrecondition|PermissionDenied|Unimplemented"
 _PARSERS = "Validation|Parse|Parsing|Parser|Usage|Scanner|Decode|SectionHeader|(?<!Invalid)Argument"
 _HOST_CALLS = "cuMemHostAlloc|cuMemAllocHost|cuMemHostRegister|cudaHostAlloc|cudaMallocHost|cudaHostRegister"
 _DEVICE_CALLS = r"cuMemAlloc|cuMemCreate|cudaMalloc"
@@ -87,6 +88,9 @@ _NOT_OUT_OF_MEMORY = (
          "^(No available memory for the cache|Free memory on device .* less than desired)", r"^builtins\.ValueError$"),
     Rule("none", None, False, "cuInit takes no device memory", "Call to cuInit"),
     Rule("none", None, True, "a mistake in a program quotes the value at fault", type=rf"^builtins\.({_MISTAKES})"),
+    Rule("none", None, True, "the same in TensorFlow, which begins each text with a node and its device",
+         type=rf"^tensorflow\..*\.({_TF_MISTAKES})Error$"),
+    Rule("none", None, True, "a warning that a filter made an error", type=r"^builtins\.\w*Warning$"),
     Rule("none", None, True, "a test says what it found or expected",
          type=r"^(_pytest\.outcomes|unittest\.case)\.|^builtins\.(Failed|Skipped)$"),
     Rule("none", None, True, "a parser quotes what it read", type=rf"\.\w*({_PARSERS})Error$|BadParameter$"),
@@ -204,7 +208,7 @@ _DTYPES = {
 }
 _FREE = re.compile(r"Free memory: (\d+).*Requested memory: (\d+)", re.DOTALL)
 _RAISED = re.compile(
-    r"^((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failed|Skipped|SkipTest|Expired|Parameter)): ", re.MULTILINE
+    r"^((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Warning|Failed|Skipped|SkipTest|Expired|Parameter)): ", re.MULTILINE
 )
 
 

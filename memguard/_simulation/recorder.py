@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from memguard import _api
@@ -22,11 +23,29 @@ from memguard._guard import Guard
 from memguard._logs import log as _log
 from memguard._simulation import trace
 from memguard._types import Device, State, TraceEvent, Usage
+from memguard._undo import Undo
 from memguard._workers import IdleGuard
 from memguard.errors import TraceError
 
-_recording: int | None = None
-"""PID of the process that is recording. PyTorch keeps one history, so only one trace at a time is possible."""
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    """What goes on while a block is recorded, and how to stop it without a trace."""
+
+    pid: int
+    undo: Undo = field(default_factory=Undo)
+
+    def give_up(self) -> None:
+        """Stop whatever of it still goes on; nothing in a forked child, whose parent records."""
+        global _recording
+        if os.getpid() == self.pid:
+            self.undo.run()
+            if _recording is self:
+                _recording = None
+
+
+_recording: _Recording | None = None
+"""PyTorch keeps one history, so only one trace at a time is possible."""
 INTERVAL = 0.002
 """Seconds between samples of a framework that does not report allocations; one sample of TensorFlow takes 2.3 µs."""
 
@@ -46,6 +65,7 @@ def record_trace(path: str | os.PathLike[str], *, interval: float = INTERVAL) ->
 
 
 def _begin(path: str | os.PathLike[str], interval: float) -> End:
+    """Start recording. The returned call ends it; if nobody can call that any more, it ends without a trace."""
     global _recording
     target = os.path.abspath(path)  # the block may change the working directory
     if os.path.lexists(target):
@@ -56,23 +76,18 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
     if isinstance(guard, IdleGuard):
         _log.warning("no trace is recorded: %s", guard.why)
         return lambda error: None
-    if _recording == os.getpid():
+    if _recording is not None and _recording.pid == os.getpid():
         raise TraceError("a trace is being recorded already\n    fix: end that block first")
     frameworks = dict(guard.frameworks)
     started, of_day = time.monotonic(), time.time()
     stops: dict[str, Callable[[], list[TraceEvent]]] = {}
-    for name, framework in frameworks.items():
-        if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
-            stops[name] = stop
-    sampler = _Sampler(guard, frameworks, [name for name in frameworks if name not in stops], interval, started)
-    _recording = os.getpid()
-    sampler.start()
+    sampler = _Sampler(guard, frameworks, stops, interval, started)
+    mine = _Recording(os.getpid())
 
     def finish() -> None:
-        if os.getpid() != _recording:  # a forked child also leaves the block, and must write nothing
-            return
         events = sampler.stop()
         reported = [stop() for stop in stops.values()]
+        mine.undo.clear()
         ended = time.monotonic() - started  # after the last sample, so that marks come last
         for found in reported:
             events += since(found, of_day, time.time() - ended, ended)
@@ -82,7 +97,8 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
         trace.write(target, header, [replace(e, time=round(e.time, 6)) for e in sorted(events, key=lambda e: e.time)])
 
     def end(error: BaseException | None) -> None:
-        global _recording
+        if os.getpid() != mine.pid:  # a forked child also leaves the block, and must write nothing
+            return
         try:
             finish()
         except Exception as failure:
@@ -90,8 +106,21 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
                 raise
             _log.warning("%s", str(failure))  # the block's own error goes on, not this one
         finally:
-            _recording = None
+            mine.give_up()
 
+    # A Ctrl-C may come before the block has its end, which then nobody calls, or within that.
+    weakref.finalize(end, mine.give_up).atexit = False
+    try:
+        _recording = mine
+        for name, framework in frameworks.items():
+            if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
+                mine.undo.add(f"the recording of {name}", stop)
+                stops[name] = stop
+        mine.undo.add("the sampling of the recording", sampler.halt)
+        sampler.start()
+    except BaseException:
+        mine.give_up()  # now: the traceback keeps the end alive
+        raise
     return end
 
 
@@ -122,9 +151,11 @@ def _usage(framework: Framework, device: Device) -> Usage | None:
 
 class _Sampler:
     def __init__(
-        self, guard: Guard, frameworks: dict[str, Framework], names: list[str], interval: float, started: float
-    ) -> None:
-        self._guard, self._frameworks, self._names, self._interval = guard, frameworks, names, interval
+        self, guard: Guard, frameworks: dict[str, Framework], reported: Mapping[str, object], interval: float,
+        started: float,
+    ) -> None:  # fmt: skip
+        """Of the frameworks in `reported` only the most is kept."""
+        self._guard, self._frameworks, self._reported, self._interval = guard, frameworks, reported, interval
         self._started = started
         self._stop = threading.Event()
         self._events: list[TraceEvent] = []
@@ -134,6 +165,12 @@ class _Sampler:
 
     def start(self) -> None:
         self._thread.start()
+
+    def halt(self) -> None:
+        """Take no more samples."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(1.0)  # a framework that hangs must not hang who gives up
 
     def stop(self) -> list[TraceEvent]:
         self._stop.set()
@@ -152,7 +189,7 @@ class _Sampler:
                 if usage is None:
                     continue
                 self._measure(name, usage)
-                if name not in self._names or usage.in_use is None:
+                if name in self._reported or usage.in_use is None:
                     continue
                 if self._last.get((name, position), 0) == usage.in_use:
                     continue

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from memguard._ledger.types import EXCHANGE
-from memguard._specs import NEVER_GIVE_BACK
+from memguard._specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline import Oom
 from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._units import MIB, format_size, round_up
@@ -393,6 +393,10 @@ class _Run:
             each = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
             who = f" ({each})" if self.ooms > 1 and each else ""
             yield f"memory was refused {times} during the recording{who}: these figures do not include what was refused"
+        asked = {row.framework for row in rows if row.requests}
+        for name in dict.fromkeys(row.framework for row in rows if row.peak_held or row.peak_in_use):
+            if name in SPECS and SPECS[name].refuses_silently and name not in asked:
+                yield f"{name} tells nobody what it refused: if the program caught the error, it is not counted"
         cells = [(name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         for name in dict.fromkeys(name for name, cell in cells if cell.silent):
             yield f"{name} does not always say what it holds: it is judged by its live arrays"

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from memguard._config import FRAMEWORKS, Budget, from_mapping, parse
 from memguard._config.positions import read
+from memguard._policy import plan
 from memguard._specs import SPECS
-from memguard.errors import ConfigError, Problem
+from memguard._types import Device
+from memguard.errors import ConfigError, PlanError, Problem
 
 # A user who follows fixes
 
@@ -528,6 +530,44 @@ def test_lowering_the_frameworks_fits_as_well_as_raising_the_limit(data: dict[st
                 lowered["frameworks"][name]["share" if "%" in part else "limit"] = part
             left = [p for p in errors_of(lowered) if "leaves nothing" not in p.message]
             assert left == [] or min_room(data) < 2 * len(data["frameworks"]) * 2**20, (problem.fix, left)
+
+
+LARGE = st.integers(1500, 40_000).map(lambda mib: f"{mib}MiB")
+EXTRAS = st.fixed_dictionaries({}, optional={"nccl": st.integers(1, 3)})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    LARGE,
+    st.dictionaries(
+        st.sampled_from(FRAMEWORKS),
+        st.tuples(SHARES.map(lambda share: {"share": share}) | LARGE.map(lambda size: {"limit": size}), EXTRAS),
+        min_size=1,
+    ),
+)
+def test_with_the_default_reserve_a_sum_takes_one_round_of_check_and_plan(
+    limit: str, parts: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    """What is suggested leaves room for `reserve: auto` on every kind of GPU. Both ways on are followed."""
+    frameworks = {name: {**part, **(more if name == "torch" else {})} for name, (part, more) in parts.items()}
+    data = {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
+    for problem in errors_of(data):
+        if "more than this limit" not in problem.message:
+            continue
+        ways = [copy.deepcopy(data)]
+        follow(ways[0], problem)
+        if "for example to" in problem.fix:
+            ways.append(copy.deepcopy(data))
+            for name, part in (one.split() for one in problem.fix.partition("for example to ")[2].split(", ")):
+                ways[1]["frameworks"][name]["share" if "%" in part else "limit"] = part
+        for way in ways:
+            found = from_mapping(way)
+            for architecture in ("turing", "hopper", "unknown"):
+                gpu = Device("GPU-0", "A large GPU", 0, 1 << 50, 0, architecture, ordinal=0)
+                try:
+                    plan(found, [gpu])
+                except PlanError as error:  # a share of a small limit
+                    assert "the smallest cap" in str(error), (problem.fix, str(error))
 
 
 def min_room(data: dict[str, Any]) -> int:

@@ -67,6 +67,14 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.parametrize("names", ["h200, l4", " h200 ,, l4 ,"])
+def test_several_simulated_gpus_with_spaces_as_for_init(python: Path, folder: Path, names: str) -> None:
+    code = "import torch, memguard\nprint(memguard.init('budget.yaml').host.names)"
+    done = run(python, folder, code, MEMGUARD_SIMULATE=names)
+    assert said(done) == ["('h200', 'l4')"]
+    assert done.stderr == SIMULATED.replace("(h200)", "(h200, l4)")
+
+
 @pytest.mark.parametrize("module", ["torch", "cupy", "pycuda.driver", "numba.cuda"])
 def test_the_first_framework_brings_the_budget(python: Path, folder: Path, module: str) -> None:
     done = run(python, folder, f"import {module}\n{APPLIED}")

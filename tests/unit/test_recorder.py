@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interruptions import Points
 
 import memguard
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
@@ -188,6 +190,42 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
     assert [e.bytes for e in trace.read(tmp_path / "outer.jsonl").events if e.op == "alloc"] == [GIB]
     with memguard.record_trace(tmp_path / "next.jsonl"):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")  # of a file
+def test_after_an_interruption_another_recording_begins(tmp_path: Path) -> None:
+    """Ctrl-C at every point of the block's beginning and end, one after the other. The error is let go each time."""
+    guard = start()
+    for one in (guard.host, *guard.frameworks.values()):  # an interrupted `with` may keep a lock from the sampler
+        vars(one)["_lock"] = contextlib.nullcontext()
+    numbers = itertools.count()
+
+    def record() -> None:
+        with memguard.record_trace(tmp_path / f"{next(numbers)}.jsonl", interval=0.5):
+            of(guard, "torch").free(of(guard, "torch").allocate(2 * MIB))
+
+    def attempt(points: Points) -> bool:
+        try:
+            points.run(record)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    counted = Points()
+    attempt(counted)
+    failures = []
+    tried = range(1, counted.count + 1, int(os.environ.get("MEMGUARD_TEST_STRIDE", "17")))
+    for at in tried:
+        points = Points(at)
+        attempt(points)
+        try:
+            with memguard.record_trace(tmp_path / f"after-{at}.jsonl"):
+                assert [one.name for one in threading.enumerate()].count("memguard-trace") == 1
+            assert trace.read(tmp_path / f"after-{at}.jsonl").header is not None
+        except (TraceError, AssertionError) as error:
+            failures.append(f"{points.place}: {error}")
+    print(f"{len(tried)} of {counted.count} points tried")
+    assert failures == []
 
 
 def test_a_forked_child_that_leaves_the_block_writes_nothing(tmp_path: Path) -> None:

@@ -234,6 +234,23 @@ def test_an_inherited_setting_does_not_make_a_run_simulated(folder: Path) -> Non
     assert changed["KEPT"] == "1"
 
 
+def test_without_a_gpu_the_ways_on_are_those_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is followed. What `memguard.init` suggests to a program does nothing here."""
+    (folder / "lib").mkdir()
+    (folder / "lib" / "libnvidia-ml.so.1").write_text("no library")  # so that no machine has a GPU
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
+    real = ("-c", "budget.yaml")
+    for more in ({}, {"MEMGUARD_SIMULATE": "h200"}):
+        done = run(folder, sys.executable, "-c", "print('ran')", options=real, env=environ(**more))
+        assert (done.returncode, done.stdout) == (3, "")
+        assert "missing_gpu" not in done.stderr and "MEMGUARD_SIMULATE" not in done.stderr
+        assert done.stderr.count("\n    fix: ") == done.stderr.count("\n    or: ") == 1
+        assert "`memguard run --simulate h200`" in done.stderr and "MEMGUARD_DISABLE=1" in done.stderr
+    simulated = run(folder, sys.executable, "-c", "print('ran')", options=(*real, "--simulate", "h200"))
+    disabled = run(folder, sys.executable, "-c", "print('ran')", options=real, env=environ(MEMGUARD_DISABLE="1"))
+    assert simulated.stdout == disabled.stdout == "ran\n"
+
+
 @pytest.mark.parametrize("budget", ["budget.yaml", "absent.yaml"])
 def test_a_run_that_is_disabled_says_so_and_reads_no_file(folder: Path, budget: str) -> None:
     words = [sys.executable, "-m", "memguard", "run", "-c", budget, "--", sys.executable, "-c", "print('ran')"]

@@ -94,6 +94,23 @@ def test_a_framework_that_does_not_say_what_it_holds() -> None:
     assert of(held_only, "torch").refused.most == GIB
 
 
+def test_a_framework_that_tells_nobody_what_it_refused() -> None:
+    """Its 0 is only what the samples show. Once an error of it was seen, that is counted."""
+    rows = {"torch": usage(GIB, GIB, 0), "jax": usage(GIB, GIB, 0), "tensorflow": usage(GIB, 0, 0)}
+    silent = [
+        f"{name} tells nobody what it refused: if the program caught the error, it is not counted"
+        for name in ("tensorflow", "jax")
+    ]
+    sample = sample_of(PLAN, START, **rows)
+    outcome = replay_timeline([sample], PLAN)
+    assert {note for note in outcome.notes if "tells nobody" in note} == set(silent)
+    seen = {"memory": "gpu", "requester": "jax", "uuid": PLAN.devices[0].device.uuid}
+    outcome = replay_timeline([sample, Oom(START, seen)], PLAN)
+    assert [note for note in outcome.notes if "tells nobody" in note] == silent[:1]
+    idle = replay_timeline([sample_of(PLAN, START, torch=rows["torch"])], PLAN)
+    assert not [note for note in idle.notes if "tells nobody" in note]
+
+
 def test_what_a_budget_does_not_name_has_no_cap() -> None:
     outcome = replay_timeline([sample_of(PLAN, START, numba=usage(30 * GIB, 30 * GIB, 0))], PLAN)
     assert outcome.fits and of(outcome, "numba").cap is None
