@@ -131,6 +131,8 @@ class _Tight:
             return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
         shares, limits = _parts(budget)
         lowered = fitting.as_text(fitting.fitting(shares, limits, min(self.rooms)))
+        if not lowered:
+            return "name fewer frameworks, or raise device.limit: not even their smallest caps fit"
         return f"lower shares or limits, for example to {lowered}, or raise device.limit"
 
 
