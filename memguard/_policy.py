@@ -293,6 +293,12 @@ def card(memory: MemoryInfo) -> str:
     return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 
+def _who_holds(memory: MemoryInfo) -> str:
+    if memory.used is not None:
+        return "`memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
+    return "`free -h` and `top` show which programs hold the machine's memory; end some, or ask for less"
+
+
 @dataclass(frozen=True)
 class Admission:
     """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
@@ -342,7 +348,7 @@ def admit(
         refusal=(
             f"{framework} needs {format_size(needed)} and its cap allows it, but {card(memory)} has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
-            "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
+            f"    fix: {_who_holds(memory)}"
         ),
     )
 

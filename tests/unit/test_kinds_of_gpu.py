@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -242,10 +243,17 @@ def test_the_report_of_an_out_of_memory_error(kind: Kind, start: Callable[..., d
     assert isinstance(host, SimulatedHost)
     device = host.devices()[0]
     host.occupy(device, 999, host.memory(device).free - 64 * MIB)
-    with pytest.raises(Exception, match="out of memory"), memguard.workload("step", framework="cupy"):
+    with pytest.raises(Exception, match="out of memory") as raised, memguard.workload("step", framework="cupy"):
         frameworks["cupy"].allocate(GIB)
     report = memguard.last_oom()
     assert report is not None and report.reason == "card" and json.dumps(report.as_dict())
+    texts = [report.why, str(report), report.note, str(raised.value), *(one.text for one in report.remedies)]
+    for text in texts:
+        assert not kind.unified or not re.search("the card|another GPU|nvidia-smi", text), text
+    if kind.unified:
+        assert "the machine's memory is full" in report.why and "the machine's memory is full" in str(raised.value)
+        assert "the machine's memory" in str(report).partition("why")[0]
+        assert any("free -h" in remedy.text for remedy in report.remedies)
 
 
 def test_a_trace_is_recorded_and_replayed(start: Callable[..., dict[str, Any]], gpu: str, tmp_path: Path) -> None:
