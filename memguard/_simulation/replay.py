@@ -121,7 +121,8 @@ class SimulationOutcome:
 
 def host_of(header: TraceHeader) -> SimulatedHost:
     """Simulated GPUs of the models that the trace was recorded on."""
-    return SimulatedHost([Model(d.name, d.architecture, d.total, d.reserved or 0) for d in header.devices])
+    gpus = (Model(d.name, d.architecture, d.total, d.reserved or 0, unified=d.unified) for d in header.devices)
+    return SimulatedHost(list(gpus))
 
 
 def simulate(

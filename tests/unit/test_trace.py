@@ -37,6 +37,18 @@ def file(tmp_path: Path, *lines: object) -> Path:
     return path
 
 
+def test_a_gpu_with_unified_memory_is_told_apart_and_older_files_are_read(tmp_path: Path) -> None:
+    for written, meant in ((True, True), (False, False), (None, False)):
+        device = {"name": "NVIDIA GB10", "total": 1000} | ({} if written is None else {"unified": written})
+        path = file(tmp_path, HEAD | {"devices": [device]})
+        assert read(path).header.devices[0].unified is meant
+        write(path, read(path).header, ())
+        assert read(path).header.devices[0].unified is meant
+    for wrong in (1, 0, "true", None, [], {}):
+        with pytest.raises(TraceError, match=r"devices: unified: .* is neither true nor false"):
+            read(file(tmp_path, HEAD | {"devices": [{"name": "NVIDIA GB10", "total": 1000, "unified": wrong}]}))
+
+
 def test_reading(tmp_path: Path) -> None:
     path = file(
         tmp_path,
