@@ -131,9 +131,10 @@ class _Tight:
             return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
         shares, limits = _parts(budget)
         lowered = fitting.as_text(fitting.fitting(shares, limits, min(self.rooms)))
+        raised = "" if self.most else ", or raise device.limit"  # that is said to be too large for a GPU already
         if not lowered:
-            return "name fewer frameworks, or raise device.limit: not even their smallest caps fit"
-        return f"lower shares or limits, for example to {lowered}, or raise device.limit"
+            return f"not even the smallest caps fit: name fewer frameworks{raised}"
+        return f"lower shares or limits, for example to {lowered}{raised}"
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:

@@ -42,7 +42,7 @@ def given(words: tuple[str, ...], budget: str | None, wanted: str, *, without_bu
         if found is not None and found != wanted and not without_budget:
             raise click.UsageError(f"{budget} is a {found}, not a {wanted}: {_right(found, budget, recording)}")
         if found is not None and not without_budget:
-            also = f"{command} BUDGET {name}" if wanted == "trace" else f"the budget goes to --budget: {command} {name}"
+            also = f"{command} BUDGET {name}" if kind(recording) else _right(wanted, budget, recording)
             raise click.UsageError(f"{budget} is a {found}, not a budget: {also}")
     found = kind(recording)
     if found not in (None, wanted):
