@@ -190,6 +190,8 @@ REPLAY, SIMULATE = "memguard replay a.timeline", "memguard simulate"
         ("replay a.timeline b.yaml", "a timeline, not a budget: memguard replay a.timeline --budget b.yaml"),
         ("simulate a.trace b.yaml", f"a trace, not a budget: {SIMULATE} b.yaml a.trace"),
         ("simulate a.trace a.trace", f"a trace, not a budget: {SIMULATE} BUDGET TRACE"),
+        ("replay b.yaml", "looks like a budget, and no timeline is given: memguard replay BUDGET TIMELINE"),
+        ("replay b.yaml --budget b.yaml", "no timeline is given: memguard replay BUDGET TIMELINE"),
         ("replay a.timeline a.timeline", "a timeline, not a budget: memguard replay BUDGET TIMELINE"),
         ("replay b.yaml a.timeline --budget b.yaml", "given twice: memguard replay TIMELINE --budget BUDGET"),
         ("replay b.yaml a.timeline a.timeline", "3 files are given: memguard replay TIMELINE --budget BUDGET"),

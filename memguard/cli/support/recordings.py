@@ -45,6 +45,8 @@ def given(words: tuple[str, ...], budget: str | None, wanted: str, *, without_bu
             also = f"{command} BUDGET {name}" if kind(recording) else _right(wanted, budget, recording)
             raise click.UsageError(f"{budget} is a {found}, not a budget: {also}")
     found = kind(recording)
+    if not first and wanted == "timeline" and found is None and recording.endswith((".yaml", ".yml")):
+        raise click.UsageError(f"{recording} looks like a budget, and no timeline is given: {command} BUDGET {name}")
     if found not in (None, wanted):
         return Given(budget, recording, _right(str(found), recording, None if without_budget else budget))
     return Given(budget, recording)
