@@ -459,7 +459,16 @@ def _simulated_by_default() -> Sequence[str] | None:
     if simulated_by_default is not None:
         return simulated_by_default
     names = _workers.simulated(os.environ)
-    if names is not None and not real_imports.said:
+    if names is None:
+        return None
+    from memguard._devices import named
+
+    try:
+        for name in names:
+            named.models(name)
+    except DeviceError as error:  # before anything is said of them
+        raise DeviceError(f"{_workers.SIMULATE}: {error}") from None
+    if not real_imports.said:
         real_imports.said = True
         real_imports.say(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")
     return names

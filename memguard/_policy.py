@@ -129,7 +129,10 @@ class _Tight:
             return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
         shares, limits = _parts(budget)
         lowered = fitting.as_text(fitting.fitting(shares, limits, min(self.rooms)))
-        return f"lower shares or limits, for example to {lowered}, or raise device.limit"
+        raised = "" if self.most else ", or raise device.limit"  # that is said to be too large for a GPU already
+        if not lowered:
+            return f"not even the smallest caps fit: name fewer frameworks{raised}"
+        return f"lower shares or limits, for example to {lowered}{raised}"
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
@@ -289,6 +292,12 @@ def card(memory: MemoryInfo) -> str:
     return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 
+def _who_holds(memory: MemoryInfo) -> str:
+    if memory.used is not None:
+        return "`memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
+    return "`free -h` and `top` show which programs hold the machine's memory; end some, or ask for less"
+
+
 @dataclass(frozen=True)
 class Admission:
     """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
@@ -338,7 +347,7 @@ def admit(
         refusal=(
             f"{framework} needs {format_size(needed)} and its cap allows it, but {card(memory)} has only "
             f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
-            "    fix: `memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
+            f"    fix: {_who_holds(memory)}"
         ),
     )
 

@@ -16,7 +16,7 @@ import gc
 import inspect
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import Any, NoReturn
 
@@ -73,6 +73,7 @@ class Extension:
         self._shell = shell
         self._running = False
         self._reports: list[Report | str] = []  # for the end of the cell
+        self._notes: list[Callable[[], None]] = []  # what puts back the notes that its traceback shall not show
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """The ledger; or `%memguard plan`, `%memguard trim [FRAMEWORK]`, `%%memguard --framework NAME --needs SIZE`."""
@@ -103,6 +104,10 @@ class Extension:
         except MemguardError as error:
             if report is None:  # refused before the cell ran: memguard's frames are of no interest
                 raise error.with_traceback(None) from None
+            raise
+        except BaseException as error:
+            if self._running:  # the report follows the traceback
+                self._notes.append(hooks.without_note(error, True))
             raise
         finally:
             if report is not None:
@@ -136,10 +141,16 @@ class Extension:
     def runs(self, info: Any = None) -> None:
         """Before each cell."""
         hooks.in_full_again()  # the report of an earlier cell may be out of sight
+        self._put_notes_back()
         self._running = True
+
+    def _put_notes_back(self) -> None:
+        while self._notes:
+            self._notes.pop()()
 
     def ran(self, result: Any) -> None:
         """After each cell, when its traceback has been shown."""
+        self._put_notes_back()
         error = getattr(result, "error_in_exec", None)
         found = hooks.seen(error) if error is not None else None
         self._running = False

@@ -13,7 +13,7 @@ from memguard._config import fitting, meant, values
 from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
-from memguard._units import GRANULE, MIB
+from memguard._units import MIB
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> 
 
 def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
-    numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
+    numbers = fitting.as_text(_lowered(shares, limits, rooms))
     if total > 1:
         message = f"the shares add up to {percent_text(total)} ({_sum(shares)}); at most 100% can be given out"
         fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
@@ -94,6 +94,11 @@ def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: li
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
         fix = f"lower the share of {' and '.join(shares)}, for example to {numbers}"
         yield Violation(("frameworks", list(limits)[-1], "limit"), message, fix)
+
+
+def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
+    """What to lower shares to that are too large by themselves: they have to be, even if a limit has to be raised."""
+    return fitting.fitting(shares, limits, min(rooms, default=None)) or fitting.fitting(shares, limits, None)
 
 
 def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int | None] | None:
@@ -144,19 +149,19 @@ def _fits(
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
     needed, left = sum(limits.values()), 1 - total
+    # Shares that are too large by themselves have to be lowered in any case.
+    after = {**shares, **limits, **(_lowered(shares, limits, rooms) if total >= 1 else {})}
+    spare = 1 - sum((after[name] for name in shares), Fraction(0))
+    wanted = math.ceil(sum(after[name] for name in limits) / spare) if spare > 0 else 0
     if reserve >= limit:
         message = f"the reserve of {size_text(reserve)} leaves nothing of the limit of {size_text(limit)}"
-        lower = fitting.fitting(shares, limits, min(rooms, default=None)) if total >= 1 else {}
-        after = {**shares, **limits, **lower}  # too large shares have to be lowered in any case
-        spare = 1 - sum((after[name] for name in shares), Fraction(0))
-        wanted = max(math.ceil(sum(after[name] for name in limits) / spare) if spare > 0 else 0, reserve)
-        fix = f"lower the reserve or raise the limit to {_about(wanted + reserve)}"
+        fix = f"lower the reserve or raise the limit to {_about(max(wanted, reserve) + reserve)}"
         yield Violation((*loc, "reserve" if "reserve" in own else at), message, fix)
         return
     if total >= 1:  # what is said of the shares fits this limit too, unless no cap of the smallest size does
-        if limit - reserve < 2 * GRANULE * len(limits):
+        if limit - reserve < wanted:
             message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits)} beside shares"
-            yield Violation((*loc, at), message, f"raise the limit to {_about(2 * needed + keep)}")
+            yield Violation((*loc, at), message, f"raise the limit to {_about(wanted + keep)}")
         return
     over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
@@ -164,9 +169,9 @@ def _fits(
         message = f"{_sum({**limits, **shares})} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
         fix += ", with room for the reserve" if declared is None else ""
-        if limit > keep:
+        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
+        if limit > keep and numbers:
             over = math.ceil(needed - left * (limit - keep))
-            numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
             fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
         yield Violation((*loc, at), message, fix)
 

@@ -15,27 +15,36 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
     """The parts that fit `room` bytes (None: unknown), in proportion to those that were asked for; only what changes.
 
     Shares are lowered where they are too large by themselves, else limits; both to one half where one alone would not
-    do. With an unknown room, shares leave a tenth for limits.
+    do, or to what the smallest limits leave. With an unknown room, shares leave a tenth for limits. Empty if nothing
+    fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
     """
-    wanted, sizes = sum(shares.values(), Fraction(0)), sum(limits.values())
+    wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
+    bytes_left: int | None
+    if room is not None and (room < least or (shares and room == least)):
+        return {}
     if not limits or not shares:
         target, bytes_left = Fraction(1), room
     elif room is None:
         target, bytes_left = min(wanted, Fraction(9, 10)), None
-    elif wanted < 1 and (1 - wanted) * room >= len(limits) * GRANULE:
+    elif wanted < 1 and (1 - wanted) * room >= least:
         target, bytes_left = wanted, floor((1 - wanted) * room)
     elif sizes <= room * HALF:
         target, bytes_left = 1 - Fraction(sizes, room), sizes
     else:
-        target, bytes_left = HALF, room // 2
+        bytes_left = max(room // 2, least)
+        target = min(HALF, 1 - Fraction(bytes_left, room))
     found: dict[str, Fraction | int] = {}
     if wanted > target:
-        found |= _parts(shares, target / wanted)
+        lowered = _parts(shares, target / wanted)
+        if room is not None and any(part * room < GRANULE <= shares[name] * room for name, part in lowered.items()):
+            return {}
+        found |= lowered
     if bytes_left is not None and sizes > bytes_left:
         for name, size in sorted(limits.items(), key=lambda item: item[1]):  # the smallest need their least first
-            lowered = max(size * bytes_left // sizes // GRANULE, 1) * GRANULE
-            found[name], bytes_left, sizes = lowered, max(bytes_left - lowered, 0), max(sizes - size, 1)
-    return {name: found[name] for name in (*shares, *limits) if name in found}
+            part = min(max(size * bytes_left // sizes // GRANULE, 1) * GRANULE, size)
+            found[name], bytes_left, sizes = part, max(bytes_left - part, 0), max(sizes - size, 1)
+    asked = {**shares, **limits}
+    return {name: found[name] for name in asked if name in found and found[name] != asked[name]}
 
 
 def _parts(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fraction]:

@@ -144,7 +144,7 @@ def entry(name: str, value: object, data: object) -> str:
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         merged = {key: child for one in value for key, child in one.items()}
         return f"{name}: {flow(merged)}"
-    words = " ".join(map(str, value)) if isinstance(value, list) and len(value) <= 2 else value
+    words = " ".join(map(flow, value)) if isinstance(value, list) and len(value) <= 2 else value
     if isinstance(words, str) and (joined := _JOINED.fullmatch(plain(words))) and joined[1] in ("share", "limit"):
         words = joined[2]
     return f"{name}: {{{sized(words, '%', 'framework') or f'share: {share_left(data)}'}}}"

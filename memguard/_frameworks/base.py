@@ -132,6 +132,10 @@ class Framework(ABC):
         """Why a refused request is not seen if the program catches its error; None if each is told by `_refused`."""
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
+    def uncounted(self) -> str | None:
+        """What this framework may take past its cap and its count; None if nothing is known. For `unaccounted`."""
+        return None
+
     def _refused(self, error: BaseException | None, moment: Moment) -> None:
         """Tell that a request was refused for good, on the thread that made it. Call it without a lock of the adapter.
 

@@ -7,7 +7,9 @@ pages that the driver takes, including those of pending frees. `Device.reset()` 
 A context that somebody else made has for its device whatever they gave it (`CUdevice`, a number, Numba's own object),
 so a GPU is known by its number. All contexts of one GPU share its cap.
 
-Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`).
+Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`), and copies of host
+arrays that are given to a kernel: numba-cuda 0.30.4 takes them from cuda.core (`_to_strided_memory_view`), past its own
+memory manager.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _DRIVER = "numba.cuda.cudadrv.driver"
+_ARRAYS = "numba.cuda.cudadrv.devicearray"
 
 
 _locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -220,6 +223,11 @@ class Numba(Framework):
 
     def unseen(self) -> str | None:
         return rmm.UNSEEN if self._rmm is not None else None
+
+    def uncounted(self) -> str | None:
+        if not hasattr(sys.modules.get(_ARRAYS), "_to_strided_memory_view"):  # in numba-cuda 0.30.4, which was read
+            return None
+        return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
     def drift(self) -> list[str]:
         if self._rmm is not None:

@@ -159,7 +159,8 @@ class LedgerReader:
                 self._overhead[device.uuid] = state
         state = replace(state, slabs=slabs)
         self._warn_of_overhead(state, part)
-        return Reading(device, memory, own, usages, state, moved, owners, self._lent(device))
+        past = tuple(what for name in sorted(live & set(known)) if (what := known[name].uncounted()) is not None)
+        return Reading(device, memory, own, usages, state, moved, owners, self._lent(device), past)
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device

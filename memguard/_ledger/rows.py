@@ -14,7 +14,7 @@ from memguard._ledger.types import DeviceLedger, Lent, Row
 from memguard._policy import modules
 from memguard._specs import CONTEXT_MAKER, SECOND_CONTEXT
 from memguard._types import Device, DevicePlan, MemoryInfo, Usage
-from memguard._units import format_size
+from memguard._units import GRANULE, format_size
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Reading:
     moved     the figures changed while they were read, each time
     contexts  who made each context beside the primary one
     lent      what frameworks lend to others
+    uncounted what frameworks that are live here may take past their caps
     """
 
     device: Device
@@ -37,6 +38,7 @@ class Reading:
     moved: bool = False
     contexts: Sequence[str] = ()
     lent: Mapping[str, Lent] = field(default_factory=dict)
+    uncounted: Sequence[str] = ()
 
 
 def device_ledger(
@@ -68,7 +70,7 @@ def device_ledger(
         rows.append(Row("other processes", "other processes", None, note="unknown: see unaccounted"))
     else:
         rest = reading.own - counted - overhead.total
-        rows.append(Row("unaccounted", "unaccounted", rest, note=_may_hold(silent)))
+        rows.append(Row("unaccounted", "unaccounted", rest, note=_may_hold(rest, silent, reading.uncounted)))
         rows.append(Row("other processes", "other processes", memory.used - reading.own))
     reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
     rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
@@ -80,7 +82,8 @@ def _unified(reading: Reading, counted: int, silent: Sequence[str]) -> list[Row]
     """The last rows of a GPU that uses the machine's memory: what adds up there is this process."""
     memory, own = reading.memory, reading.own
     rest = None if own is None else own - counted - reading.overhead.total
-    note = "unknown: NVML does not name this process here" if own is None else _may_hold(silent)
+    note = "unknown: NVML does not name this process here"
+    note = note if rest is None else _may_hold(rest, silent, reading.uncounted)
     free = "of the machine's memory, which CPU and GPU share"
     if memory.cuda_free is not None:
         free += f"; CUDA says {format_size(memory.cuda_free)}"
@@ -92,8 +95,9 @@ def _unified(reading: Reading, counted: int, silent: Sequence[str]) -> list[Row]
     ]
 
 
-def _may_hold(silent: Sequence[str]) -> str:
-    return f"includes what {' and '.join(silent)} may hold beyond what is known" if silent else ""
+def _may_hold(rest: int, silent: Sequence[str], uncounted: Sequence[str]) -> str:
+    known = [f"includes what {' and '.join(silent)} may hold beyond what is known"] if silent else []
+    return "; ".join([*known, *(f"may be {what}" for what in uncounted if rest >= GRANULE)])
 
 
 def _framework(name: str, usage: Usage | None, cap: int | None, enforcement: str, lent: Mapping[str, Lent]) -> Row:

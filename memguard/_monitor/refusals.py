@@ -62,7 +62,7 @@ def _event(moment: Moment, count: int) -> Event:
     held = ""
     if moment.held is not None and moment.cap is not None:
         held = f"; it held {format_size(moment.held)} of its cap of {format_size(moment.cap)}"
-    free = "" if moment.free is None else f", and the card had {format_size(moment.free)} free"
+    free = "" if moment.free is None else f", and the GPU had {format_size(moment.free)} free"
     what = f"a request{size} was refused" if count == 1 else f"{count} more requests were refused, the last{size}"
     text = f"{moment.framework}: {what}{held}{free}"
     return Event(

@@ -447,7 +447,7 @@ def _nothing() -> None:
     pass
 
 
-def _without_note(error: BaseException, prints: bool) -> Callable[[], None]:
+def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     """Take the notes of reports that are shown in full off the errors while their traceback is printed.
 
     Python's own hook `prints` to where the report is. Another may send the error elsewhere: it gets the note in one
@@ -493,7 +493,7 @@ class _Hook:
         error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
         report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, None)
         showing = _Showing(report, fresh) if report is not None and fresh is not None else None
-        put_back = _without_note(error, self._prints) if isinstance(error, BaseException) else _nothing
+        put_back = without_note(error, self._prints) if isinstance(error, BaseException) else _nothing
         del error
         try:
             self._pass_on(args)

@@ -183,7 +183,7 @@ def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled
         if _differ(before.bytes, after.bytes):
             return f"; now it holds {format_size(after.bytes)}"
     if _differ(then.row("free").bytes, free := now.row("free").bytes):
-        return f"; now the card has {format_size(free)} free"
+        return f"; now the {'machine' if then.device.unified else 'card'} has {format_size(free)} free"
     return ""
 
 

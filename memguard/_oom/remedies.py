@@ -75,6 +75,10 @@ class Case:
         named = (row for row in self.frameworks if row.name == self.verdict.requester)
         return next(named, None)
 
+    @property
+    def unified(self) -> bool:
+        return self.part.device.unified
+
     @cached_property
     def frameworks(self) -> tuple[Row, ...]:
         return tuple(row for row in self.part.rows if row.kind == "framework")
@@ -226,10 +230,15 @@ def _trims(case: Case) -> Iterator[Remedy]:
 
 def _processes(case: Case) -> Iterator[Remedy]:
     known = sorted(((size, pid) for pid, size in case.others.items() if size), reverse=True)
+    where, other = ("the machine's memory", "") if case.unified else ("this GPU", ", or use another GPU")
     for size, pid in known[:2]:
         if size >= WORKSPACE:
-            yield Remedy(f"process {pid} holds {format_size(size)} of this GPU: end it, or use another GPU", size)
-    if case.part.process is None:
+            yield Remedy(f"process {pid} holds {format_size(size)} of {where}: end it{other}", size)
+    if case.unified:  # NVML's list has no programs of the CPU, and on a Jetson nothing at all
+        yield Remedy(
+            "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
+        )
+    elif case.part.process is None:
         yield Remedy("NVML cannot say which memory is this process's (usual in containers): run nvidia-smi on the host")
     elif not known and (size := case.part.row("other processes").bytes or 0) >= WORKSPACE:
         yield Remedy(f"other processes hold {format_size(size)} of this GPU: nvidia-smi names them", size)

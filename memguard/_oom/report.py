@@ -40,8 +40,8 @@ _GROWTH = 64 * MIB
 """Growth below this before the error is not worth a line."""
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why there was no memory: its own cap, the full card, or both; a fragmented cache under a large enough cap; unknown;
-or it was no GPU memory at all."""
+"""Why there was no memory: its own cap, the full card (or machine, where its memory is unified), or both; a fragmented
+cache under a large enough cap; unknown; or it was no GPU memory at all."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,9 @@ class Report:
         if part is not None:
             ordinal = "" if part.device.ordinal is None else f", cuda:{part.device.ordinal}"
             free = format_size(part.row("free").bytes)
-            lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {format_size(part.device.usable)}", 1)
+            shared = ", the machine's memory" if part.device.unified else ""
+            total = format_size(part.device.usable)
+            lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {total}{shared}", 1)
         lines += _wrap("why", self.why, 2, "bold")
         asker = self.verdict.requester
         holders = "; ".join(_described(holder, asker) for holder in self.holders[:_SHOWN])
@@ -324,6 +326,7 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     else:
         is_, has, holds = "is", "has", "holds"
         end = ""
+    place, full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
     row, card = case.row, f"{format_size(case.free)} free"
     exact = moment is not None and moment.source in ("refusal", "observer", "text")
     if row is None or row.cap is None:
@@ -332,10 +335,10 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
             if row is not None and case.planned is not None and row.name in case.planned.caps:
                 cap = format_size(case.planned.caps[row.name])
                 about = f"; {row.name}'s cap of {cap} is {row.enforcement}, not enforced"
-            return "card", f"the card {is_} full: {card}{end}{about}"
+            return "card", f"{full} {is_} full: {card}{end}{about}"
         if moment is not None and moment.free is not None and exact:
-            return "unknown", f"the card {has} {card}{end}: the error means something else"
-        return "unknown", f"the card has {card} now: memory was freed since, as far as is known"
+            return "unknown", f"{place} {has} {card}{end}: the error means something else"
+        return "unknown", f"{place} has {card} now: memory was freed since, as far as is known"
     held = f"{holds} an unknown part" if row.bytes is None else ""
     held = held or f"{holds} {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
@@ -345,33 +348,33 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     asked = case.verdict.requested
     if asked is not None and asked > row.cap and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"
-        return "cap", f"{whole}; the card {has} {card}{end}"
+        return "cap", f"{whole}; {place} {has} {card}{end}"
     if case.shut_out:
         what = "a request of unknown size" if asked is None else f"a request for {format_size(asked)}"
         when = _WHEN.get(moment.source, "") if moment is not None else " now"
         use = f", of which {format_size(row.in_use)} {'are' if moment is None else 'were'} in use{when}"
         if row.in_use is None:
             use = f"; how much of it {is_} in use is unknown"
-        return "cap", f"{what} did not fit under its cap of {format_size(row.cap)}{use}; the card {has} {card}{end}"
+        return "cap", f"{what} did not fit under its cap of {format_size(row.cap)}{use}; {place} {has} {card}{end}"
     if case.in_pieces and moment is None:
         unknown = "what was in use when the request failed is not known"
-        return "cap", f"{cap} now; {unknown}; the card has {card}"
+        return "cap", f"{cap} now; {unknown}; {place} has {card}"
     if case.fragmented:
         pieces = f"{format_size(case.split)} of its cache {is_} fragmented"
         if case.silent:
             pieces = f"{format_size(case.split)} of its pool {is_} free but fragmented"
         large = f"its cap of {format_size(row.cap)} is large enough, but {pieces}"
-        return "fragmented", f"{large}; the card {has} {card}{end}"
+        return "fragmented", f"{large}; {place} {has} {card}{end}"
     if case.over_cap and case.over_card:
-        return "cap and card", f"{cap}, and the card {has} only {card}{end}"
+        return "cap and card", f"{cap}, and {place} {has} only {card}{end}"
     if case.over_cap:
-        return "cap", f"{cap}{end}" if since else f"{cap}; the card has {card}"
+        return "cap", f"{cap}{end}" if since else f"{cap}; {place} has {card}"
     if case.over_card:
-        return "card", f"the card {is_} full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}{end}"
+        return "card", f"{full} {is_} full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}{end}"
     if case.verdict.refused and (asked is None or case.room is None):
         left = "an unknown part" if case.room is None else format_size(case.room)
         what = "the size of the request is unknown" if asked is None else "what it has in use is unknown"
-        return "unknown", f"{what}: {left} of its cap {'were' if since else 'are'} left, and the card {has} {card}{end}"
+        return "unknown", f"{what}: {left} of its cap {'were' if since else 'are'} left, and {place} {has} {card}{end}"
     room = f"({format_size(case.room)} under its cap, {card})"
     if exact and moment is not None and (moment.held is not None or moment.in_use is not None):
         return "unknown", f"there {is_} room {room}{end}: the error means something else"

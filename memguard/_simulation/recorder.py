@@ -219,7 +219,7 @@ def _header(
     devices = (part.device for part in guard.plan.devices)
     return trace.TraceHeader(
         datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
-        tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture) for d in devices),
+        tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture, d.unified) for d in devices),
         {
             name: {"version": _version(f.module), **guard.plan.options.get(name, {}), **f.about()}
             for name, f in frameworks.items()

@@ -121,7 +121,8 @@ class SimulationOutcome:
 
 def host_of(header: TraceHeader) -> SimulatedHost:
     """Simulated GPUs of the models that the trace was recorded on."""
-    return SimulatedHost([Model(d.name, d.architecture, d.total, d.reserved or 0) for d in header.devices])
+    gpus = (Model(d.name, d.architecture, d.total, d.reserved or 0, unified=d.unified) for d in header.devices)
+    return SimulatedHost(list(gpus))
 
 
 def simulate(
@@ -169,6 +170,11 @@ class _Run:
         self.frameworks = {name: self._framework(name, options) for name in trace.header.frameworks}
         self.cells: dict[tuple[str, int], _Cell] = {}
         self.arrays: dict[tuple[str, int], int | None] = {}  # None: its allocation was refused
+        uncapped = [name for name in trace.header.frameworks if caps is not None and name not in caps]
+        if uncapped:
+            self.notes.append(
+                f"the budget does not name {' and '.join(uncapped)}, so nothing caps what was recorded of it"
+            )
         if trace.header.simulated:
             self.notes.append("the trace itself was recorded on simulated GPUs")
         if caps is None and "caps" in trace.header.extra:

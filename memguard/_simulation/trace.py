@@ -33,12 +33,16 @@ _FIELDS = tuple(f.name for f in fields(TraceEvent))
 
 @dataclass(frozen=True)
 class TraceDevice:
-    """A GPU that the trace was recorded on; `total` and `reserved` are NVML's bytes."""
+    """A GPU that the trace was recorded on; `total` and `reserved` are NVML's bytes.
+
+    `unified`: it uses the machine's memory, and `total` is CUDA's. Older traces do not say it.
+    """
 
     name: str
     total: int
     reserved: int | None = None
     architecture: str = "unknown"
+    unified: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,10 @@ class _Reader:
         reserved = record.get("reserved")
         if reserved is not None:
             reserved = self._whole("devices: reserved", reserved, 0, total - 1)
-        return TraceDevice(name, total, reserved, architecture)
+        unified = record.get("unified", False)
+        if not isinstance(unified, bool):
+            self.fail(f"devices: unified: {_show(unified)} is neither true nor false", "write true or false")
+        return TraceDevice(name, total, reserved, architecture, unified)
 
     def event(self, text: str) -> TraceEvent:
         record = self._object(text)

@@ -50,6 +50,19 @@ def numbered(path: str) -> list[tuple[int, str]]:
     return sorted((int(match[1]), os.path.join(folder, name)) for match, name in found if match)
 
 
+def written_as(path: str) -> list[str]:
+    """The files that a budget's `timeline: PATH` has given, newest first: those have PID and rank in their name."""
+    base, suffix = os.path.splitext(path)
+    folder, stem = os.path.split(base)
+    pattern = re.compile(re.escape(stem) + r"-\d{1,10}-\d{1,10}" + re.escape(suffix), re.ASCII)
+    found: list[tuple[float, str]] = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder or os.curdir):
+            if pattern.fullmatch(entry.name):
+                found.append((entry.stat().st_mtime, os.path.join(folder, entry.name)))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
 def open_regular(path: str, flags: int = 0) -> BinaryIO:
     opened: list[int] = []
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from memguard._timeline.files import numbered, open_regular
+from memguard._timeline.files import numbered, open_regular, written_as
 from memguard._timeline.format import MAGIC, MAX_LINE, Dropped, Header, Oom
 from memguard._timeline.parse import Parser, Record
 from memguard._types import Event, Plan, Sample
@@ -139,7 +139,11 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
                 notes.append(f"left out: {sibling}: it has no complete line")
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise TimelineError(f"{name}: cannot be read: {reason}\n    fix: give the path of a timeline") from None
+        fix = "give the path of a timeline"
+        if isinstance(error, FileNotFoundError) and (written := written_as(name)):
+            more = f" (the newest of {len(written)})" if len(written) > 1 else ""
+            fix = f"its name has PID and rank: {written[0]}{more}"
+        raise TimelineError(f"{name}: cannot be read: {reason}\n    fix: {fix}") from None
     if not newest and not older:
         raise TimelineError(f"{name}: no part of it has a header\n    fix: record the timeline again")
     run = (newest or older)[-1].header.run

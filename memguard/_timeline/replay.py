@@ -138,7 +138,7 @@ class TimelineOutcome:
         """Plain text of at most 80 columns."""
         caps = "the caps it was recorded with" if self.recorded else "the budget's caps"
         mark = " (simulated GPUs)" if self.simulated else ""
-        span = f"{self.samples:,} samples over {_span(self.end - self.begin)}"
+        span = f"{self.samples:,} sample{'' if self.samples == 1 else 's'} over {_span(self.end - self.begin)}"
         lines = [*_wrap(f"replay of {span}{mark}, under {caps}"), ""]
         lines.append(f"{'framework':<12}{'GPU':>4}{'cap':>12}{'peak held':>13}{'peak in use':>13}{'refused':>9}")
         lines[-1] += f"{'tight':>7}{'cache':>7}"

@@ -908,3 +908,14 @@ def test_whatever_is_done_the_books_hold(model: Model, steps: list[tuple[str, in
     gc.collect()
     setting.framework.trim(setting.gpu)
     assert setting.usage().held == 0 == setting.usage().in_use and setting.taken() == 0
+
+
+def test_copies_past_the_memory_manager_are_named_where_this_numba_makes_them(model: Model) -> None:
+    setting = model()
+    setting.apply()
+    assert setting.framework.uncounted() is None, "a Numba that asks its memory manager"
+    name = "numba.cuda.cudadrv.devicearray"
+    sys.modules[name] = types.ModuleType(name)
+    assert setting.framework.uncounted() is None
+    vars(sys.modules[name])["_to_strided_memory_view"] = lambda obj: obj
+    assert "cuda.to_device" in (setting.framework.uncounted() or "")

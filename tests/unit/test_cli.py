@@ -171,7 +171,6 @@ REPLAY, SIMULATE = "memguard replay a.timeline", "memguard simulate"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("simulate a.trace b.yaml", "a.trace is a trace, not a budget: memguard simulate BUDGET TRACE"),
         ("simulate b.yaml a.timeline", f"a timeline, not a trace\n    fix: {REPLAY} --budget b.yaml"),
         ("simulate a.timeline --without-budget", f"a timeline, not a trace\n    fix: {REPLAY}"),
         ("simulate a.timeline", f"a timeline, not a trace\n    fix: {REPLAY}"),
@@ -188,7 +187,12 @@ REPLAY, SIMULATE = "memguard replay a.timeline", "memguard simulate"
         ("replay b.yaml a.trace", f"a trace, not a timeline\n    fix: {SIMULATE} b.yaml a.trace"),
         ("replay a.trace b.yaml", f"a trace, not a timeline: {SIMULATE} b.yaml a.trace"),
         ("replay other.trace", f"not a timeline\n    fix: {SIMULATE} other.trace --without-budget"),
-        ("replay a.timeline b.yaml", "not a budget: the budget goes to --budget: memguard replay TIMELINE"),
+        ("replay a.timeline b.yaml", "a timeline, not a budget: memguard replay a.timeline --budget b.yaml"),
+        ("simulate a.trace b.yaml", f"a trace, not a budget: {SIMULATE} b.yaml a.trace"),
+        ("simulate a.trace a.trace", f"a trace, not a budget: {SIMULATE} BUDGET TRACE"),
+        ("replay b.yaml", "looks like a budget, and no timeline is given: memguard replay BUDGET TIMELINE"),
+        ("replay b.yaml --budget b.yaml", "no timeline is given: memguard replay BUDGET TIMELINE"),
+        ("replay a.timeline a.timeline", "a timeline, not a budget: memguard replay BUDGET TIMELINE"),
         ("replay b.yaml a.timeline --budget b.yaml", "given twice: memguard replay TIMELINE --budget BUDGET"),
         ("replay b.yaml a.timeline a.timeline", "3 files are given: memguard replay TIMELINE --budget BUDGET"),
     ],

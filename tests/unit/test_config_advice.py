@@ -9,18 +9,21 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memguard._config import FRAMEWORKS, Budget, from_mapping, parse
+from memguard._config.fitting import fitting
 from memguard._config.positions import read
 from memguard._policy import plan
 from memguard._specs import SPECS
 from memguard._types import Device
+from memguard._units import GRANULE
 from memguard.errors import ConfigError, PlanError, Problem
 
 # A user who follows fixes
@@ -489,7 +492,8 @@ def test_a_file_of_a_newer_version_is_not_told_to_write_1() -> None:
 # Sums
 
 SHARES = st.integers(1, 999).map(lambda tenths: f"{tenths / 10:g}%")
-BYTES = st.integers(2, 40_000).map(lambda mib: f"{mib}MiB")
+BYTES = (st.integers(2, 40_000) | st.integers(2, 30)).map(lambda mib: f"{mib}MiB")
+"""Small ones too, for which no limit can be lowered below its smallest size."""
 ROOMS = st.fixed_dictionaries({"limit": BYTES}, optional={"reserve": BYTES})
 SUMS = st.fixed_dictionaries(
     {
@@ -521,6 +525,13 @@ def test_sums_that_do_not_fit_take_one_round(data: dict[str, Any]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(SUMS)
+@example(
+    {
+        "version": 1,
+        "frameworks": {"torch": {"share": "33.4%"}, "tensorflow": {"limit": "2MiB"}, "cupy": {"limit": "2MiB"}},
+        "device": {"limit": "6MiB"},
+    }
+)
 def test_lowering_the_frameworks_fits_as_well_as_raising_the_limit(data: dict[str, Any]) -> None:
     """The other half of 'raise the limit to …, or lower the frameworks …, for example to …'."""
     for problem in errors_of(data):
@@ -528,8 +539,9 @@ def test_lowering_the_frameworks_fits_as_well_as_raising_the_limit(data: dict[st
             lowered = copy.deepcopy(data)
             for name, part in (one.split() for one in problem.fix.partition("for example to ")[2].split(", ")):
                 lowered["frameworks"][name]["share" if "%" in part else "limit"] = part
+            assert lowered != data
             left = [p for p in errors_of(lowered) if "leaves nothing" not in p.message]
-            assert left == [] or min_room(data) < 2 * len(data["frameworks"]) * 2**20, (problem.fix, left)
+            assert left == [], (problem.fix, left)
 
 
 LARGE = st.integers(1500, 40_000).map(lambda mib: f"{mib}MiB")
@@ -570,12 +582,31 @@ def test_with_the_default_reserve_a_sum_takes_one_round_of_check_and_plan(
                     assert "the smallest cap" in str(error), (problem.fix, str(error))
 
 
-def min_room(data: dict[str, Any]) -> int:
-    parsed = [
-        {**data.get("device", {}), **entry} for entry in [data.get("device", {}), *data.get("devices", {}).values()]
-    ]
-    sizes = [int(e["limit"][:-3]) - int(e.get("reserve", "0MiB")[:-3]) for e in parsed if "limit" in e]
-    return min(sizes, default=0) << 20
+SIZES = st.integers(GRANULE, 60 * 2**20) | st.integers(1, 30).map(lambda pages: pages * GRANULE)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(FRAMEWORKS[:3]), st.fractions(Fraction(1, 1000), 1, max_denominator=1000)),
+    st.dictionaries(st.sampled_from(FRAMEWORKS[3:]), SIZES),
+    SIZES,
+)
+@example({"torch": Fraction(334, 1000)}, {"tensorflow": GRANULE, "cupy": GRANULE}, 3 * GRANULE)
+@example({}, dict(zip(FRAMEWORKS, [3 * 2**20] * 4 + [400 * 2**20], strict=False)), 412 * 2**20 - 1)
+def test_parts_that_fit_do(shares: dict[str, Fraction], limits: dict[str, int], room: int) -> None:
+    """They fit, none is raised, none is lowered to less than the smallest cap; if there are none, nothing would do."""
+    if sum(shares.values()) * room + sum(limits.values()) <= room:
+        return
+    found = fitting(shares, limits, room)
+    after = {**shares, **limits, **found}
+    assert all(found[name] < {**shares, **limits}[name] for name in found)
+    if found:
+        assert sum(after[n] for n in shares) * room + sum(after[n] for n in limits) <= room
+        assert all(found[n] >= GRANULE for n in limits if n in found)
+        assert all(found[n] * room >= GRANULE for n in shares if n in found and shares[n] * room >= GRANULE)
+    else:
+        half, total = room / 2 if limits else room, sum(shares.values())
+        assert room <= 2 * len(limits) * GRANULE or any(s / total * half < 2 * GRANULE for s in shares.values())
 
 
 def test_the_corpus_is_large() -> None:

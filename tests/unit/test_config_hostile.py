@@ -11,7 +11,7 @@ import sys
 import time
 import tracemalloc
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -278,3 +278,21 @@ def test_a_mapping_is_planned_or_refused(data: dict[str, Any]) -> None:
     else:
         assert all(sum(part.caps.values()) + part.reserve <= part.limit for part in plan.devices)
     assert str(before) == str(data), "what was given is not changed"
+
+
+PLACES: list[Callable[[Any], dict[str, Any]]] = [
+    lambda v: {"frameworks": {"torch": v}}, lambda v: {"frameworks": {"torch": [v]}},
+    lambda v: {"frameworks": {"torch": [v, v]}}, lambda v: {"frameworks": {"torch": {"share": v}}},
+    lambda v: {"frameworks": {"torch": [{"share": v}]}}, lambda v: {"frameworks": v}, lambda v: {"frameworks": [v]},
+    lambda v: {"device": v}, lambda v: {"device": [v]}, lambda v: {"device": [{"limit": v}]},
+    lambda v: {"devices": {"0": v}}, lambda v: {"devices": [v]}, lambda v: {"monitor": [v]},
+    lambda v: {"anything": [v]}, lambda v: {"on_pressure": [v]}, lambda v: {"version": v},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 1e400, float("nan")], ids=["huge", "low", "inf", "nan"])
+def test_a_number_that_nobody_can_print_is_a_problem_at_every_place(value: float) -> None:
+    for place in PLACES:
+        with pytest.raises(ConfigError) as raised:
+            from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}}, **place(value)})
+        assert len(str(raised.value)) < 2000

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from memguard._devices import named, simulated
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.types import DeviceLedger
+from memguard._simulation.replay import host_of, simulate
+from memguard._simulation.trace import read
 from memguard._units import GIB, MIB
 from memguard.cli import main
 from memguard.errors import BudgetExceeded, PlanError
@@ -242,13 +245,22 @@ def test_the_report_of_an_out_of_memory_error(kind: Kind, start: Callable[..., d
     assert isinstance(host, SimulatedHost)
     device = host.devices()[0]
     host.occupy(device, 999, host.memory(device).free - 64 * MIB)
-    with pytest.raises(Exception, match="out of memory"), memguard.workload("step", framework="cupy"):
+    with pytest.raises(Exception, match="out of memory") as raised, memguard.workload("step", framework="cupy"):
         frameworks["cupy"].allocate(GIB)
     report = memguard.last_oom()
     assert report is not None and report.reason == "card" and json.dumps(report.as_dict())
+    texts = [report.why, str(report), report.note, str(raised.value), *(one.text for one in report.remedies)]
+    for text in texts:
+        assert not kind.unified or not re.search("the card|another GPU|nvidia-smi", text), text
+    if kind.unified:
+        assert "the machine's memory is full" in report.why and "the machine's memory is full" in str(raised.value)
+        assert "the machine's memory" in str(report).partition("why")[0]
+        assert any("free -h" in remedy.text for remedy in report.remedies)
 
 
-def test_a_trace_is_recorded_and_replayed(start: Callable[..., dict[str, Any]], gpu: str, tmp_path: Path) -> None:
+def test_a_trace_is_recorded_and_replayed(
+    kind: Kind, start: Callable[..., dict[str, Any]], gpu: str, tmp_path: Path
+) -> None:
     frameworks = start()
     frameworks["torch"].allocate(MIB)
     with memguard.record_trace(tmp_path / "trace.jsonl"):
@@ -256,6 +268,13 @@ def test_a_trace_is_recorded_and_replayed(start: Callable[..., dict[str, Any]], 
         time.sleep(0.02)
         frameworks["torch"].free(array)
     memguard.shutdown()
+    recorded = read(tmp_path / "trace.jsonl").header
+    (device,) = host_of(recorded).devices()
+    assert recorded.devices[0].unified is device.unified is kind.unified
+    outcome = simulate(read(tmp_path / "trace.jsonl"))
+    assert outcome.ledger is not None
+    replayed = outcome.ledger.devices[0]
+    assert replayed.sum == (replayed.process if kind.unified else replayed.device.total)
     (tmp_path / "budget.yaml").write_text(json.dumps(BUDGET))
     for options in ([], ["--device", gpu], ["--json"]):
         words = ["simulate", str(tmp_path / "budget.yaml"), str(tmp_path / "trace.jsonl"), *options]

@@ -436,3 +436,20 @@ def test_one_that_is_not_named_is_watched_from_its_import_on(made: list[Stub], m
     assert (row.bytes, row.cap, row.enforcement) == (GIB, None, "watched")
     assert part.row("torch").enforcement == "enforced"
     assert part.row("overhead").bytes == FIRST + 94 * MIB and part.row("unaccounted").bytes == 0
+
+
+@pytest.mark.parametrize("bytes_outside", [0, 1, 2 * MIB - 1, 512 * MIB, 1536 * MIB])
+@pytest.mark.parametrize("live", [True, False])
+def test_what_a_framework_takes_past_its_count_is_named_where_it_may_be(
+    bytes_outside: int, live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting("numba")
+    setting.live()
+    if live:
+        setting.stubs["numba"].usages[setting.gpu.uuid] = Usage(0, 0, 0)
+    monkeypatch.setattr(setting.stubs["numba"], "uncounted", lambda: "copies of numba's arguments")
+    setting.read()
+    setting.host.take(setting.gpu, bytes_outside)
+    row = setting.read().row("unaccounted")
+    named = live and (row.bytes or 0) >= 2 * MIB
+    assert ("copies of numba's arguments" in row.note) is named and (bytes_outside < 2 * MIB or not live or named)

@@ -194,14 +194,19 @@ def test_disable_reads_nothing_and_says_so_in_the_log(
 
 
 @pytest.mark.parametrize("names", ["hh200", ["h200", "nothing"], "", 7])
-def test_a_simulated_gpu_that_does_not_exist_is_no_missing_gpu(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_gpu_that_does_not_exist_is_no_missing_gpu(
+    names: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for missing_gpu in ("raise", "warn", "simulate"):
         with pytest.raises(DeviceError) as caught:
             memguard.init(BUDGET, simulate=names, missing_gpu=missing_gpu)  # type: ignore[arg-type]
         assert " or: " not in str(caught.value) and not caught.value.missing
     monkeypatch.setenv("MEMGUARD_SIMULATE", "hh200")
-    with pytest.raises(DeviceError, match="no simulated GPU 'hh200'"):
+    monkeypatch.setattr(real_imports, "said", False)
+    capsys.readouterr()
+    with pytest.raises(DeviceError, match="MEMGUARD_SIMULATE: no simulated GPU 'hh200'"):
         memguard.init(BUDGET, missing_gpu="warn")
+    assert capsys.readouterr() == ("", ""), "nothing is simulated"
 
 
 def test_a_worker_that_imports_the_script_again_runs_through_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_a_cell_that_does_not_fit_is_refused_before_it_runs(nb: Notebook) -> Non
     assert "BudgetExceeded: torch needs 90.00 GiB" in error(outputs)
     assert "_guard.py" not in error(outputs)  # the way to the refusal is of no interest
     assert nb.text("print('ran' in globals())") == "False\n"
+
+
+def test_an_error_of_a_cell_with_a_need_is_explained_once(nb: Notebook) -> None:
+    """The report follows the traceback, which leaves the note out; the error keeps it."""
+    for _ in range(2):
+        outputs = nb.fails("%%memguard --framework torch", "keep = Array('torch', 500 * GIB)")
+        assert "ran out of GPU memory" not in error(outputs)
+        assert text(outputs).count("ran out of GPU memory") == 1, "the report"
+        if sys.version_info >= (3, 11):
+            assert "ran out of GPU memory" in nb.text("import sys\nprint(sys.last_value.__notes__)")
 
 
 def test_an_error_of_the_cell_is_the_cells(nb: Notebook) -> None:

@@ -755,7 +755,7 @@ def test_repetitions_become_one_event_at_times() -> None:
     other = Moment("cupy", "refusal", 1.0, "GPU-0")
     (first,) = refusals.refused(moment)
     assert first.times == 1 and first.text == (
-        "torch: a request for 1.00 GiB was refused; it held 3.00 GiB of its cap of 4.00 GiB, and the card had 5.00 GiB "
+        "torch: a request for 1.00 GiB was refused; it held 3.00 GiB of its cap of 4.00 GiB, and the GPU had 5.00 GiB "
         "free"
     )
     assert [event.framework for event in refusals.refused(other)] == ["cupy"]

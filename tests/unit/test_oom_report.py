@@ -312,3 +312,42 @@ def test_a_cap_that_is_recommended_fits_and_is_enough(shares: list[int], asked: 
         assert (
             found.reason != "cap" or "lower frameworks" in text or "device.limit" in text or "neither the other" in text
         )
+
+
+SHARED = replace(H200, name="NVIDIA GB10", total=124_610 * MIB, reserved=None, unified=True)
+
+
+@given(
+    st.integers(0, 60 * GIB), st.integers(0, 60 * GIB), st.integers(0, 121 * GIB), st.booleans(),
+    st.none() | st.integers(1, 130 * GIB), st.sampled_from(["torch", "cupy", "library"]), st.booleans(),
+    st.none() | st.sampled_from(["refusal", "observer", "text", "peak", "sample"]),
+    st.dictionaries(st.integers(2, 9), st.none() | st.integers(0, 60 * GIB), max_size=3),
+)  # fmt: skip
+def test_where_the_gpu_uses_the_machines_memory_nobody_looks_for_a_card(
+    held: int, idle: int, free: int, known: bool, asked: int | None, who: str, capped: bool, source: Any,
+    others: dict[int, int | None],
+) -> None:  # fmt: skip
+    """Reason and advice name the machine, whatever the figures are."""
+    plan = plan_of(SHARES if capped else {"jax": {"share": "20%"}}, (SHARED,))
+    size = "" if asked is None else f" Tried to allocate {asked / GIB:.2f} GiB. GPU 0"
+    facts = torch_error(size)
+    if who == "cupy":
+        kind = "cupy.cuda.memory.OutOfMemoryError"
+        facts = ErrorFacts(kind, (kind,), f"Out of memory allocating {asked or 'some'} bytes", {})
+    elif who == "library":
+        facts = ErrorFacts(CUBLAS[0], CUBLAS[:1], CUBLAS[1], {})
+    usages = {"torch": Usage(held, max(held - idle, 0), idle // 2), "cupy": Usage(idle, 0, idle)}
+    own = 612 * MIB + held + idle if known else None
+    reading = Reading(SHARED, MemoryInfo(SHARED.total, None, None, free, None), own, usages, Overhead(612 * MIB))
+    ledger = Ledger(0.0, (device_ledger(reading, plan.devices[0]),))
+    moment = None
+    if source is not None and who != "library":
+        moment = Moment(who, source, 0.0, SHARED.uuid, asked, held, max(held - idle, 0), 0, free=free)
+    found = diagnose(
+        facts, classify(facts), ledger, plan, {SHARED.uuid: others}, (), time=0.0, recorded=moment,
+        budget=from_mapping({"version": 1, "frameworks": SHARES if capped else {"jax": {"share": "20%"}}}),
+    )  # fmt: skip
+    text = "\n".join([found.why, str(found), *(remedy.text for remedy in found.remedies)])
+    assert not re.search(r"\bcard\b|nvidia-smi|another GPU", text), text
+    if "card" in found.reason:
+        assert "the machine" in found.why and any("free -h" in remedy.text for remedy in found.remedies)

@@ -32,7 +32,7 @@ def follow(data: dict[str, Any], problem: Problem) -> bool:
     elif found := re.match(r"raise (\S+)\.limit to (\w+)", fix):
         first, _, key = found[1].partition(".")
         (data.setdefault(first, {}) if not key else data[first][key])["limit"] = found[2]
-    elif found := re.search(r"for example to (.*), or raise device.limit", fix):
+    elif found := re.search(r"for example to (.*?)(?:, or raise device\.limit)?$", fix):
         for name, part in (one.split() for one in found[1].split(", ")):
             kind = "share" if part.endswith("%") else "limit"
             assert kind in data["frameworks"][name]
@@ -44,7 +44,7 @@ def follow(data: dict[str, Any], problem: Problem) -> bool:
             if "reserve" in entry:
                 entry["reserve"] = found[1]
     else:
-        assert "this GPU is too small" in fix, fix
+        assert "this GPU is too small" in fix or "not even the smallest caps fit" in fix, fix
         return False
     return True
 
@@ -87,6 +87,19 @@ def test_the_fixes_of_a_plan_lead_to_a_plan(data: dict[str, Any], devices: Any) 
         if not all(followed):
             return
     assert not problems_of(data, devices), (kinds, data)
+
+
+def test_nobody_is_told_to_raise_a_limit_that_is_too_large_for_the_gpu() -> None:
+    """The fixes of one plan do not contradict each other; where nothing can be lowered that is said."""
+    for gpu in ("t4", "h100-1g.10gb", "a10", "rtx4090"):
+        for frameworks in ({"torch": {"share": "80%"}, "cupy": {"limit": "8GiB"}}, {"cupy": {"limit": "23GiB"}}):
+            for limit in ("40GiB", "100%"):
+                mapping = {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
+                with pytest.raises(PlanError) as raised:
+                    _policy.plan(from_mapping(mapping), SimulatedHost(gpu).devices())
+                fixes = " ".join(problem.fix for problem in raised.value.problems)
+                assert ("or raise device.limit" in fixes) is (limit == "100%")
+                assert ("lower it to at most" in fixes) is (limit == "40GiB")
 
 
 def test_sums_on_several_gpus_take_one_round() -> None:

@@ -121,6 +121,18 @@ def test_levels_are_met_exactly(name: str, levels: list[int]) -> None:
         assert row.peak_in_use == max(levels) and row.held_deviation is None
 
 
+@pytest.mark.parametrize("named", [(), ("torch",), ("torch", "jax"), ("torch", "jax", "numba")])
+def test_frameworks_that_the_budget_does_not_name_are_named(named: tuple[str, ...]) -> None:
+    recorded = Trace(TraceHeader("2025-01-31", (H200,), {"torch": {}, "jax": {}, "numba": {}}), ())
+    host = host_of(recorded.header)
+    outcome = simulate(recorded, host, {name: {host.devices()[0].uuid: GIB} for name in named})
+    rest = [name for name in ("torch", "jax", "numba") if name not in named]
+    assert [f"does not name {' and '.join(rest)}, so nothing caps" in note for note in outcome.notes] == [True] * bool(
+        rest
+    )
+    assert simulate(recorded).notes == ()
+
+
 def test_without_a_budget_jax_takes_three_quarters_of_the_card() -> None:
     """What it does where nobody says otherwise; under a cap it grows."""
     events = (level(256 * MIB, framework="jax"),)

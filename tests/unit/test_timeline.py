@@ -866,3 +866,19 @@ def test_figures_that_cannot_be_true_are_unknown_and_never_make_a_file_that_cann
     for sample in found:
         for device in sample.devices if isinstance(sample, Sample) else ():
             assert all(abs(figure) <= MAX_SIZE for figure in device if isinstance(figure, int))
+
+
+def test_the_name_in_the_budget_leads_to_the_files_it_gave(tmp_path: Path) -> None:
+    """`timeline: run.jsonl` is written as `run-PID-RANK.jsonl`."""
+    named = tmp_path / "run.jsonl"
+    for name in ("run-x-0.jsonl", "other-1-0.jsonl", "run-1-0.txt", "run-1-0.1.jsonl", "run-\u0661-0.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(TimelineError, match="give the path of a timeline"):
+        load_timeline(named)
+    for number, pid in enumerate((4711, 12, 99)):
+        (written := tmp_path / f"run-{pid}-0.jsonl").touch()
+        os.utime(written, (1000 + number, 1000 + number))
+        with pytest.raises(TimelineError) as raised:
+            load_timeline(named)
+        count = f" (the newest of {number + 1})" if number else ""
+        assert str(raised.value).endswith(f"fix: its name has PID and rank: {written}{count}")

@@ -120,13 +120,14 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
     `driver` is set if the GPU was full, and not the cap reached.
     """
 
-    def __init__(self, name: str, refused: AllocationRefused, free: int) -> None:
+    def __init__(self, name: str, refused: AllocationRefused, free: int, *, unified: bool = False) -> None:
         self.framework, self.held, self.cap, self.driver = name, refused.held, refused.cap, refused.driver
-        why = "the card is full" if refused.driver else "its cap is reached"
+        place, full = ("in the machine", "the machine's memory") if unified else ("on the card", "the card")
+        why = f"{full} is full" if refused.driver else "its cap is reached"
         limit = "no cap" if refused.cap is None else f"cap {format_size(refused.cap)}"
         text = (
             f"simulated {name}: out of memory: {format_size(refused.requested)} asked for, "
-            f"{format_size(refused.held)} held, {limit}, {format_size(free)} free on the card: {why}"
+            f"{format_size(refused.held)} held, {limit}, {format_size(free)} free {place}: {why}"
         )
         super().__init__(text, refused.requested, free)
 
@@ -324,7 +325,8 @@ class SimulatedFramework(Framework):
             try:
                 block = self._pool(gpu, nbytes).allocate(nbytes, exact=exact)
             except AllocationRefused as refused:
-                raise oom_type(self.name)(self.name, refused, self._gpus.memory(gpu).free) from None
+                free = self._gpus.memory(gpu).free
+                raise oom_type(self.name)(self.name, refused, free, unified=gpu.unified) from None
             finally:
                 self._allocating = not outermost
             array = next(self._ids)

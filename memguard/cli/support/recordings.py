@@ -42,9 +42,11 @@ def given(words: tuple[str, ...], budget: str | None, wanted: str, *, without_bu
         if found is not None and found != wanted and not without_budget:
             raise click.UsageError(f"{budget} is a {found}, not a {wanted}: {_right(found, budget, recording)}")
         if found is not None and not without_budget:
-            also = f"{command} BUDGET {name}" if wanted == "trace" else f"the budget goes to --budget: {command} {name}"
+            also = f"{command} BUDGET {name}" if kind(recording) else _right(wanted, budget, recording)
             raise click.UsageError(f"{budget} is a {found}, not a budget: {also}")
     found = kind(recording)
+    if not first and wanted == "timeline" and found is None and recording.endswith((".yaml", ".yml")):
+        raise click.UsageError(f"{recording} looks like a budget, and no timeline is given: {command} BUDGET {name}")
     if found not in (None, wanted):
         return Given(budget, recording, _right(str(found), recording, None if without_budget else budget))
     return Given(budget, recording)
