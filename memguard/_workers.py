@@ -70,7 +70,25 @@ def simulated(environ: Mapping[str, str]) -> list[str] | None:
     return [name.strip() for name in environ.get(SIMULATE, "").split(",") if name.strip()] or None
 
 
-class PassiveGuard(Guard):
+class _Inactive(Guard):
+    """A guard that caps nothing, and has nothing to undo."""
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    @property
+    def frameworks(self) -> Mapping[str, Any]:
+        return {}
+
+    def stop(self) -> list[str]:
+        return []
+
+    def forked(self) -> None:
+        pass
+
+
+class PassiveGuard(_Inactive):
     """What `init` returns if it applied nothing: not active, and whatever needs a budget raises NotActive."""
 
     def __init__(self) -> None:  # not Guard's, which asks for GPUs
@@ -81,22 +99,8 @@ class PassiveGuard(Guard):
             return super().__getattribute__(name)
         raise NotActive(WHY)
 
-    @property
-    def active(self) -> bool:
-        return False
-
-    @property
-    def frameworks(self) -> Mapping[str, Any]:
-        return {}
-
     def start(self) -> None:
         raise NotActive(WHY)
-
-    def stop(self) -> list[str]:
-        return []
-
-    def forked(self) -> None:
-        pass
 
     def __repr__(self) -> str:
         return "<PassiveGuard, not active: print it for the reason>"
@@ -105,7 +109,7 @@ class PassiveGuard(Guard):
         return WHY
 
 
-class IdleGuard(Guard):
+class IdleGuard(_Inactive):
     """What `init` returns if a program is to run on without a budget. Its calls do nothing, and none raises.
 
     `why` says why nothing is applied, `given` is what `init` was given: `budget` reads it when it is asked for.
@@ -124,21 +128,7 @@ class IdleGuard(Guard):
 
         return _config.of(self.given)
 
-    @property
-    def active(self) -> bool:
-        return False
-
-    @property
-    def frameworks(self) -> Mapping[str, Any]:
-        return {}
-
     def start(self) -> None:
-        pass
-
-    def stop(self) -> list[str]:
-        return []
-
-    def forked(self) -> None:
         pass
 
     def ledger(self) -> Ledger:
