@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,11 @@ class Notebook:
     def run(self, *lines: str) -> list[Any]:
         cells = self._client.nb.cells
         cells.append(nbformat.v4.new_code_cell("\n".join(lines)))
-        cell = self._client.execute_cell(cells[-1], len(cells) - 1)
+        for _ in range(100):
+            cell = self._client.execute_cell(cells[-1], len(cells) - 1)
+            if cell.execution_count is not None:
+                break
+            time.sleep(0.05)  # ipykernel drops what is asked for right after a cell that failed
         return joined(cell.outputs)
 
     def text(self, *lines: str) -> str:
