@@ -65,5 +65,5 @@ def run(
 ) -> Ended:
     """The probes in one process of this Python."""
     spec: dict[str, Any] = {"probes": probes, "path": [], "first": first}
-    command = (sys.executable, "-c", main.BOOT, main.__file__)
+    command = (sys.executable, main.__file__)
     return watch(command, spec, environ, timeout, stop or threading.Event())

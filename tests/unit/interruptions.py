@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -14,10 +15,12 @@ import memguard
 PACKAGE = str(Path(memguard.__file__).parent)
 _CHECKS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME", "SEND")
 """Opcodes after which a signal handler may run. It may also run before the first opcode of a frame."""
+_TOOL = 4
+"""A number of `sys.monitoring` that no coverage tool, debugger or profiler has."""
 
 
 class Points:
-    """Counts those points while `call` runs, and raises at the one with that number."""
+    """Counts those points while `call` runs, and raises at the one with that number. Other threads go on."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.count, self.place = at, 0, ""
@@ -25,36 +28,76 @@ class Points:
         self._names: dict[CodeType, dict[int, str]] = {}
 
     def run(self, call: Callable[[], Any]) -> Any:
+        # Python 3.13's `sys.settrace` skips opcodes of a function when they are traced again after an interruption.
+        return self._monitored(call) if sys.version_info >= (3, 12) else self._traced(call)
+
+    def _monitored(self, call: Callable[[], Any]) -> Any:
+        monitoring, own = sys.monitoring, threading.get_ident()
+        events = monitoring.events
+
+        def begins(code: CodeType, offset: int) -> Any:
+            if not _ours(code):
+                return monitoring.DISABLE
+            if threading.get_ident() == own:
+                self._last.pop(id(sys._getframe(1)), None)
+            return None
+
+        def opcode(code: CodeType, offset: int) -> Any:
+            if not _ours(code):
+                return monitoring.DISABLE
+            if threading.get_ident() == own:
+                self._opcode(sys._getframe(1), offset, lambda: monitoring.set_events(_TOOL, 0))
+            return None
+
+        monitoring.use_tool_id(_TOOL, "interruptions")
+        try:
+            monitoring.register_callback(_TOOL, events.PY_START, begins)
+            monitoring.register_callback(_TOOL, events.INSTRUCTION, opcode)
+            monitoring.set_events(_TOOL, events.PY_START | events.INSTRUCTION)
+            return call()
+        finally:
+            monitoring.set_events(_TOOL, 0)
+            monitoring.register_callback(_TOOL, events.PY_START, None)
+            monitoring.register_callback(_TOOL, events.INSTRUCTION, None)
+            monitoring.free_tool_id(_TOOL)
+
+    def _traced(self, call: Callable[[], Any]) -> Any:
+        def begins(frame: FrameType, event: str, argument: object) -> Any:
+            if not _ours(frame.f_code):
+                return None
+            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+            return traced
+
+        def traced(frame: FrameType, event: str, argument: object) -> Any:
+            if event == "opcode":
+                self._opcode(frame, frame.f_lasti, lambda: sys.settrace(None))
+            elif event == "return":
+                self._last.pop(id(frame), None)
+            return traced
+
         before = sys.gettrace()
-        sys.settrace(self._trace)
+        sys.settrace(begins)
         try:
             return call()
         finally:
             sys.settrace(before)
 
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or "/_config/" in frame.f_code.co_filename:
-            return None
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        return self._opcode
-
-    def _opcode(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event != "opcode":
-            if event == "return":
-                self._last.pop(id(frame), None)
-            return self._opcode
-        code, at = frame.f_code, frame.f_lasti
+    def _opcode(self, frame: FrameType, offset: int, stop: Callable[[], object]) -> None:
+        code = frame.f_code
         names = self._names.get(code)
         if names is None:
             names = self._names[code] = {one.offset: one.opname for one in dis.get_instructions(code)}
         before = self._last.get(id(frame))
-        self._last[id(frame)] = at
+        self._last[id(frame)] = offset
         # Before the first opcode, and after one that looks for signals.
         if before is not None and not names.get(before, "CALL").startswith(_CHECKS):
-            return self._opcode
+            return
         self.count += 1
         if self.count == self.at:
-            self.place = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name} {names.get(at)}"
-            sys.settrace(None)
+            self.place = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name} {names.get(offset)}"
+            stop()
             raise KeyboardInterrupt
-        return self._opcode
+
+
+def _ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(PACKAGE) and "/_config/" not in code.co_filename

@@ -379,6 +379,7 @@ def test_no_command_imports_from_the_current_folder(hostile: Path, arguments: li
 
 
 def test_the_child_that_asks_cuda_imports_nothing_of_it(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hostile / "ran").unlink(missing_ok=True)
     monkeypatch.chdir(hostile)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert "" not in cuda_order.importable()

@@ -81,8 +81,8 @@ def test_only_those_that_the_budget_names(site: Path) -> None:
 
 
 def test_one_that_is_not_installed_is_told_without_a_probe(tmp_path: Path) -> None:
-    code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]"
-    python = [sys.executable, "-S", "-c", f"{code}; sys.argv.remove('-c'); exec(sys.argv.pop(1))"]
+    code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; del sys.argv[0]"
+    python = [sys.executable, "-S", "-c", f"{code}; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"]
     found = gather.facts(None, frameworks=["torch"], timeout=30, python=python, environ=environ(tmp_path))
     assert found.frameworks["torch"].path is None
     assert found.frameworks["torch"].probe is None

@@ -547,7 +547,10 @@ def test_an_interactive_interpreter_shows_what_it_shows_without_us(
         undo = budget.install() if hooked else None
         try:
             ours = sys.excepthook
-            shell.runsource(SOURCES[source], "<input>", "exec")
+            try:
+                shell.runsource(SOURCES[source], "<input>", "exec")
+            except TypeError as error:  # Python 3.13.0 of a null byte: its `code` compares a line number that is None
+                shell.write(f"raised {error!r}")
             assert sys.excepthook is ours
         finally:
             if undo is not None:

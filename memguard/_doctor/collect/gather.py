@@ -131,18 +131,20 @@ class _Runner:
             "path": list(self.path),
             "first": self.first,
         }
-        command = (*self.python, "-c", main.BOOT, main.__file__)
+        # Not by `-c`, which puts the current folder first: Python 3.13 imports a linecache.py there by itself.
+        command = (*self.python, main.__file__)
         return self._watched(name, command, spec, timeout or self.timeout)
 
     def survey(self) -> Ended:
         """Ask the driver. It needs memguard, and so this interpreter."""
         code = (
-            f"{main.SAFE}{main.ALARM}import json; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
-            "from memguard._devices import survey; fd = os.dup(spec['fd']); survey.main(spec['fd'], spec['without']); "
+            "import json, os, signal, sys; spec = json.loads(sys.argv[1]); signal.alarm(int(spec['timeout']) + 10); "
+            "sys.path[:] = spec['path']; from memguard._devices import survey; "
+            "fd = os.dup(spec['fd']); survey.main(spec['fd'], spec['without']); "
             'os.write(fd, b\'{"done": "driver"}\\n\')'
         )
         spec = {"path": importable(), "without": [os.getpid()]}
-        return self._watched("driver", (sys.executable, "-c", code), spec, self.timeout)
+        return self._watched("driver", (sys.executable, "-I", "-c", code), spec, self.timeout)
 
     def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:
         from memguard._doctor.collect.processes import (

@@ -1,8 +1,8 @@
 """Runs probes in a process of their own and reports to the parent: JSON lines on a pipe, one at a time.
 
 So what was read before a crash is known. stderr is left to the framework, and the parent keeps it. Started as
-`python -c BOOT FILE SPEC`. This file is not imported, and probes are loaded by their path, so that no file beside it,
-such as torch.py, is found in place of a framework.
+`python FILE SPEC`; probes are loaded by their path, so that no file beside this one, such as torch.py, is found in
+place of a framework.
 
 Nothing of the current folder is imported: a json.py there is somebody's file. What a program in that folder would find
 instead of a framework is looked for, and not run (`ProbeReport.beside`).
@@ -10,32 +10,31 @@ instead of a framework is looked for, and not run (`ProbeReport.beside`).
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":
+    import _signal  # type: ignore[import-not-found]
+
+    # This folder has a torch.py. Python puts it first, unless it was told not to (-P, PYTHONSAFEPATH).
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+        del sys.path[0]
+    # Ends a process whose parent was killed. By a built-in module, before anything can hang.
+    _signal.alarm(int(os.environ.get("MEMGUARD_PROBE", "").rpartition(".")[2] or 0))
+
 import contextlib
 import ctypes
 import faulthandler
 import importlib.util
 import json
-import os
 import re
 import signal
-import sys
 import time
 
 TYPE_CHECKING = False  # as in `typing`, which is not needed at run time
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
-
-ALARM = "import _signal, os; _signal.alarm(int(os.environ.get('MEMGUARD_PROBE', '').rpartition('.')[2] or 0)); "
-"""Ends a process whose parent was killed. By a built-in module, which no file can shadow, before anything can hang."""
-
-SAFE = "import sys; del sys.path[: sys.path[:1] == ['']]; "
-"""Takes the current folder off the path, which `-c` puts there, before anything is imported. `-P` is of Python 3.11."""
-
-BOOT = (
-    f"{SAFE}{ALARM}n = sys.argv[1]; f = open(n, encoding='utf-8'); c = compile(f.read(), n, 'exec'); f.close(); "
-    "exec(c, {'__name__': '_probe', '__file__': n})"
-)
 
 LIBRARY = re.compile(
     r"(^|/)(lib(cuda|cublas|cudnn|cufft|cufile|curand|cusolver|cusparse|cutensor|cupti|nccl|nvrtc|nvJitLink|nvvm|nvshmem"
@@ -103,7 +102,7 @@ class ProbeReport:
             raise Stopped
 
     def loaded(self) -> None:
-        """ProbeReport the cuDNN that is loaded."""
+        """Report the cuDNN that is loaded."""
         found = cudnn()
         if found is not None:
             self.put(cudnn_loaded=found)
@@ -221,5 +220,5 @@ def main(spec: Mapping[str, Any]) -> None:
         report.done(name)
 
 
-if __name__ == "_probe":
-    main(json.loads(sys.argv[2]))
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
