@@ -50,9 +50,11 @@ _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
 _LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
 _WITHIN = (
-    "NVML is just being started or shut down on this thread, and was asked within that by a signal handler or a "
-    "finalizer\n    fix: ask again after it"
+    "NVML is just being asked on this thread, and a signal handler or a finalizer asked it again within that\n"
+    "    fix: ask again after it"
 )
+_BRIEFLY = 0.2
+"""Seconds after which whoever has the lock of pynvml is taken to be this thread: others have it for microseconds."""
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
@@ -128,6 +130,29 @@ def _amd() -> str | None:
     return "a PyTorch built for ROCm (AMD GPUs)" if getattr(version, "hip", None) else None
 
 
+class _Here(threading.local):
+    """What this thread does."""
+
+    calls = 0
+    """Calls into pynvml that are under way, of every instance."""
+
+
+_here = _Here()
+
+
+def _possible(n: Any) -> bool:
+    """Whether this thread may call pynvml: not if it interrupted a call that has pynvml's lock, which is for all."""
+    lock = getattr(n, "libLoadLock", None)
+    if not _here.calls or lock is None:
+        return True
+    patience = time.monotonic() + _BRIEFLY
+    while lock.locked():
+        if time.monotonic() > patience:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 class Nvml:
     """NVML for one process. Thread-safe. Every failure is a DeviceError that names the cause and the fix."""
 
@@ -136,7 +161,7 @@ class Nvml:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         self._turning = False
-        """Whether a call of nvmlInit or nvmlShutdown is under way, for which pynvml has a lock of its own."""
+        """Whether a call of nvmlInit or nvmlShutdown is under way."""
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
         self._indices: dict[str, int] = {}
@@ -180,15 +205,18 @@ class Nvml:
             if pid == os.getpid() and not self._turning:
                 import pynvml
 
-                self._shut_down(pynvml)
+                if _possible(pynvml):
+                    self._shut_down(pynvml)
             self._handles = {}
 
     def _shut_down(self, n: Any) -> None:
         self._turning = True
+        _here.calls += 1
         try:
             with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing is left to shut down
                 n.nvmlShutdown()
         finally:
+            _here.calls -= 1
             self._turning = False
 
     def _call(self, what: str, work: Callable[[Any], T]) -> T:
@@ -196,7 +224,10 @@ class Nvml:
             import pynvml  # not timed: it may come from a slow disk
         except ImportError as error:
             raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
+        if not _possible(pynvml):
+            raise DeviceError(_WITHIN)
         started = time.monotonic()
+        _here.calls += 1
         try:
             if self._pid == os.getpid():  # NVML itself serves several threads
                 with contextlib.suppress(pynvml.NVMLError_Uninitialized):  # other code in this process shut it down
@@ -205,6 +236,7 @@ class Nvml:
                 started = time.monotonic()  # waiting for another thread's start is not ours to report
                 return self._ask(pynvml, what, work)
         finally:
+            _here.calls -= 1
             self._warn_slow(what, time.monotonic() - started)  # not under the lock: a log handler may call us
 
     def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:

@@ -168,3 +168,81 @@ def test_calls_within_others_while_threads_call_too(
     assert isinstance(slowest, float) and slowest < (2 if names is READING else 8)
     if names is READING:
         assert found["counts"]["refused within"] == 0  # type: ignore[index]
+
+
+WITHIN_PYNVML = """
+import pynvml
+from memguard.errors import MemguardError
+BUDGET = {"version": 1, "frameworks": {"torch": {"limit": "1GiB"}}}
+
+def block():
+    with memguard.guard(BUDGET):
+        pass
+
+CALLS = {
+    "ledger": memguard.ledger,
+    "require": lambda: memguard.require("torch", "1MiB"),
+    "init": lambda: memguard.init(BUDGET),
+    "replace": lambda: memguard.init(BUDGET, replace=True),
+    "shutdown": memguard.shutdown,
+    "guard": block,
+}
+OUTER = {"start": lambda: memguard.init(BUDGET), "ledger": memguard.ledger, "end": memguard.shutdown}
+
+class Lock:
+    # Pynvml's own, which is not re-entrant. As if a signal came right after the thread has taken it the n-th time.
+    def __init__(self):
+        self.lock, self.at, self.count, self.then = threading.Lock(), 0, 0, None
+
+    def acquire(self, *arguments):
+        assert not self.lock.locked(), "for ever"
+        self.lock.acquire()
+        self.count += 1
+        if self.count == self.at:
+            try:
+                self.then()
+            except MemguardError as error:
+                said.add(str(error))
+
+    def release(self):
+        self.lock.release()
+
+    def locked(self):
+        return self.lock.locked()
+
+import threading
+said, tried, wrong = set(), 0, []
+for outer in OUTER:
+    for name, call in CALLS.items():
+        for at in range(1, 99):
+            memguard.shutdown()
+            pynvml.libLoadLock = lock = Lock()
+            pynvml._nvmlGetFunctionPointer_cache.clear()
+            if outer != "start":
+                memguard.init(BUDGET)
+            pynvml._nvmlGetFunctionPointer_cache.clear()
+            lock.count, lock.at, lock.then = 0, at, call
+            try:
+                OUTER[outer]()
+            except MemguardError as error:  # what came within has shut it down, say
+                said.add(str(error))
+            except BaseException as error:
+                wrong.append(f"{name} within {outer}, {at}: {type(error).__name__}: {error}")
+            if lock.count < at:
+                break
+            tried += 1
+            lock.at = 0
+            memguard.shutdown()
+            memguard.init(BUDGET)
+            memguard.ledger()
+memguard.shutdown()
+result.update(tried=tried, wrong=wrong, said=sorted(said))
+"""
+
+
+def test_every_call_while_this_thread_has_the_lock_of_nvmls_bindings(run: Run, without_cuda: dict[str, str]) -> None:
+    found = run(WITHIN_PYNVML, env=without_cuda)
+    print(found["tried"], found["said"])
+    assert found["wrong"] == []
+    assert found["tried"] > 80
+    assert any("NVML is just being asked on this thread" in text for text in found["said"])
