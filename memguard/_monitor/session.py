@@ -108,8 +108,8 @@ class Session:
         monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
         self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
-        self._undo.add("monitor", lambda: atexit.unregister(monitor.stop))
-        atexit.register(monitor.stop)
+        self._undo.add("monitor", lambda: atexit.unregister(self._at_exit))
+        atexit.register(self._at_exit)
         monitor.start()
 
     def _new_writer(self) -> Writer | None:
@@ -127,6 +127,12 @@ class Session:
             say=_log.warning,
             begin=False,
         )
+
+    def _at_exit(self) -> None:
+        """The program ends without `shutdown`."""
+        if self.monitor is not None:
+            self.monitor.stop()
+        self._write_refusals(everything=True)
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""

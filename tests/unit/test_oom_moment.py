@@ -1008,3 +1008,18 @@ def test_parts_of_a_ledger_of_then_add_up() -> None:
         assert isinstance(part, DeviceLedger) and sum(row.bytes or 0 for row in part.rows) == part.device.total
         assert part.row("unaccounted").bytes == now.row("unaccounted").bytes == 0
         assert format_size(part.row("torch").bytes) == "1.00 GiB"
+
+
+def test_requests_refused_just_before_the_end_are_in_the_timeline(tmp_path: Path) -> None:
+    """The program catches its errors and ends without `shutdown`."""
+    monitor = {"interval": "60s", "timeline": str(tmp_path / "run.jsonl")}
+    done = run(f"""
+        torch = memguard.init({{**BUDGET, "monitor": {monitor}}}, replace=True, simulate="h200").frameworks["torch"]
+        for batch in (5, 4, 3):
+            try:
+                torch.allocate(batch << 30)
+            except Exception:
+                pass
+    """)
+    assert done.returncode == 0, done.stderr
+    assert [(event.framework, event.times) for event in ooms_of(tmp_path)] == [("torch", 1), ("torch", 2)]
