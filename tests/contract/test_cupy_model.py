@@ -43,7 +43,9 @@ class Setting:
     """A framework over the model, which is not imported yet, and the model's cards."""
 
     def __init__(self, *gpus: str) -> None:
-        self.host = NotSimulated(gpus or ("h200", "h200"))
+        self.number = len(self.card.gpus)
+        """Of the GPUs that CuPy sees."""
+        self.host = NotSimulated(gpus or ("h200",) * self.number)
         self.framework = CuPy(self.host)
         self.first, self.second = (self.host.devices() * 2)[:2]
 
@@ -106,14 +108,22 @@ def forget() -> None:
         del sys.modules[name]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With one GPU its own pool is asked, which is quicker. What needs no second GPU is tested there too."""
+    if "gpus" in metafunc.fixturenames:
+        metafunc.parametrize("gpus", [2] if metafunc.definition.get_closest_marker("two_gpus") else [2, 1])
+
+
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+def model(monkeypatch: pytest.MonkeyPatch, gpus: int) -> Iterator[Model]:
     """Make a setting. The model is imported anew for every test and gone afterwards."""
     forget()
     monkeypatch.syspath_prepend(HERE / "fake_cupy")
     monkeypatch.delenv(LIMIT, raising=False)
     monkeypatch.setattr(rmm, "_limits", {})
-    importlib.import_module("fake_card").stand_in(monkeypatch)
+    card = importlib.import_module("fake_card")
+    del card.gpus[gpus:]
+    card.stand_in(monkeypatch)
     yield Setting
     forget()
 
@@ -159,6 +169,7 @@ def test_capping_asks_nothing_of_cuda(model: Model) -> None:
     assert setting.card.asked == 0 and not any(gpu.context for gpu in setting.card.gpus)
 
 
+@pytest.mark.two_gpus
 def test_live_through_somebody_elses_cuda_it_holds_nothing(model: Model) -> None:
     """A sibling has initialised CUDA: CuPy can be asked, and has nothing."""
     setting = model()
@@ -193,6 +204,7 @@ def test_capped_by_the_import_hook(model: Model) -> None:
 # the cap
 
 
+@pytest.mark.two_gpus
 def test_each_gpu_has_its_own_cap_to_the_byte(model: Model) -> None:
     setting = model()
     setting.apply(64 * MIB, 24 * MIB)
@@ -204,6 +216,7 @@ def test_each_gpu_has_its_own_cap_to_the_byte(model: Model) -> None:
     del live
 
 
+@pytest.mark.two_gpus
 def test_the_gpu_is_known_by_its_uuid_and_not_by_its_number(model: Model) -> None:
     """CUDA_VISIBLE_DEVICES=1,0."""
     setting = model()
@@ -215,6 +228,7 @@ def test_the_gpu_is_known_by_its_uuid_and_not_by_its_number(model: Model) -> Non
     del live
 
 
+@pytest.mark.two_gpus
 def test_a_gpu_that_is_not_in_the_budget_is_left_alone(model: Model) -> None:
     setting = model("h200")
     setting.apply()
@@ -224,6 +238,7 @@ def test_a_gpu_that_is_not_in_the_budget_is_left_alone(model: Model) -> None:
     del array
 
 
+@pytest.mark.two_gpus
 def test_a_limit_is_set_at_the_first_allocation_on_its_gpu(model: Model) -> None:
     setting = model()
     setting.apply()
@@ -250,15 +265,16 @@ def test_first_allocations_of_many_threads(model: Model, monkeypatch: pytest.Mon
         barrier.wait()
         live.append(setting.alloc(2 * MIB, ordinal))
 
-    threads = [threading.Thread(target=work, args=(number % 2,)) for number in range(8)]
+    threads = [threading.Thread(target=work, args=(number % setting.number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(live) == 8 and (setting.limit(0), setting.limit(1)) == (64 * MIB, 64 * MIB)
+    gpus = range(setting.number)
+    assert len(live) == 8 and {setting.limit(gpu) for gpu in gpus} == {64 * MIB}
     assert applied.undo is not None
     applied.undo()
-    assert (setting.limit(0), setting.limit(1)) == (0, 0), "none took another's cap for a limit of the pool's own"
+    assert {setting.limit(gpu) for gpu in gpus} == {0}, "none took another's cap for a limit of the pool's own"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +317,8 @@ def test_what_was_cached_serves_a_request_of_another_size(model: Model) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_allocated_and_freed_the_caps_hold(model: Model, seed: int) -> None:
     rng, setting = random.Random(seed), model()
-    caps = [rng.choice([4, 20, 64]) * MIB, rng.choice([6, 32, 100]) * MIB]
+    caps = [rng.choice([4, 20, 64]) * MIB, rng.choice([6, 32, 100]) * MIB][-setting.number :]
+    gpus = [setting.first, setting.second][: setting.number]
     setting.apply(*caps)
     live: list[Any] = []
     served = 0
@@ -309,26 +326,45 @@ def test_whatever_is_allocated_and_freed_the_caps_hold(model: Model, seed: int) 
         if live and rng.random() < 0.4:
             live.pop(rng.randrange(len(live)))
             continue
-        ordinal = rng.randrange(2)
+        ordinal = rng.randrange(setting.number)
         try:
             live.append(setting.alloc(int(2 ** rng.uniform(20, 25)), ordinal))
             served += 1
         except setting.oom:
             pass
         if rng.random() < 0.02:
-            setting.framework.trim(rng.choice([setting.first, setting.second]))
-        for number, gpu in enumerate((setting.first, setting.second)):
+            setting.framework.trim(rng.choice(gpus))
+        for number, gpu in enumerate(gpus):
             usage = setting.framework.usage(gpu)
             if usage is not None:
                 assert usage.held is not None and usage.in_use is not None
                 assert usage.in_use <= usage.held == setting.taken(number) <= caps[number]
     assert served > 50
     live.clear()
-    for number, gpu in enumerate((setting.first, setting.second)):
+    for number, gpu in enumerate(gpus):
         setting.framework.trim(gpu)
         assert setting.taken(number) == 0 and setting.usage(gpu) == Usage(0, 0)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_what_an_allocation_asks_of_cupy(model: Model, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """With one GPU, the pool of that GPU, if CuPy tells which one a piece of memory is of."""
+    setting = model()
+    setting.apply()
+    memory, asked = setting.cp.cuda.memory, list[str]()
+    if not told:
+        without = property(lambda self: None, lambda self, pool: None)
+        monkeypatch.setattr(memory.PooledMemory, "pool", without, raising=False)
+    arrays = [setting.alloc(MIB)]
+    here = memory.MemoryPool._here
+    monkeypatch.setattr(memory.MemoryPool, "_here", lambda pool: (asked.append("pool"), here(pool))[1])
+    arrays += [setting.alloc(size) for size in (512, MIB, 3 * MIB)]
+    direct = setting.number == 1 and told
+    assert len(asked) == (0 if direct else 10), "malloc and the limit, and for small ones the total before and after"
+    assert setting.usage().held == setting.pool.total_bytes()
+
+
+@pytest.mark.two_gpus
 def test_live_before_it_is_capped_at_once_and_says_what_is_above(model: Model) -> None:
     setting = model()
     live = [setting.alloc(8 * MIB) for _ in range(12)]
@@ -355,6 +391,7 @@ def test_live_before_it_is_capped_at_once_and_says_what_is_above(model: Model) -
 # settings of the user's own
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("text", ["33554432", "0.0224%"])
 def test_a_stricter_limit_in_the_environment_stays(model: Model, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(LIMIT, text)
@@ -399,6 +436,7 @@ def test_no_limit_in_the_environment_is_the_cap(model: Model, monkeypatch: pytes
     assert setting.taken() == 64 * MIB and setting.framework.notes == []
 
 
+@pytest.mark.two_gpus
 def test_the_environment_counts_for_the_gpu_with_the_smallest_cap(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +472,7 @@ def test_a_stricter_set_limit_stays_through_a_resize(model: Model) -> None:
         assert setting.limit() == limit * MIB and setting.framework.drift() == []
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("text", [None, str(32 * MIB)])
 def test_a_looser_set_limit_is_refused_and_nothing_stays(
     model: Model, monkeypatch: pytest.MonkeyPatch, text: str | None
@@ -544,6 +583,7 @@ def test_within_using_allocator_it_cannot_be_capped_and_nothing_stays(model: Mod
 # what changes later
 
 
+@pytest.mark.two_gpus
 def test_another_allocator_later_is_seen(model: Model) -> None:
     setting = model()
     setting.apply()
@@ -570,19 +610,20 @@ def test_a_limit_set_later_meets_the_cap(model: Model, size: int, checked: bool)
     """At the next allocation, or when it is checked whether the cap holds."""
     setting = model()
     applied = setting.apply()
-    array = setting.alloc(MIB, 1)
-    with setting.cp.cuda.Device(1):
+    last = setting.number - 1
+    array = setting.alloc(MIB, last)
+    with setting.cp.cuda.Device(last):
         setting.pool.set_limit(size=size)
     larger = not 0 < size <= 64 * MIB
     if checked:
         assert setting.framework.drift() == []
-    live = setting.fill(MIB, 1)
-    assert setting.taken(1) <= min(size or GIB, 64 * MIB) and setting.limit(1) == min(size or GIB, 64 * MIB)
+    live = setting.fill(MIB, last)
+    assert setting.taken(last) <= min(size or GIB, 64 * MIB) and setting.limit(last) == min(size or GIB, 64 * MIB)
     said = [note for note in setting.framework.notes if "MemoryPool.set_limit asks for" in note]
-    assert len(said) == larger and (not said or said[0].endswith("on cuda:1: its cap of 64.0 MiB holds"))
+    assert len(said) == larger and (not said or said[0].endswith(f"on cuda:{last}: its cap of 64.0 MiB holds"))
     assert applied.undo is not None
     applied.undo()
-    assert setting.limit(1) == (size if size != 64 * MIB else 0), "what the user asked for, if it is to be seen"
+    assert setting.limit(last) == (size if size != 64 * MIB else 0), "what the user asked for, if it is to be seen"
     del array, live
 
 
@@ -745,6 +786,7 @@ def test_the_gpus_that_are_limited_may_become_more_while_they_are_gone_through(
     del array
 
 
+@pytest.mark.two_gpus
 def test_a_resize_that_fails_halfway_changes_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = model()
     setting.apply()
@@ -765,6 +807,7 @@ def test_a_resize_that_fails_halfway_changes_nothing(model: Model, monkeypatch: 
     del arrays
 
 
+@pytest.mark.two_gpus
 def test_a_resize_changes_what_is_live_and_what_is_not(model: Model) -> None:
     setting = model()
     setting.apply()
@@ -792,6 +835,7 @@ def test_a_resize_before_anything_is_live_asks_nothing(model: Model) -> None:
     assert setting.taken() == 20 * MIB
 
 
+@pytest.mark.two_gpus
 def test_a_trim_frees_whole_blocks_of_its_gpu_only(model: Model) -> None:
     setting = model()
     setting.apply()
@@ -809,6 +853,7 @@ def test_a_trim_frees_whole_blocks_of_its_gpu_only(model: Model) -> None:
     del kept
 
 
+@pytest.mark.two_gpus
 def test_looking_leaves_the_threads_gpu_as_it_is(model: Model) -> None:
     setting = model()
     setting.apply()
@@ -833,6 +878,7 @@ def test_looking_leaves_the_threads_gpu_as_it_is(model: Model) -> None:
 # the undo
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("live", [False, True])
 def test_an_undo_restores_allocator_and_limits(model: Model, live: bool) -> None:
     setting = model()
@@ -848,6 +894,7 @@ def test_an_undo_restores_allocator_and_limits(model: Model, live: bool) -> None
     assert setting.usage().in_use == (201 if live else 200) * MIB
 
 
+@pytest.mark.two_gpus
 def test_an_undo_leaves_what_the_user_set_since(model: Model) -> None:
     setting = model()
     applied = setting.apply()
@@ -863,6 +910,7 @@ def test_an_undo_leaves_what_the_user_set_since(model: Model) -> None:
     del arrays
 
 
+@pytest.mark.two_gpus
 def test_what_wraps_the_capped_allocator_goes_on_without_a_cap(model: Model) -> None:
     setting = model()
     applied = setting.apply()

@@ -21,6 +21,12 @@ _spec.loader.exec_module(interruptions)
 pycuda_model, numba_model, cupy_model = test_pycuda_model.model, test_numba_model.model, test_cupy_model.model
 
 
+@pytest.fixture
+def gpus() -> int:
+    """Of the model of CuPy."""
+    return 2
+
+
 def pycuda_state() -> tuple[object, ...]:
     drv, tools = sys.modules["pycuda.driver"], importlib.import_module("pycuda.tools")
     arrays: Any = importlib.import_module("pycuda.gpuarray")

@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,7 @@ from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, Usage
-from memguard._units import MIB, format_size
+from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
@@ -209,24 +210,37 @@ class CuPy(Framework):
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
         get_limit, common = pool.get_limit, self._common
-        refusal, count = cupy.cuda.memory.OutOfMemoryError, 0
+        refusal, count, known = cupy.cuda.memory.OutOfMemoryError, 0, False
         seen: set[int] = set()
+
+        def look() -> None:
+            """Until every device has been seen and limited."""
+            nonlocal count
+            count = count or _device_count(cupy)
+            ordinal = get_device()
+            if ordinal not in seen:
+                if self._pool is pool:
+                    self._limit_here(cupy, ordinal)
+                seen.add(ordinal)
+
+        def shorten(memory: Any) -> None:
+            """On a machine with one GPU, ask the pool of that GPU from now on, of which CuPy's pool asks everything."""
+            nonlocal malloc, total_bytes, get_limit, known
+            known = len(seen) == count
+            one = _pool_of(memory) if count == 1 else None
+            if one is not None:
+                malloc, total_bytes, get_limit = one.malloc, one.total_bytes, one.get_limit
 
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: rounded to the driver's pages, limited by the pool."""
-            nonlocal count
-            if len(seen) != count or not count:  # until every device has been seen and limited
-                count = count or _device_count(cupy)
-                ordinal = get_device()
-                if ordinal not in seen:
-                    if self._pool is pool:
-                        self._limit_here(cupy, ordinal)
-                    seen.add(ordinal)
+            if not known:
+                look()
             if get_limit() != common[0]:
                 self._hold(get_device())
             small = size <= SMALL
-            before = total_bytes() if small else 0  # 0.15 µs
-            rounded = size if size <= TINY else whole_share(size)
+            before = total_bytes() if small else 0
+            # `whole_share`, without the call where that is simple.
+            rounded = size if size <= TINY else whole_share(size) if small else -(-size // GRANULE) * GRANULE
             try:
                 memory = malloc(rounded)
             except refusal as error:
@@ -242,6 +256,8 @@ class CuPy(Framework):
                 pieces = self._pieces.get(get_device())
                 if pieces is not None:
                     pieces.took(memory.ptr)
+            if not known:
+                shorten(memory)
             return memory
 
         return allocate
@@ -528,6 +544,16 @@ def _get_limit(pool: Any) -> int:
 
 def _set_limit(size: int, pool: Any) -> None:
     pool.set_limit(size=size)
+
+
+def _pool_of(memory: Any) -> Any:
+    """The pool of one GPU that this memory came from; None if this CuPy does not say. Each question to it takes 40 ns
+    instead of 150.
+    """
+    reference = getattr(getattr(memory, "mem", None), "pool", None)
+    pool = reference() if isinstance(reference, weakref.ref) else None
+    needed = ("malloc", "total_bytes", "get_limit")
+    return pool if all(callable(getattr(pool, name, None)) for name in needed) else None
 
 
 def _device_count(cupy: Any) -> int:

@@ -119,11 +119,12 @@ class _Chunk:
 
 class PooledMemory:
     def __init__(self, pool, chunk):
-        self._pool, self._chunk, self.size = weakref.ref(pool), chunk, chunk.size
+        self.pool = self._owner = weakref.ref(pool)
+        self._chunk, self.size = chunk, chunk.size
         self.ptr, self.device_id = chunk.block.ptr + chunk.offset, chunk.block.mem.device_id
 
     def __del__(self):
-        pool = self._pool()
+        pool = self._owner()
         if pool is not None:
             pool.free(self._chunk)
 
