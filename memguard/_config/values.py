@@ -5,6 +5,7 @@ A parser raises ValueError. Its sentence may end with what to do: "...; write '5
 
 from __future__ import annotations
 
+import copy
 import re
 import unicodedata
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticKnownError
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticKnownError, core_schema
 
 from memguard._config import meant
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
@@ -235,17 +236,58 @@ def _unit_missing(value: object, likely: bool, unit: str) -> str:
     return f"; write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
 
 
-def _written(value: object) -> object:
+# Types, each with its part of the JSON Schema
+
+
+class Value:
+    """In `Annotated`: `parse` makes the value, `shown` is its text in a file, and `schema` its JSON Schema.
+
+    What PlainValidator, PlainSerializer and WithJsonSchema do together, without what they look up for each field:
+    signatures, return types and the schema of a type that `parse` answers for. That was half of building the models.
+    """
+
+    def __init__(
+        self, parse: Callable[[object], object], shown: Callable[[Any], object] | None, *schemas: dict[str, Any]
+    ) -> None:
+        self._parse, self._shown = parse, shown
+        self._schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        if self._shown is None:
+            return core_schema.no_info_plain_validator_function(self._parse)
+        shown = core_schema.plain_serializer_function_ser_schema(self._shown)
+        return core_schema.no_info_plain_validator_function(self._parse, serialization=shown)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return copy.deepcopy(self._schema)  # pydantic writes defaults into it
+
+
+class _Written:
+    """In `Annotated`, for a key that may be left out, which gives None: if it is written, it has a value."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(_not_none, handler(source))
+
+
+WRITTEN = _Written()
+
+
+class _Listed:
+    """In `Annotated`, for a tuple: it is written as a list."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return {**handler(source), "serialization": core_schema.plain_serializer_function_ser_schema(list)}
+
+
+LISTED = _Listed()
+
+
+def _not_none(value: object) -> object:
     if value is None:
         raise PydanticKnownError("none_required")
     return value
-
-
-WRITTEN = BeforeValidator(_written)
-"""For a key that may be left out, which gives None: if it is written, it has a value."""
-
-
-# Types, each with its part of the JSON Schema
 
 
 def _sizes(least: int) -> list[dict[str, Any]]:
@@ -256,10 +298,6 @@ def _sizes(least: int) -> list[dict[str, Any]]:
 def _seconds(least: float, most: float) -> list[dict[str, Any]]:
     pattern = r"^\s*[0-9]{1,9}(\.[0-9]{1,20})?\s*([Mm][Ss]|[Ss]|[Mm][Ii][Nn]|[Hh])?\s*$"
     return [{"type": "string", "pattern": pattern}, {"type": "number", "minimum": least, "maximum": most}]
-
-
-def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": list(schemas)})
 
 
 _PART = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
@@ -273,20 +311,22 @@ DEVICE_KEYS: list[Any] = [
     {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
 ]
 """The JSON Schema of what may name a GPU below `devices`: any of these."""
-_TEXT, _DURATION = PlainSerializer(text), PlainSerializer(duration_text)
 
-Percent = Annotated[Fraction, PlainValidator(percent), _TEXT, WithJsonSchema(_PERCENT)]
-Share = Annotated[Fraction, PlainValidator(share), _TEXT, WithJsonSchema(_PERCENT)]
-Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
-DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
-Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
-Interval = Annotated[float, PlainValidator(lambda v: duration(v, *INTERVAL)), _DURATION, _any_of(*_seconds(*INTERVAL))]
+Percent = Annotated[Fraction, Value(percent, text, _PERCENT)]
+Share = Annotated[Fraction, Value(share, text, _PERCENT)]
+Limit = Annotated[int, Value(limit, text, *_sizes(GRANULE))]
+DeviceLimit = Annotated[Fraction | int, Value(device_limit, text, _PERCENT, *_sizes(GRANULE))]
+Reserve = Annotated[int | Literal["auto"], Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))]
+Interval = Annotated[float, Value(lambda value: duration(value, *INTERVAL), duration_text, *_seconds(*INTERVAL))]
 Forecast = Annotated[
     float,
-    PlainValidator(lambda value: duration(value, *FORECAST, ", or 0 for none")),
-    _DURATION,
-    _any_of(*_seconds(*FORECAST), {"const": 0}),
+    Value(
+        lambda value: duration(value, *FORECAST, ", or 0 for none"),
+        duration_text,
+        *_seconds(*FORECAST),
+        {"const": 0},
+    ),
 ]
-Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
-TimelineSize = Annotated[int, PlainValidator(lambda value: size(value, MIB)), _TEXT, _any_of(*_sizes(MIB))]
-Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]
+Timeline = Annotated[str, Value(timeline, None, _PATH)]
+TimelineSize = Annotated[int, Value(lambda value: size(value, MIB), text, *_sizes(MIB))]
+Version = Annotated[int, Value(version, None, {"const": 1})]
