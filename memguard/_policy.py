@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
@@ -298,8 +298,7 @@ def _who_holds(memory: MemoryInfo) -> str:
     return "`free -h` and `top` show which programs hold the machine's memory; end some, or ask for less"
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
 
     `available` is in bytes.

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from memguard._config import fitting, meant, values
 from memguard._config.document import Loc
@@ -18,8 +17,7 @@ from memguard._units import MIB
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Violation:
+class Violation(NamedTuple):
     """A problem that has not been given its line yet.
 
     `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place, and at or
