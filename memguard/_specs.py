@@ -94,7 +94,7 @@ class ErrorPattern(NamedTuple):
     refused: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FrameworkSpec:
     """One framework. The fields without a default are required.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from memguard._config.document import Document, Loc, Mark
 from memguard._config.values import device_key
@@ -12,15 +11,20 @@ from memguard._units import short
 from memguard.errors import Problem
 
 
-@dataclass(frozen=True)
 class Origin:
     """Where a budget was written. All origins are equal, so that equal budgets may come from different files.
 
     `source` names the text in messages, and is "" if the budget was made of plain Python values.
     """
 
-    source: str = field(default="", compare=False)
-    marks: Mapping[Loc, Mark] = field(default_factory=dict, compare=False)
+    def __init__(self, source: str = "", marks: Mapping[Loc, Mark] | None = None) -> None:
+        self.source, self.marks = source, marks or {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return hash(Origin)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
         """A problem with what is at `loc`. If nothing is written there, its line is that of the nearest key above."""

@@ -5,9 +5,9 @@ A parser raises ValueError. Its sentence may end with what to do: "...; write '5
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-import unicodedata
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticKnownError, core_schema
 
-from memguard._config import meant
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
@@ -98,7 +97,8 @@ def size(value: object, least: int = GRANULE) -> int:
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
-    if isinstance(value, str) and (size := meant.quantity(value, "%")) and not size.endswith("%"):
+    text = value if isinstance(value, str) and "%" not in value else ""
+    if text and (size := _meant(text, "%")) and not size.endswith("%"):
         raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'")
     return percent(value)
 
@@ -106,7 +106,7 @@ def share(value: object) -> Fraction:
 def limit(value: object) -> int:
     """The bytes of one framework."""
     if _is_part(value):
-        part = meant.quantity(value, "%")
+        part = _meant(value, "%")
         instead = f"'share: {part}', or " if part else ""
         raise ValueError(f"a framework's limit is bytes, found {found(value)}; write {instead}a size such as '4GiB'")
     return size(value)
@@ -126,9 +126,20 @@ def device_limit(value: object) -> Fraction | int:
 
 def _is_part(value: object) -> bool:
     """Whether a value is a percentage, or means one: `50%`, `0.5`, `50 percent`."""
-    if isinstance(value, str) and "%" in value:
-        return True
-    return isinstance(value, (str, float)) and (meant.quantity(value, "MiB") or "").endswith("%")
+    if isinstance(value, str):
+        if "%" in value:
+            return True
+        with contextlib.suppress(ValueError):
+            parse_size(value)
+            return False
+    return isinstance(value, (str, float)) and (_meant(value, "MiB") or "").endswith("%")
+
+
+def _meant(value: object, bare: str) -> str | None:
+    """As `meant.quantity`. What is written right needs nothing of that module."""
+    from memguard._config import meant
+
+    return meant.quantity(value, bare)
 
 
 def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Callable[[str], bool]) -> T:
@@ -136,7 +147,7 @@ def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Call
     try:
         return parse(value)
     except ValueError as error:
-        text = meant.quantity(value, bare)
+        text = _meant(value, bare)
         if text is None or not fits(text) or re.search(f"write (for example )?'{text}'", str(error)):
             raise
         raise ValueError(f"{re.split('; (?=write )', str(error))[0]}; write '{text}'") from None
@@ -194,12 +205,16 @@ def timeline(value: object) -> str:
 
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
+    from memguard._config import meant
+
     name = value.strip(" \t") if len(value) <= MAX_KEY else value
     shown = found(value)
     if len(value) > MAX_KEY:
         raise ValueError(f"{shown} is longer than {MAX_KEY} characters; {_NAME_A_GPU}")
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
         # A digit of another alphabet would be taken for an ordinal, and a letter that looks alike fits no GPU's name.
+        import unicodedata
+
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
         instead = meant.device_key(value)
         fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU

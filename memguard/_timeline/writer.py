@@ -40,7 +40,7 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Part:
     """A file that is full. `mine` is False if an earlier run wrote it."""
 
