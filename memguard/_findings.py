@@ -5,7 +5,6 @@ Each has a page, `docs/doctor/<name>.md`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Literal, get_args
 
@@ -69,6 +68,8 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 def nearest(name: str) -> str | None:
     """The name that was probably meant."""
+    import difflib
+
     return next(iter(difflib.get_close_matches(name, NAMES, 1)), None)
 
 

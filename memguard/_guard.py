@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import logging
@@ -273,11 +272,11 @@ class Guard:
             reading, processes = self._reader.glance(part, self.frameworks)
         except MemguardError as error:  # a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
-            moment = replace(moment, cap=cap)
+            moment = moment._replace(cap=cap)
         else:
             usage = reading.usages.get(moment.framework) or Usage(None, None)
-            moment = replace(
-                moment, cap=cap, held=usage.held,
+            moment = moment._replace(
+                cap=cap, held=usage.held,
                 in_use=usage.in_use if moment.in_use is None else moment.in_use,
                 reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
                 free=reading.memory.free if moment.free is None else moment.free,
@@ -623,6 +622,8 @@ class Guard:
         except KeyError:
             if self._over:  # since the call began: by another thread, or by a signal handler
                 self._check_active()
+            import difflib
+
             known = ", ".join(self._entries) or "none: it is not active"
             near = difflib.get_close_matches(str(framework), self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -7,10 +7,10 @@ granules of 2 MiB, so caps never add up to more than was declared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
@@ -56,12 +56,11 @@ def needs_ordinals(budget: Budget) -> bool:
     return any(_is_ordinal(key) for key in budget.devices)
 
 
-@dataclass(frozen=True)
 class _Rule(Generic[T]):
     """A value that the budget sets for one device, and the entry that sets it."""
 
-    value: T
-    at: tuple[str, ...]
+    def __init__(self, value: T, at: tuple[str, ...]) -> None:
+        self.value, self.at = value, at
 
 
 def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
@@ -103,7 +102,6 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
     return Plan(tuple(plans), options, notes)
 
 
-@dataclass
 class _Tight:
     """What does not fit, on all devices: one number in a fix has to do for each of them.
 
@@ -111,10 +109,11 @@ class _Tight:
     `most` is the least that CUDA can give of the GPUs that a limit is set for, `least` the most that one of them needs.
     """
 
-    found: list[tuple[tuple[str, ...], str, str | None]] = field(default_factory=list)
-    rooms: list[int] = field(default_factory=list)
-    most: dict[tuple[str, ...], int] = field(default_factory=dict)
-    least: dict[tuple[str, ...], int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.found: list[tuple[tuple[str, ...], str, str | None]] = []
+        self.rooms: list[int] = []
+        self.most: dict[tuple[str, ...], int] = {}
+        self.least: dict[tuple[str, ...], int] = {}
 
     def problems(self, budget: Budget) -> list[Problem]:
         return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
@@ -298,8 +297,7 @@ def _who_holds(memory: MemoryInfo) -> str:
     return "`free -h` and `top` show which programs hold the machine's memory; end some, or ask for less"
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
 
     `available` is in bytes.

@@ -11,10 +11,10 @@ context and NCCL, are in `OVERHEADS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from memguard._units import MIB
 
@@ -26,8 +26,7 @@ SECOND_CONTEXT = "second context"
 """The name of a CUDA context beside the primary one. A third is `second context 2`."""
 
 
-@dataclass(frozen=True)
-class Outside:
+class Outside(NamedTuple):
     """Memory that lies outside every cap. `modules` and `workspace` are as in `FrameworkSpec`."""
 
     modules: int
@@ -46,8 +45,7 @@ OVERHEADS: Mapping[str, Outside] = MappingProxyType(
 """What lies outside the caps and belongs to no framework, by name. A numbered name counts as the one without."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A setting that one framework has in the budget, beside its share or limit.
 
     `kind` says what it holds: "flag" is true or false, "count" a whole number from 0 to `most`, "word" one of `words`.
@@ -66,7 +64,7 @@ class Option:
     advice: str = ""
     most: int = 0
     words: tuple[str, ...] = ()
-    synonyms: Mapping[str, str] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = MappingProxyType({})
     aliases: tuple[str, ...] = ()
     applied: bool = True
 
@@ -76,8 +74,7 @@ Memory = Literal["gpu", "pinned", "host", "disk", "none"]
 (/dev/shm too), `none` nothing."""
 
 
-@dataclass(frozen=True)
-class ErrorPattern:
+class ErrorPattern(NamedTuple):
     """One of a framework's own out-of-memory errors. The first pattern of the row that fits wins.
 
     `text` is searched in the error's text, ignoring case, `type` in the qualified name of its type and of each base
@@ -97,7 +94,7 @@ class ErrorPattern:
     refused: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class FrameworkSpec:
     """One framework. The fields without a default are required.
 

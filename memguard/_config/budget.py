@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    PlainSerializer,
     PrivateAttr,
     ValidationError,
     create_model,
@@ -27,12 +26,15 @@ from pydantic_core import core_schema
 
 from memguard._config import checks, values
 from memguard._config.document import Document, of_mapping
-from memguard._config.problems import Fields, Origin, in_order, origin, problems
+from memguard._config.origin import Origin, in_order, origin
 from memguard._config.values import WRITTEN
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
 from memguard._units import short
 from memguard.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from memguard._config.problems import Fields
 
 FRAMEWORKS = tuple(SPECS)
 """The frameworks that a budget may name."""
@@ -54,6 +56,10 @@ class Frozen(dict[str, V]):
         raise TypeError("a budget cannot be changed")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def _frozen(entries: dict[str, V]) -> Frozen[V]:
+    return Frozen(entries)  # pydantic takes a millisecond to find out how the class itself is called
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
@@ -160,7 +166,7 @@ class DoctorConfig(_Model):
 
     # Sorted, so that budgets that mean the same are equal.
     ignore: Annotated[
-        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), PlainSerializer(list)
+        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), values.LISTED
     ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
 
 
@@ -183,7 +189,8 @@ class Budget(_Model):
     version: values.Version = Field(description="The version of this format.", examples=[1])
     device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
     devices: Annotated[
-        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride], AfterValidator(Frozen)
+        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
+        AfterValidator(_frozen),
     ] = Field(
         default_factory=lambda: Frozen({}),
         description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
@@ -199,7 +206,7 @@ class Budget(_Model):
     monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
         "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
     )
-    on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], PlainSerializer(list)] = _key(
+    on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], values.LISTED] = _key(
         "trim: give back idle caches at critical pressure. raise: in the next workload or require. Needs monitor.",
         (),
         examples=[["trim"]],
@@ -297,6 +304,8 @@ def _budget(document: Document, source: str) -> Budget:
     except ValidationError as error:
         errors = list(error.errors())
     if errors or violations or document.problems:
+        from memguard._config.problems import problems  # explains: a budget that is right needs nothing of it
+
         raise ConfigError(problems(errors, violations, document, _fields()), source)
     budget._origin = origin(document, source)
     return budget

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from memguard._config import fitting, meant, values
+from memguard._config import fitting, values
 from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
@@ -18,8 +17,7 @@ from memguard._units import MIB
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Violation:
+class Violation(NamedTuple):
     """A problem that has not been given its line yet.
 
     `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place, and at or
@@ -63,18 +61,8 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
 def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
     loc: Loc = ("frameworks", name)
     options = {option.name: (owner, option) for owner, spec in SPECS.items() for option in spec.options}
-    if "share" in entry and "limit" in entry:
-        later = [key for key in entry if key in ("share", "limit")][-1]
-        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in ("share", "limit"))
-        fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
-        yield Violation((*loc, later), "has both share and limit: exactly one is allowed", fix, True)
-    elif not {"share", "limit"} & set(entry) and set(entry) <= set(options):
-        message, left = "has neither share nor limit: exactly one is needed", meant.share_left(data)
-        kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
-        rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
-        yield Violation(
-            loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
-        )
+    if len({"share", "limit"} & set(entry)) != 1:
+        yield from _not_one(name, entry, data, set(options))
     own = {option.name for option in SPECS[name].options}
     for key, (owner, option) in options.items():
         if key in entry and key not in own:
@@ -82,8 +70,29 @@ def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> 
             yield Violation((*loc, key), message, option.fix, True, True)
 
 
+def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], options: set[str]) -> Iterator[Violation]:
+    """Both share and limit, or neither of them."""
+    from memguard._config import meant
+
+    loc: Loc = ("frameworks", name)
+    if "share" in entry and "limit" in entry:
+        later = [key for key in entry if key in ("share", "limit")][-1]
+        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in ("share", "limit"))
+        fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
+        yield Violation((*loc, later), "has both share and limit: exactly one is allowed", fix, True)
+    elif set(entry) <= options:
+        message, left = "has neither share nor limit: exactly one is needed", meant.share_left(data)
+        kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
+        rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
+        yield Violation(
+            loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
+        )
+
+
 def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
+    if total < 1:
+        return
     numbers = fitting.as_text(_lowered(shares, limits, rooms))
     if total > 1:
         message = f"the shares add up to {percent_text(total)} ({_sum(shares)}); at most 100% can be given out"

@@ -23,7 +23,7 @@ Loc = tuple[str | int, ...]
 """The keys and indexes that lead to a value."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Document:
     """One document as plain values, the marks of its keys and values in file order, and its problems of form.
 

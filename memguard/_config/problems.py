@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from memguard._config import meant
 from memguard._config.checks import Violation
-from memguard._config.document import Document, Loc, Mark
-from memguard._config.values import device_key, found
+from memguard._config.document import Document, Loc
+from memguard._config.origin import in_order, nearest, path
+from memguard._config.values import found
 from memguard._specs import SPECS
 from memguard._units import short
 from memguard.errors import Problem
@@ -76,44 +76,10 @@ def problems(
         at = explained if violation.alone else everything
         return violation.loc in at or not above.isdisjoint(everything)
 
-    order = {path: index for index, path in enumerate(document.values)}
+    order = {where: index for index, where in enumerate(document.values)}
     kept = [violation for violation in dict.fromkeys(every) if not reported(violation)]
-    kept.sort(key=lambda violation: order.get(_nearest(violation.loc, order), 0))
+    kept.sort(key=lambda violation: order.get(nearest(violation.loc, order), 0))
     return in_order([*document.problems, *(_problem(violation, document) for violation in kept)])
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a budget was written. All origins are equal, so that equal budgets may come from different files.
-
-    `source` names the text in messages, and is "" if the budget was made of plain Python values.
-    """
-
-    source: str = field(default="", compare=False)
-    marks: Mapping[Loc, Mark] = field(default_factory=dict, compare=False)
-
-    def problem(self, loc: Loc, message: str, fix: str) -> Problem:
-        """A problem with what is at `loc`. If nothing is written there, its line is that of the nearest key above."""
-        line, column = self.marks.get(_nearest(loc, self.marks)) or (None, None)
-        return Problem(message, fix, line, column, _path(loc))
-
-
-def origin(document: Document, source: str) -> Origin:
-    """Where a checked budget was written: a mapping at its key, a value where it stands itself."""
-    parents = {loc[:-1] for loc in document.values}
-    marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
-    written = source if document.values.get(()) else ""
-    return Origin(written, {_canonical(loc): mark for loc, mark in marks.items() if loc and mark})
-
-
-def _canonical(loc: Loc) -> Loc:
-    """As the checked budget has it: `cuda:0` is `0` there."""
-    return ("devices", device_key(str(loc[1])), *loc[2:]) if len(loc) > 1 and loc[0] == "devices" else loc
-
-
-def in_order(unordered: Iterable[Problem]) -> list[Problem]:
-    """By line and column; in their old order if there is no file."""
-    return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
 def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violation:
@@ -373,24 +339,10 @@ def _level(loc: Loc) -> str:
 def _problem(violation: Violation, document: Document) -> Problem:
     loc = violation.loc
     marks = document.keys if violation.at_key else document.values
-    line, column = marks.get(loc) or document.values.get(_nearest(loc, document.values)) or (None, None)
-    return Problem(_printable(violation.message), _printable(violation.fix), line, column, _path(loc))
+    line, column = marks.get(loc) or document.values.get(nearest(loc, document.values)) or (None, None)
+    return Problem(_printable(violation.message), _printable(violation.fix), line, column, path(loc))
 
 
 def _printable(text: str) -> str:
     """What was written may hold anything, and a terminal obeys control characters."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
-    while loc and loc not in marks:
-        loc = loc[:-1]
-    return loc
-
-
-def _path(loc: Loc) -> str:
-    text = ""
-    for part in loc:
-        plain = isinstance(part, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,39}", part)
-        text += (f".{part}" if text else str(part)) if plain else f"[{short(part)}]"
-    return text

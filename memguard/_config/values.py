@@ -5,17 +5,17 @@ A parser raises ValueError. Its sentence may end with what to do: "...; write '5
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
-import unicodedata
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticKnownError
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticKnownError, core_schema
 
-from memguard._config import meant
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
@@ -97,7 +97,8 @@ def size(value: object, least: int = GRANULE) -> int:
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
-    if isinstance(value, str) and (size := meant.quantity(value, "%")) and not size.endswith("%"):
+    text = value if isinstance(value, str) and "%" not in value else ""
+    if text and (size := _meant(text, "%")) and not size.endswith("%"):
         raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'")
     return percent(value)
 
@@ -105,7 +106,7 @@ def share(value: object) -> Fraction:
 def limit(value: object) -> int:
     """The bytes of one framework."""
     if _is_part(value):
-        part = meant.quantity(value, "%")
+        part = _meant(value, "%")
         instead = f"'share: {part}', or " if part else ""
         raise ValueError(f"a framework's limit is bytes, found {found(value)}; write {instead}a size such as '4GiB'")
     return size(value)
@@ -125,9 +126,20 @@ def device_limit(value: object) -> Fraction | int:
 
 def _is_part(value: object) -> bool:
     """Whether a value is a percentage, or means one: `50%`, `0.5`, `50 percent`."""
-    if isinstance(value, str) and "%" in value:
-        return True
-    return isinstance(value, (str, float)) and (meant.quantity(value, "MiB") or "").endswith("%")
+    if isinstance(value, str):
+        if "%" in value:
+            return True
+        with contextlib.suppress(ValueError):
+            parse_size(value)
+            return False
+    return isinstance(value, (str, float)) and (_meant(value, "MiB") or "").endswith("%")
+
+
+def _meant(value: object, bare: str) -> str | None:
+    """As `meant.quantity`. What is written right needs nothing of that module."""
+    from memguard._config import meant
+
+    return meant.quantity(value, bare)
 
 
 def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Callable[[str], bool]) -> T:
@@ -135,7 +147,7 @@ def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Call
     try:
         return parse(value)
     except ValueError as error:
-        text = meant.quantity(value, bare)
+        text = _meant(value, bare)
         if text is None or not fits(text) or re.search(f"write (for example )?'{text}'", str(error)):
             raise
         raise ValueError(f"{re.split('; (?=write )', str(error))[0]}; write '{text}'") from None
@@ -193,12 +205,16 @@ def timeline(value: object) -> str:
 
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
+    from memguard._config import meant
+
     name = value.strip(" \t") if len(value) <= MAX_KEY else value
     shown = found(value)
     if len(value) > MAX_KEY:
         raise ValueError(f"{shown} is longer than {MAX_KEY} characters; {_NAME_A_GPU}")
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
         # A digit of another alphabet would be taken for an ordinal, and a letter that looks alike fits no GPU's name.
+        import unicodedata
+
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
         instead = meant.device_key(value)
         fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU
@@ -235,17 +251,58 @@ def _unit_missing(value: object, likely: bool, unit: str) -> str:
     return f"; write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
 
 
-def _written(value: object) -> object:
+# Types, each with its part of the JSON Schema
+
+
+class Value:
+    """In `Annotated`: `parse` makes the value, `shown` is its text in a file, and `schema` its JSON Schema.
+
+    What PlainValidator, PlainSerializer and WithJsonSchema do together, without what they look up for each field:
+    signatures, return types and the schema of a type that `parse` answers for. That was half of building the models.
+    """
+
+    def __init__(
+        self, parse: Callable[[object], object], shown: Callable[[Any], object] | None, *schemas: dict[str, Any]
+    ) -> None:
+        self._parse, self._shown = parse, shown
+        self._schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        if self._shown is None:
+            return core_schema.no_info_plain_validator_function(self._parse)
+        shown = core_schema.plain_serializer_function_ser_schema(self._shown)
+        return core_schema.no_info_plain_validator_function(self._parse, serialization=shown)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return copy.deepcopy(self._schema)  # pydantic writes defaults into it
+
+
+class _Written:
+    """In `Annotated`, for a key that may be left out, which gives None: if it is written, it has a value."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(_not_none, handler(source))
+
+
+WRITTEN = _Written()
+
+
+class _Listed:
+    """In `Annotated`, for a tuple: it is written as a list."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return {**handler(source), "serialization": core_schema.plain_serializer_function_ser_schema(list)}
+
+
+LISTED = _Listed()
+
+
+def _not_none(value: object) -> object:
     if value is None:
         raise PydanticKnownError("none_required")
     return value
-
-
-WRITTEN = BeforeValidator(_written)
-"""For a key that may be left out, which gives None: if it is written, it has a value."""
-
-
-# Types, each with its part of the JSON Schema
 
 
 def _sizes(least: int) -> list[dict[str, Any]]:
@@ -256,10 +313,6 @@ def _sizes(least: int) -> list[dict[str, Any]]:
 def _seconds(least: float, most: float) -> list[dict[str, Any]]:
     pattern = r"^\s*[0-9]{1,9}(\.[0-9]{1,20})?\s*([Mm][Ss]|[Ss]|[Mm][Ii][Nn]|[Hh])?\s*$"
     return [{"type": "string", "pattern": pattern}, {"type": "number", "minimum": least, "maximum": most}]
-
-
-def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": list(schemas)})
 
 
 _PART = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
@@ -273,20 +326,22 @@ DEVICE_KEYS: list[Any] = [
     {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
 ]
 """The JSON Schema of what may name a GPU below `devices`: any of these."""
-_TEXT, _DURATION = PlainSerializer(text), PlainSerializer(duration_text)
 
-Percent = Annotated[Fraction, PlainValidator(percent), _TEXT, WithJsonSchema(_PERCENT)]
-Share = Annotated[Fraction, PlainValidator(share), _TEXT, WithJsonSchema(_PERCENT)]
-Limit = Annotated[int, PlainValidator(limit), _TEXT, _any_of(*_sizes(GRANULE))]
-DeviceLimit = Annotated[Fraction | int, PlainValidator(device_limit), _TEXT, _any_of(_PERCENT, *_sizes(GRANULE))]
-Reserve = Annotated[int | Literal["auto"], PlainValidator(reserve), _TEXT, _any_of({"const": "auto"}, *_sizes(GRANULE))]
-Interval = Annotated[float, PlainValidator(lambda v: duration(v, *INTERVAL)), _DURATION, _any_of(*_seconds(*INTERVAL))]
+Percent = Annotated[Fraction, Value(percent, text, _PERCENT)]
+Share = Annotated[Fraction, Value(share, text, _PERCENT)]
+Limit = Annotated[int, Value(limit, text, *_sizes(GRANULE))]
+DeviceLimit = Annotated[Fraction | int, Value(device_limit, text, _PERCENT, *_sizes(GRANULE))]
+Reserve = Annotated[int | Literal["auto"], Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))]
+Interval = Annotated[float, Value(lambda value: duration(value, *INTERVAL), duration_text, *_seconds(*INTERVAL))]
 Forecast = Annotated[
     float,
-    PlainValidator(lambda value: duration(value, *FORECAST, ", or 0 for none")),
-    _DURATION,
-    _any_of(*_seconds(*FORECAST), {"const": 0}),
+    Value(
+        lambda value: duration(value, *FORECAST, ", or 0 for none"),
+        duration_text,
+        *_seconds(*FORECAST),
+        {"const": 0},
+    ),
 ]
-Timeline = Annotated[str, PlainValidator(timeline), WithJsonSchema(_PATH)]
-TimelineSize = Annotated[int, PlainValidator(lambda value: size(value, MIB)), _TEXT, _any_of(*_sizes(MIB))]
-Version = Annotated[int, PlainValidator(version), WithJsonSchema({"const": 1})]
+Timeline = Annotated[str, Value(timeline, None, _PATH)]
+TimelineSize = Annotated[int, Value(lambda value: size(value, MIB), text, *_sizes(MIB))]
+Version = Annotated[int, Value(version, None, {"const": 1})]

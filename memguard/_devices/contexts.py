@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Iterator
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from memguard._devices import libcuda
 from memguard._devices.libcuda import check
@@ -28,8 +28,7 @@ _lost = False
 """True in a child forked after that: CUDA can never be used there."""
 
 
-@dataclass(frozen=True)
-class VisibleDevice:
+class VisibleDevice(NamedTuple):
     """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`).
 
     `total`: `cuDeviceTotalMem`, which needs no context, in bytes; None if CUDA does not say. `integrated`: it shares

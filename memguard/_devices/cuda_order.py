@@ -7,11 +7,8 @@ yet, a short child process is asked instead.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-from dataclasses import astuple
 
 from memguard._devices import contexts, libcuda
 from memguard._devices.contexts import VisibleDevice
@@ -38,6 +35,9 @@ def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
 
 
 def _ask_child() -> tuple[VisibleDevice, ...] | None:
+    import json
+    import subprocess
+
     code = "from memguard._devices import cuda_order; cuda_order._answer_parent()"
     path = importable()
     try:
@@ -65,8 +65,10 @@ def importable() -> list[str]:
 
 def _answer_parent() -> None:
     """In the child: print the GPUs as JSON, or the reason on stderr."""
+    import json
+
     try:
-        print(json.dumps([astuple(gpu) for gpu in _initialise()]))
+        print(json.dumps(_initialise()))
     except (OSError, DeviceError) as error:
         raise SystemExit(str(error).partition("\n")[0]) from None
 

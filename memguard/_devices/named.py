@@ -8,7 +8,6 @@ lab.yaml, ./machines/lab.yml    the GPUs of a file (docs/simulation.md)
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import stat
@@ -234,6 +233,8 @@ class _Profile:
                 yield loc, {**({} if name is None else {"name": name}), **entry}
 
     def gpus(self, loc: Loc, entry: Mapping[str, Any]) -> list[Model]:
+        import difflib
+
         before = len(self.problems)
         for key in entry:
             if key not in _KEYS:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from memguard._devices import survey
 from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
 from memguard._units import MAX_SIZE, is_whole, short
@@ -95,6 +94,8 @@ def _without_library() -> str:
 
 def _missing(error: str) -> bool:
     """Whether that error means that there is no GPU here, rather than one that does not work."""
+    from memguard._devices import survey
+
     return no_gpu(
         error,
         control=_exists("/dev/nvidiactl") or _tegra(),

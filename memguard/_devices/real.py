@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import threading
 from collections.abc import Mapping
@@ -43,7 +42,7 @@ class RealHost:
             )
         self._nvml = Nvml()
         self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
-        self.spills = machine_memory.wsl(platform.release())
+        self.spills = machine_memory.wsl(os.uname().release)
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 
     @property

@@ -9,7 +9,6 @@ frameworks + overhead + unaccounted = this process's bytes, to the byte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -129,6 +128,8 @@ class Ledger:
         }
 
     def to_json(self) -> str:
+        import json
+
         return json.dumps(self.as_dict(), indent=2)
 
     def __rich__(self) -> RenderableType:

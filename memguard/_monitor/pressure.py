@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
-from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from memguard._specs import NEVER_GIVE_BACK
@@ -41,8 +41,7 @@ AGAIN = 60.0
 """Seconds in which the same warning is not repeated, and after which a rise that went no further is over."""
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core.
 
     `names`: what texts call a GPU, by UUID. An empty name is left out; a GPU without one is called by its UUID.
@@ -55,7 +54,7 @@ class Settings:
     forecast: float = 20.0
     cpu: float = 0.01
     on_pressure: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def of(cls, monitor: MonitorConfig, on_pressure: Sequence[str], devices: Sequence[Device] = ()) -> Settings:
@@ -346,6 +345,8 @@ def _slope(blocks: Sequence[_Block]) -> float:
         return 0.0
     if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:
         return 0.0
+    from statistics import median  # loads a dozen modules, which a budget without a rise does not need
+
     slopes = [(b.low - a.low) / (b.time - a.time) for a, b in combinations(blocks, 2)]
     rising = sum(slope > 0 for slope in slopes)
     return median(slopes) if rising >= RISING[len(blocks) >= 10] * len(slopes) - 1e-9 else 0.0

@@ -20,9 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
@@ -59,8 +58,7 @@ _AGAIN = 60.0
 """Seconds in which a report like one that was shown in full is one line: for a loop that tries smaller batches."""
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(NamedTuple):
     """What a report is made from, read while the error is alive. `processes`: the others, by UUID and PID. `peaks`: the
     most that each framework ever had in use, by UUID and name."""
 
@@ -72,8 +70,7 @@ class Scene:
     peaks: Mapping[str, Mapping[str, int]] | None = None
 
 
-@dataclass(frozen=True)
-class _Refusal:
+class _Refusal(NamedTuple):
     """The record of a refused request: `scene` makes a scene of what was read then."""
 
     moment: Moment

@@ -68,7 +68,7 @@ def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> Moment | None:
         found["held"] = found["in_use"] + cached
     # Whoever prints figures has given back before what could be given back.
     moment = Moment(spec.name, "text", time, requested=verdict.requested, reclaimable=0)
-    return replace(moment, **found)
+    return moment._replace(**found)
 
 
 def _size(text: str) -> int | None:
@@ -125,10 +125,10 @@ def complete(moment: Moment, other: Moment | None) -> Moment:
     if other is None:
         return moment
     known = {"requested", "held", "in_use", "reclaimable", "cap", "free", "pooled"}
-    found = replace(moment, **{name: getattr(other, name) for name in known if getattr(moment, name) is None})
+    found = moment._replace(**{name: getattr(other, name) for name in known if getattr(moment, name) is None})
     if other.in_use is None or found.in_use is None or other.in_use * (1 - _ROUNDED) <= found.in_use:
         return found
-    return replace(found, in_use=other.in_use if found.held is None else min(other.in_use, found.held))
+    return found._replace(in_use=other.in_use if found.held is None else min(other.in_use, found.held))
 
 
 def at(part: DeviceLedger, moment: Moment) -> DeviceLedger:

@@ -262,7 +262,7 @@ def _then(
         base = next((one for one in then.devices if one.device.uuid == uuid), part) if then is not None else part
         return moments.at(base, recorded), recorded
     if told is not None:
-        told = replace(told, uuid=uuid)
+        told = told._replace(uuid=uuid)
         return moments.at(part, told), told
     need = Case(part, verdict, plan=plan).need
     found = moments.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from memguard import _api
@@ -94,7 +94,7 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
         for name, framework in frameworks.items():
             events += _mark(guard, name, framework, ended)
         header = _header(guard, frameworks, of_day, sampler.most)
-        trace.write(target, header, [replace(e, time=round(e.time, 6)) for e in sorted(events, key=lambda e: e.time)])
+        trace.write(target, header, [e._replace(time=round(e.time, 6)) for e in sorted(events, key=lambda e: e.time)])
 
     def end(error: BaseException | None) -> None:
         if os.getpid() != mine.pid:  # a forked child also leaves the block, and must write nothing
@@ -136,7 +136,7 @@ def since(events: list[TraceEvent], begun: float, begun_now: float, ended: float
         before, after = event.time - begun, event.time - begun_now
         time = before if last <= before <= ended else after
         last = min(max(time, last), ended)
-        found.append(replace(event, time=last))
+        found.append(event._replace(time=last))
     return found
 
 

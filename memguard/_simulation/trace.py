@@ -9,7 +9,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -28,7 +28,7 @@ _NEEDS = {"alloc": ("id", "bytes"), "free": ("id",), "in_use": ("in_use",), "tri
 _MAY = {"mark": ("held", "in_use")}
 _RANGE = {"id": (-(1 << 63), 1 << 63), "bytes": (1, MAX_SIZE)}
 _COMMON = ("time", "framework", "op", "device")
-_FIELDS = tuple(f.name for f in fields(TraceEvent))
+_FIELDS = TraceEvent._fields
 
 
 @dataclass(frozen=True)

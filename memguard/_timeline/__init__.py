@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from memguard._timeline.format import Dropped as Dropped
 from memguard._timeline.format import Header as Header
 from memguard._timeline.format import Oom as Oom
-from memguard._timeline.reader import Timeline as Timeline
-from memguard._timeline.reader import load_timeline as load_timeline
 from memguard._timeline.writer import Writer as Writer
 from memguard._timeline.writer import rank_of as rank_of
+
+if TYPE_CHECKING:
+    from memguard._timeline.reader import Timeline as Timeline
+    from memguard._timeline.reader import load_timeline as load_timeline
+else:  # imported on first use: a program that writes a timeline reads none
+
+    def __getattr__(name: str) -> object:
+        if name not in ("Timeline", "load_timeline"):
+            raise AttributeError(f"module 'memguard._timeline' has no attribute {name!r}")
+        return getattr(importlib.import_module("memguard._timeline.reader"), name)

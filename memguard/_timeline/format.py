@@ -6,7 +6,8 @@ import json
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from memguard._types import Event, Plan, Sample
@@ -58,8 +59,7 @@ class Dropped:
         return ", ".join(said) or "nothing"
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The first line of a file. The files of one run share `run`; `part` counts them.
 
     `frameworks` has the version, allocator and so on of each framework, by name. Only part 0, which holds what is left
@@ -73,7 +73,7 @@ class Header:
     simulated: bool
     part: int
     plan: Plan
-    frameworks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    frameworks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     dropped: Dropped = Dropped()
     every: float | None = None
     through: int = 0

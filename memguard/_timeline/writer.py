@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,8 +16,6 @@ from memguard._locks import Turn
 from memguard._timeline import files
 from memguard._timeline import format as records
 from memguard._timeline.format import MAX_LINE, MAX_SECONDS, Columns, Dropped, Header
-from memguard._timeline.parse import Parser
-from memguard._timeline.thinning import thin
 from memguard._types import Event, Plan, Sample
 from memguard._units import KIB, MIB, format_size
 from memguard.errors import TimelineError
@@ -42,7 +40,7 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Part:
     """A file that is full. `mine` is False if an earlier run wrote it."""
 
@@ -309,7 +307,7 @@ class Writer:
             else:
                 files.remove(self.path)
         handle = files.create(self.path, self._opened)
-        self._head = replace(self._head, part=self._number)
+        self._head = self._head._replace(part=self._number)
         line, self._size = self._header(self._number), 0
         try:
             _write(handle, line, 0)
@@ -320,7 +318,7 @@ class Writer:
         self._dirty = False
 
     def _header(self, part: int) -> bytes:
-        head = replace(self._head, part=part, dropped=self._dropped + self._unreported)
+        head = self._head._replace(part=part, dropped=self._dropped + self._unreported)
         return records.header_line(head, self._columns)
 
     def _in_place(self, about: os.stat_result) -> bool:
@@ -393,6 +391,9 @@ class Writer:
         return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
 
     def _thin(self, oldest: _Part) -> None:
+        from memguard._timeline.parse import Parser  # a timeline that is not full needs neither
+        from memguard._timeline.thinning import thin
+
         kept = _Part(0, files.rotated(self.path, 0), 0)
         try:
             lines = []
@@ -402,8 +403,8 @@ class Writer:
                         lines += [line for line in file if line.endswith(b"\n")]
             room = self._most - len(self._header(0)) - 512
             thinned = thin(lines, room, self._every)
-            head = replace(
-                self._head, part=0, every=thinned.every, through=oldest.number,
+            head = self._head._replace(
+                part=0, every=thinned.every, through=oldest.number,
                 dropped=self._dropped + self._unreported + thinned.dropped,
             )  # fmt: skip
             columns = Parser(kept.path).columns(thinned.columns) if thinned.columns else Columns()

@@ -15,7 +15,6 @@ directly.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -349,7 +348,7 @@ class CuPy(Framework):
         except BaseException:
             undo()
             raise
-        return dataclasses.replace(applied, undo=undo)
+        return applied._replace(undo=undo)
 
     def _use(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
         """Allocate from another pool: it gets what the pools before it leave of the cap."""

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -418,7 +417,7 @@ class Torch(Framework):
             here = threading.get_ident()
             moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
             in_use, pooled = self._in_use(ordinal, requested)
-            self._refused(None, replace(moment, in_use=in_use, pooled=pooled, reclaimable=0))
+            self._refused(None, moment._replace(in_use=in_use, pooled=pooled, reclaimable=0))
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
         """What is in use with what idles in private pools, and that part; None if the counters alone tell enough."""
