@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import memguard
+from memguard import exchange
 from memguard._devices import simulated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,3 +259,14 @@ def test_measured_figures_in_messages_are_those_of_their_sources() -> None:
     said = [text for text in messages() if re.search(r"\d MiB", text) and ("measured" in text or "about" in text)]
     found = [float(one.replace(",", "")) for text in said for one in re.findall(r"(?<!\w)\d[\d,]{2,}", text)]
     assert len(said) >= 3 and set(found) == known
+
+
+def test_figures_in_the_docstrings_of_public_things_are_those_of_the_code() -> None:
+    public = [getattr(memguard, name) for name in memguard.__all__] + [getattr(exchange, n) for n in exchange.__all__]
+    members = [member for one in public if isinstance(one, type) for member in vars(one).values()]
+    texts = [prose(inspect.getdoc(one) or "") for one in (memguard, exchange, *public, *members)]
+    found = {figure[0] for text in texts for figure in FIGURE.finditer(text)}
+    known = {f"{_figures.figure(name, unit):,.{decimals}f} {unit}" for name, unit, decimals in (
+        ("probe's room", "GiB", 1), ("page", "MiB", 0),
+    )}  # fmt: skip
+    assert found == known, "name its source"
