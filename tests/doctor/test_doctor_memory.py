@@ -236,6 +236,7 @@ def test_frameworks_that_take_the_card_are_named_where_they_share_a_process() ->
         {"script": {"path": "a.py", "imports": [["numpy", 1], ["jax", 2]]}},
         {"process": {"modules": ["torch", "tensorflow"], "budget": True}},
         {"process": {"modules": ["torch", "jax"]}, "environment": {"XLA_CLIENT_MEM_FRACTION": ".2"}},
+        {"process": {"modules": ["torch", "jax"]}, "environment": {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}},
         {"process": {"modules": ["torch", "jax"]}, "frameworks": {"jax": {"gpus": 0}}},
         {"process": {"modules": ["torch", "jax"]}, "frameworks": {"jax": None}},
     ],

@@ -193,7 +193,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
         framework = facts.frameworks.get(name)
         if not others or name in budget or framework is None or framework.gpu is False or not framework.gpus:
             continue
-        if name == "tensorflow" and facts.environment.get(_GROWTH) != "true" and not _unlimited(facts, name):
+        if name == "tensorflow" and facts.environment.get(_GROWTH) != "true" and _own_pool(facts, name):
             yield Finding(
                 "preallocation",
                 Severity.INFO,
@@ -220,7 +220,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
 def _jax_preallocates(facts: Facts) -> bool:
     environment = facts.environment
     off = environment.get(_PREALLOCATE, "").lower() in ("false", "0")
-    return not off and not any(environment.get(name) for name in _FRACTIONS) and not _unlimited(facts, "jax")
+    return not off and not any(environment.get(name) for name in _FRACTIONS) and _own_pool(facts, "jax")
 
 
 def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
@@ -334,9 +334,10 @@ def _has_gpu_build(facts: Facts, framework: str) -> bool:
     return found is not None and found.gpu is not False
 
 
-def _unlimited(facts: Facts, framework: str) -> bool:
+def _own_pool(facts: Facts, framework: str) -> bool:
+    """Whether it allocates from the pool that it takes at its first operation. An allocator without a cap has none."""
     allocators = SPECS[framework].allocators
-    return facts.environment.get(allocators.variable, "").strip().lower() in allocators.unlimited
+    return allocators.why_uncapped(facts.environment.get(allocators.variable, "")) is None
 
 
 def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
