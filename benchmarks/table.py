@@ -1,4 +1,5 @@
-"""README's ledger and table, docs/results.md and the tables of docs/exchange.md, made from the committed results.
+"""README's ledger and table, docs/results.md and the tables of docs/exchange.md, made from the committed results, and
+the figures in the sentences of all documents (`_figures.py`).
 
 python benchmarks/table.py            # write them into those files, between their markers
 python benchmarks/table.py --status   # print which results are stale
@@ -15,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _exchange_tables
+import _figures
 from _run import ROOT, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -548,17 +550,18 @@ PLACES = {
     "README.md": (("ledger", readme_ledger), ("results", readme_table)),
     "docs/results.md": (("results", results),),
     "docs/exchange.md": (("exchange", exchange_document),),
+    "docs/ledger.md": (("overheads", _figures.overheads),),
 }
 """What is generated: for each file the names of its markers, and what makes the text between them."""
 
 
 def generated(document: str, text: str) -> str:
-    """The text of a document with its generated parts made anew."""
-    for name, make in PLACES[document]:
+    """The text of a document with its generated parts made anew, and its figures."""
+    for name, make in PLACES.get(document, ()):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
-    return text
+    return _figures.filled(text)
 
 
 def status() -> list[str]:
@@ -575,7 +578,7 @@ def main() -> int:
     if "--status" in sys.argv:
         print("\n".join(status()))
         return 0
-    for document in PLACES:
+    for document in _figures.documents():
         path = ROOT / document
         path.write_text(generated(document, path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0

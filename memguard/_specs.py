@@ -94,6 +94,27 @@ class ErrorPattern(NamedTuple):
     refused: bool = False
 
 
+@dataclass(frozen=True)
+class Allocators:
+    """The variable by which a user chooses a framework's allocator, and on which choices no cap can be set.
+
+    `uncapped` has each known one with the reason, as the end of a sentence that begins with the setting. `unlimited`
+    are those of them that keep to no limit at all. `capped` are the values under which a cap holds, as it does under an
+    empty one, and `unknown` is the reason for any other. Without it any other is the framework's default allocator.
+    """
+
+    variable: str = ""
+    uncapped: Mapping[str, str] = field(default_factory=dict)
+    unlimited: frozenset[str] = frozenset()
+    capped: frozenset[str] = frozenset()
+    unknown: str | None = None
+
+    def why_uncapped(self, value: str) -> str | None:
+        """Why no cap can be set on the allocator of this name; None if one can."""
+        name = value.strip().lower()
+        return self.uncapped.get(name, None if not name or name in self.capped else self.unknown)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FrameworkSpec:
     """One framework. The fields without a default are required.
@@ -125,6 +146,7 @@ class FrameworkSpec:
                       first group is a size
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
+    allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
     """
 
     name: str
@@ -151,6 +173,7 @@ class FrameworkSpec:
     figures: tuple[tuple[str, str], ...] = ()
     pads: bool = False
     refuses_silently: bool = False
+    allocators: Allocators = field(default_factory=Allocators)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)
@@ -298,6 +321,14 @@ _ROWS = (
         ),
         never_gives_back=True,
         refuses_silently=True,
+        allocators=Allocators(
+            "TF_GPU_ALLOCATOR",
+            {
+                "cuda_malloc_async": "ignores memory_limit",
+                "cuda_malloc": "passes every request on to the driver and has no limit",
+            },
+            unlimited=frozenset({"cuda_malloc_async", "cuda_malloc"}),
+        ),
     ),
     FrameworkSpec(
         name="cupy",
@@ -359,6 +390,20 @@ _ROWS = (
         ),
         never_gives_back=True,
         refuses_silently=True,
+        # XLA's source: `vmm` (DeviceAddressVmmAllocator) refuses what would pass the fraction of the GPU's total, but
+        # GetAllocatorStats of se_gpu_pjrt_client.cc does not know that allocator, so JAX's memory_stats() is None.
+        allocators=Allocators(
+            "XLA_PYTHON_CLIENT_ALLOCATOR",
+            {
+                "platform": "passes every request on to the driver and has no limit",
+                "cuda_async": "has no limit",
+                "vmm": "keeps to JAX's fraction, but tells neither its limit nor what it holds: memguard could not "
+                "check the cap, nor say what JAX takes",
+            },
+            unlimited=frozenset({"platform", "cuda_async"}),
+            capped=frozenset({"default", "bfc"}),
+            unknown="is no allocator of which memguard knows that it keeps to a limit",
+        ),
         install="jax[cuda13]",
     ),
     FrameworkSpec(

@@ -3,8 +3,8 @@
 Measured: the fraction is of what CUDA can give. JAX reads it once, when the backend starts; nothing changes or shrinks
 the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options win over the
 environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend does not load
-and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit (6 GiB served under a limit of
-2.8). An out-of-memory error takes 10 s to appear.
+and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and reports
+nothing (the row of `_specs.py`). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -30,8 +30,8 @@ from memguard.errors import CapNotApplied, ConflictingSetting
 
 _OPTIONS = "jax_pjrt_client_create_options"
 _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
-_LIMITED = ("", "default", "bfc")
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_ALLOCATORS = SPECS["jax"].allocators
 _standing: dict[str, int] = {}
 """The caps that JAX went live with, by device UUID. They stay until the process ends."""
 
@@ -81,7 +81,7 @@ class JAX(Framework):
                 self.name, f"jax {jax.__version__} has no option {_OPTIONS}", "install jax 0.5 or newer"
             )
         before = getattr(jax.config, _OPTIONS)
-        own = _as_mapping(before)
+        own = as_mapping(before)
         self._refuse_conflicts(own)
         usable = {device.uuid: device.usable for device in self.host.devices() if device.uuid in caps}
         if not usable:
@@ -130,7 +130,7 @@ class JAX(Framework):
         if found is None:
             return Usage(None, None) if any(not uuid for _, uuid in locals_) else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # the platform and cuda_async allocators have no pool
+        if not stats or "pool_bytes" not in stats:  # not BFC: another has no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, peak=stats["peak_bytes_in_use"])
 
@@ -151,7 +151,7 @@ class JAX(Framework):
         if not self._caps:
             return []
         if _client() is None:
-            now = _as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
+            now = as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
         return [
@@ -167,7 +167,7 @@ class JAX(Framework):
     def about(self) -> dict[str, str]:
         if _client() is None:
             return {}
-        return {"allocator": str(_as_mapping(self._options).get("allocator", "bfc"))}
+        return {"allocator": str(as_mapping(self._options).get("allocator", "bfc"))}
 
     def _refuse_conflicts(self, own: Mapping[str, Any]) -> None:
         fractions = [name for name in (_FRACTION, _DEPRECATED) if os.environ.get(name)]
@@ -179,12 +179,13 @@ class JAX(Framework):
                 f"unset {_DEPRECATED}, the deprecated one",
             )
         for setting, value in (
-            (_ALLOCATOR, os.environ.get(_ALLOCATOR, "")),
+            (_ALLOCATORS.variable, os.environ.get(_ALLOCATORS.variable, "")),
             (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
         ):
-            if value.strip().lower() not in _LIMITED:
+            why = _ALLOCATORS.why_uncapped(value)
+            if why is not None:
                 raise ConflictingSetting(
-                    self.name, f"{setting}={value}", "has no limit", "unset it, so that JAX uses its BFC allocator"
+                    self.name, f"{setting}={value}", why, "unset it, so that JAX uses its BFC allocator"
                 )
 
     def _held(
@@ -196,7 +197,7 @@ class JAX(Framework):
             if name != _OPTIONS or not self._caps or _client() is not None:
                 return original(config, name, val)
             original(config, name, val)  # JAX's own error, for what it does not accept
-            theirs, lost = _as_mapping(val), []
+            theirs, lost = as_mapping(val), []
             held = {**theirs, "memory_fraction": cap["memory_fraction"], "allocator": cap["allocator"]}
             held.setdefault("preallocate", cap["preallocate"])
             fraction = theirs.get("memory_fraction")
@@ -209,7 +210,7 @@ class JAX(Framework):
             elif fraction is not None:
                 lost.append(f"memory_fraction={fraction}")
             allocator = theirs.get("allocator")
-            if allocator is not None and str(allocator).strip().lower() in _LIMITED:
+            if allocator is not None and _ALLOCATORS.why_uncapped(str(allocator)) is None:
                 held["allocator"] = allocator
             elif allocator is not None:
                 lost.append(f"allocator={allocator}")
@@ -306,7 +307,7 @@ def _has_plugin() -> bool:
     return any(path.name.startswith("xla_cuda") for folder in folders for path in Path(folder).glob("*"))
 
 
-def _as_mapping(options: Any) -> dict[str, Any]:
+def as_mapping(options: Any) -> dict[str, Any]:
     """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or `key:value;key:value`."""
     if isinstance(options, str):
         pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)

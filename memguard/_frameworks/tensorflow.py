@@ -2,8 +2,8 @@
 
 Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. Growth set on the device
 is silently lost beside a limit, so `TF_FORCE_GPU_ALLOW_GROWTH` is used. TensorFlow takes the whole of a GPU without a
-limit. `cuda_malloc_async` ignores the limit (11,274 MiB taken under 4,096), so it is refused. Nothing shrinks the pool
-afterwards. With growth TensorFlow does not say how much it holds.
+limit. `cuda_malloc_async` ignores the limit, so it is refused. Nothing shrinks the pool afterwards. With growth
+TensorFlow does not say how much it holds.
 
 A later `set_logical_device_configuration` and the `config` of a TF1 session are held to the cap in the calls behind all
 their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with a `config` of its own
@@ -29,11 +29,8 @@ from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 _standing: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
-_ALLOCATOR = "TF_GPU_ALLOCATOR"
-_UNLIMITED = {
-    "cuda_malloc_async": "ignores memory_limit",
-    "cuda_malloc": "passes every request on to the driver and has no limit",
-}
+_ALLOCATORS = SPECS["tensorflow"].allocators
+_ALLOCATOR = _ALLOCATORS.variable
 
 
 class TensorFlow(Framework):
@@ -171,11 +168,12 @@ class TensorFlow(Framework):
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_ALLOCATOR, "").strip().lower()
-        if value in _UNLIMITED:
+        why = _ALLOCATORS.why_uncapped(value)
+        if why is not None:
             raise ConflictingSetting(
                 self.name,
                 f"{_ALLOCATOR}={value}",
-                _UNLIMITED[value],
+                why,
                 f"unset {_ALLOCATOR}, so that TensorFlow uses its BFC allocator",
             )
 
@@ -325,12 +323,13 @@ class TensorFlow(Framework):
     def _limited_allocator(self) -> None:
         """TensorFlow is about to read which allocator to build: one without a limit, chosen since, is not built."""
         value = os.environ.get(_ALLOCATOR, "")
-        if self._gpus and value.strip().lower() in _UNLIMITED and not self._started():
+        why = _ALLOCATORS.why_uncapped(value)
+        if self._gpus and why is not None and not self._started():
             self._undo_allocator = _as_it_is(_ALLOCATOR)
             os.environ.pop(_ALLOCATOR, None)
             self._warn(
-                f"tensorflow: {_ALLOCATOR}={value} was set after memguard.init, and it "
-                f"{_UNLIMITED[value.strip().lower()]}: it is unset, so that the cap holds"
+                f"tensorflow: {_ALLOCATOR}={value} was set after memguard.init, and it {why}: it is unset, so that "
+                "the cap holds"
             )
 
     def _started(self) -> bool:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from doctor_facts import edited, plain
 
+from memguard._devices.simulated import SimulatedHost
 from memguard._doctor.checks import memory
+from memguard._doctor.collect import this_process
 from memguard._doctor.facts import Facts, Process
-from memguard._doctor.finding import Finding
+from memguard._doctor.finding import Finding, Severity
+from memguard._frameworks.jax import JAX
+from memguard._frameworks.tensorflow import TensorFlow
+from memguard._specs import SPECS
 from memguard._units import GIB, MIB
+from memguard.errors import ConflictingSetting
 
 UUID = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"
 HEALTHY = "healthy-h200.json"
@@ -40,7 +47,7 @@ def test_an_allocator_without_a_limit_is_an_error_where_a_limit_is_set() -> None
         finding.cause == "with TF_GPU_ALLOCATOR=cuda_malloc_async TensorFlow has no memory limit: its cap does not hold"
     )
     assert finding.evidence[:2] == ("TF_GPU_ALLOCATOR=cuda_malloc_async (environment)", "budget.yaml caps tensorflow")
-    assert "11,274 MiB" in finding.evidence[2]
+    assert finding.evidence[2] == "cuda_malloc_async ignores memory_limit"
     assert finding.remedy == "unset TF_GPU_ALLOCATOR"
     finding = only("async-allocator-fraction.json")
     assert "XLA_CLIENT_MEM_FRACTION=.30 does not hold" in finding.cause
@@ -52,6 +59,68 @@ def test_an_allocator_of_a_framework_that_is_not_there_or_not_for_gpus_is_none_o
     assert found(environment)
     assert not found({**environment, "frameworks": {"tensorflow": None}})
     assert not found({**environment, "frameworks": {"tensorflow": {"gpu": False}}})
+
+
+ALLOCATORS = [
+    "", "default", "bfc", "BFC", " bfc ", "platform", "cuda_async", "CUDA_Async", "vmm", "VMM", " vmm", "address",
+    "bfcc", "cuda_malloc_async", " CUDA_malloc_async", "cuda_malloc", "nothing",
+]  # fmt: skip
+VARIABLES = {"jax": "XLA_PYTHON_CLIENT_ALLOCATOR", "tensorflow": "TF_GPU_ALLOCATOR"}
+OPTION = "jax_pjrt_client_create_options allocator"
+
+
+def refused_by_init(framework: str, options: dict[str, str]) -> str | None:
+    """What `init` says of the environment, and of JAX's client options."""
+    try:
+        if framework == "jax":
+            JAX(SimulatedHost())._refuse_conflicts(options)
+        else:
+            TensorFlow(SimulatedHost())._refuse_unlimited()
+    except ConflictingSetting as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("value", ALLOCATORS)
+@pytest.mark.parametrize("where", [*VARIABLES, OPTION.upper().replace(" ALLOCATOR", ""), OPTION])
+def test_the_doctor_finds_the_allocators_that_init_refuses_and_no_others(
+    where: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the same reason: both read the framework's row."""
+    framework = where if where in VARIABLES else "jax"
+    for name in VARIABLES.values():
+        monkeypatch.delenv(name, raising=False)
+    options, changes = {}, {"budget": budget(framework)}
+    if where in VARIABLES:
+        monkeypatch.setenv(VARIABLES[where], value)
+        changes["environment"] = {VARIABLES[where]: value}
+    elif where == OPTION:
+        options = {"allocator": value}
+        modules = {"jax": SimpleNamespace(config=SimpleNamespace(jax_pjrt_client_create_options=options))}
+        changes["process"] = {"modules": ["jax"], "allocators": this_process.allocators(modules)}
+    else:  # what JAX makes of the variable of that name is tested with JAX itself
+        options = {"allocator": value}
+        changes["environment"] = {where: f"memory_fraction:0.1;allocator:{value}"}
+    refused = refused_by_init(framework, options)
+    findings = [finding for finding in found(changes) if finding.name == "async-allocator"]
+    assert len(findings) == (refused is not None) == len(found(changes))
+    if refused is not None:
+        (finding,) = findings
+        name, why = value.strip().lower(), SPECS[framework].allocators.why_uncapped(value)
+        assert why is not None and why in refused
+        assert finding.severity is Severity.ERROR and finding.evidence[-1] == f"{name} {why}"
+        assert finding.cause.startswith(f"with {VARIABLES.get(where, where)}") and "budget.yaml" in finding.evidence[1]
+
+
+def test_xlas_vmm_keeps_to_a_limit_and_cannot_be_capped_all_the_same() -> None:
+    vmm = {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}
+    (finding,) = found({"environment": vmm, "budget": budget("jax")})
+    assert finding.cause == ("with XLA_PYTHON_CLIENT_ALLOCATOR=vmm its cap cannot be set, and memguard.init refuses it")
+    assert "keeps to JAX's fraction" in finding.evidence[-1] and "no limit" not in str(finding)
+    assert finding.remedy == "unset XLA_PYTHON_CLIENT_ALLOCATOR"
+    for more in ({}, {"XLA_CLIENT_MEM_FRACTION": ".3"}):  # which holds
+        for caps in ({}, {"budget": budget("torch")}):
+            assert not found({"environment": {**vmm, **more}, **caps})
 
 
 ASYNC = {"modules": ["cupy"], "allocators": {"cupy": "cupy.cuda.memory.MemoryAsyncPool"}}
@@ -167,6 +236,7 @@ def test_frameworks_that_take_the_card_are_named_where_they_share_a_process() ->
         {"script": {"path": "a.py", "imports": [["numpy", 1], ["jax", 2]]}},
         {"process": {"modules": ["torch", "tensorflow"], "budget": True}},
         {"process": {"modules": ["torch", "jax"]}, "environment": {"XLA_CLIENT_MEM_FRACTION": ".2"}},
+        {"process": {"modules": ["torch", "jax"]}, "environment": {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}},
         {"process": {"modules": ["torch", "jax"]}, "frameworks": {"jax": {"gpus": 0}}},
         {"process": {"modules": ["torch", "jax"]}, "frameworks": {"jax": None}},
     ],

@@ -166,12 +166,39 @@ result.update(after=ledger.devices[0].row({name!r}).enforcement, notes=ledger.no
     assert len([text for text in found["said"] if text.startswith(f"{name}:")]) == HELD.get(module, 1)
 
 
+@pytest.mark.parametrize("allocator", ["vmm", "cuda_async"])
+def test_jaxs_vmm_keeps_to_a_fraction_and_reports_neither_it_nor_what_it_holds(run: Run, allocator: str) -> None:
+    """Why `init` refuses it, read in XLA's source. Of `cuda_async`, the control, a fraction limits nothing."""
+    found = run(
+        """
+import jax, jax.numpy
+from memguard._devices.real import RealHost
+(device,) = jax.local_devices()[:1]
+usable, live = RealHost().devices()[0].usable, []
+result["limit"] = int(0.02 * usable)
+try:
+    while len(live) * 256 * MIB < 3 * result["limit"]:
+        live.append(jax.numpy.zeros(256 * MIB, jax.numpy.uint8).block_until_ready())
+except jax.errors.JaxRuntimeError as error:
+    result["text"] = str(error)
+result["served"], result["stats"] = len(live) * 256 * MIB, device.memory_stats()
+""",
+        env={"XLA_PYTHON_CLIENT_ALLOCATOR": allocator, "XLA_CLIENT_MEM_FRACTION": "0.02"},
+    )
+    if allocator == "vmm":
+        assert found["served"] <= found["limit"] < found["served"] + (512 << 20) and "text" in found
+        assert not found["stats"] or "bytes_limit" not in found["stats"], "it can be checked: memguard could cap it"
+    else:
+        assert found["served"] > 2 * found["limit"] and "text" not in found
+
+
 CONFLICTS = {
     "jax, both variables": (
         "jax", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.001", "XLA_CLIENT_MEM_FRACTION": "0.001"}, "are both set"
     ),
     "jax, platform": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "has no limit"),
     "jax, async": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, "has no limit"),
+    "jax, vmm": ("jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}, "tells neither its limit nor what it holds"),
     "jax, looser": ("jax", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "is looser than the cap"),
     "torch, no caching": ("torch", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "caching allocator"),
     "torch, looser": ("torch", {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"}, "more than the cap"),

@@ -32,6 +32,7 @@ def conflict(*caps):
     except ConflictingSetting as error:
         return [error.framework, error.setting, str(error)]
 """
+OPTIONS = "jax_pjrt_client_create_options"
 TWO = SETUP.replace("Host()", 'Host("h200", "h200")')
 
 
@@ -294,17 +295,16 @@ except ValueError as error:
 
 @pytest.mark.parametrize("where", ["environment", "option"])
 @pytest.mark.parametrize(
-    ("allocator", "refused"),
-    [("platform", True), ("cuda_async", True), ("vmm", True), ("CUDA_Async", True), ("bfc", False),
-     ("default", False), ("BFC", False), ("", False)],
+    ("allocator", "why"),
+    [("platform", "has no limit"), ("cuda_async", "has no limit"), ("CUDA_Async", "has no limit"),
+     ("vmm", "keeps to JAX's fraction, but tells neither"), ("address", "is no allocator of which"),
+     ("bfc", None), ("default", None), ("BFC", None), ("", None)],
 )  # fmt: skip
-def test_allocators_without_a_limit_are_refused(with_jax: Run, where: str, allocator: str, refused: bool) -> None:
-    """Measured: 6 GiB served by `cuda_async` under a cap of 2.8."""
-    setting = (
-        f"os.environ['XLA_PYTHON_CLIENT_ALLOCATOR'] = {allocator!r}"
-        if where == "environment"
-        else f"jax.config.update(OPTIONS, {{'allocator': {allocator!r}}})"
-    )
+def test_allocators_that_cannot_be_capped_are_refused(with_jax: Run, where: str, allocator: str, why: str) -> None:
+    setting, name = {
+        "environment": (f"os.environ['XLA_PYTHON_CLIENT_ALLOCATOR'] = {allocator!r}", "XLA_PYTHON_CLIENT_ALLOCATOR"),
+        "option": (f"jax.config.update(OPTIONS, {{'allocator': {allocator!r}}})", f"{OPTIONS} allocator"),
+    }[where]
     found = with_jax(
         SETUP
         + f"""
@@ -313,10 +313,19 @@ before = options()
 result["conflict"], result["same"] = conflict(GIB), options() == before
 """
     )
-    assert (found["conflict"] is not None) is refused is found["same"]
-    if refused:
-        name = "XLA_PYTHON_CLIENT_ALLOCATOR" if where == "environment" else "jax_pjrt_client_create_options allocator"
-        assert found["conflict"][1] == f"{name}={allocator}" and "has no limit" in found["conflict"][2]
+    assert (found["conflict"] is not None) is (why is not None) is found["same"]
+    if why is not None:
+        assert found["conflict"][1] == f"{name}={allocator}" and why in found["conflict"][2]
+
+
+def test_the_option_in_the_environment_is_refused_too(alone: Run) -> None:
+    """The doctor finds it there; JAX reads it at its import."""
+    found = alone(
+        "os.environ['JAX_PJRT_CLIENT_CREATE_OPTIONS'] = 'memory_fraction:0.001;allocator:vmm'\n"
+        + SETUP
+        + "result['conflict'] = conflict(GIB)"
+    )
+    assert found["conflict"][1] == f"{OPTIONS} allocator=vmm" and "keeps to JAX's fraction" in found["conflict"][2]
 
 
 OWN = {

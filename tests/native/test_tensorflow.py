@@ -200,7 +200,6 @@ result["left"] = [framework.notes, framework._caps, limits(first), os.environ[GR
     ],
 )
 def test_allocators_that_know_no_limit_are_refused(with_tensorflow: Run, value: str, why: str) -> None:
-    """Measured for cuda_malloc_async: 11,274 MiB allocated under a limit of 4,096."""
     found = with_tensorflow(
         ONE
         + f"""

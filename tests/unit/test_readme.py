@@ -36,7 +36,7 @@ def stale(name: str) -> bool:
     return result(name)["about"]["memguard_hash"] not in (_run.source_hash(), _run.source_hash(whole=True))
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/results.md", "docs/exchange.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/results.md", "docs/exchange.md", "docs/ledger.md"])
 def test_generated_parts_are_made_of_the_committed_results(document: str) -> None:
     import table
 
@@ -227,6 +227,9 @@ def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() ->
             assert deviation is None or deviation <= 0.02, (row.framework, what)
     assert compared >= 7
     assert outcome.refused == 0
+    (jax,) = [row for row in outcome.frameworks if row.framework == "jax"]
+    page = " ".join((ROOT / "docs" / "simulation.md").read_text(encoding="utf-8").split())
+    assert f"JAX held {most['jax']['held'] // MIB} MiB, and {jax.peak_held // MIB} MiB in its replay" in page
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -11,17 +11,12 @@ from memguard._doctor.checks.phrases import few, last_line, listing
 from memguard._doctor.checks.probe_outcomes import failed_stage
 from memguard._doctor.facts import BudgetFacts, Facts, NvmlDevice
 from memguard._doctor.finding import Finding, Severity
+from memguard._frameworks.jax import as_mapping
+from memguard._specs import OVERHEADS, SECOND_CONTEXT, SPECS
 from memguard._units import MIB, format_size
 
-_ALLOCATORS = {
-    # framework: its title, the variable, and the values under which no limit holds
-    "tensorflow": ("TensorFlow", "TF_GPU_ALLOCATOR", {"cuda_malloc_async", "cuda_malloc"}),
-    "jax": ("JAX", "XLA_PYTHON_CLIENT_ALLOCATOR", {"cuda_async", "platform"}),
-}
-_MEASURED = {
-    "tensorflow": "measured on an H200: 11,274 MiB allocated under memory_limit=4096",
-    "jax": "measured on an H200: 6 GiB served under a fraction for 2.8",
-}
+_JAX_OPTIONS = "JAX_PJRT_CLIENT_CREATE_OPTIONS"
+"""The variable from which JAX reads the option jax_pjrt_client_create_options, as key:value;key:value."""
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -29,6 +24,7 @@ _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 _ASYNC_POOL = "MemoryAsyncPool"
 _CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+_SECOND_CONTEXT = OVERHEADS[SECOND_CONTEXT].modules // MIB
 _PRIMARY = ("torch", "tensorflow", "jax", "cupy", "numba")
 """Frameworks that work in the primary context."""
 _CAPPED = ("cudaMallocAsync", "cupy.cuda.memory.MemoryPool")
@@ -36,21 +32,47 @@ _CAPPED = ("cudaMallocAsync", "cupy.cuda.memory.MemoryPool")
 
 
 def async_allocator(facts: Facts) -> Iterator[Finding]:
-    """An allocator without a memory limit."""
-    for framework, (name, variable, unlimited) in _ALLOCATORS.items():
-        value = facts.environment.get(variable, "").strip()
-        if value.lower() not in unlimited or not _has_gpu_build(facts, framework):
+    """An allocator on which no cap can be set. What `init` refuses is an error, with the same reason."""
+    for framework, spec in SPECS.items():
+        if not _has_gpu_build(facts, framework):
             continue
-        limits = _limits(facts, framework)
-        cause = f"with {variable}={value} {name} has no memory limit"
-        yield Finding(
-            "async-allocator",
-            Severity.ERROR if limits else Severity.INFO,
-            f"{cause}: {limits[0]} does not hold" if limits else cause,
-            (f"{variable}={value} (environment)", *limits[1:], _MEASURED[framework]),
-            f"unset {variable}" if limits else f"unset {variable} before you limit {name}",
-            framework,
-        )
+        capped = facts.budget is not None and framework in facts.budget.frameworks
+        for setting, value, where in _chosen_allocators(facts, framework):
+            why = spec.allocators.why_uncapped(value)
+            unlimited = value.strip().lower() in spec.allocators.unlimited
+            if why is None or not (capped or unlimited):  # one of JAX's keeps to a fraction
+                continue
+            limits = _limits(facts, framework)
+            if not limits:
+                cause = f"with {setting}={value} {spec.title} has no memory limit"
+            elif unlimited:
+                cause = f"with {setting}={value} {spec.title} has no memory limit: {limits[0]} does not hold"
+            else:
+                cause = f"with {setting}={value} its cap cannot be set, and memguard.init refuses it"
+            option, _, key = setting.partition(" ")
+            remedy = f"take {key} out of {option}" if key else f"unset {setting}"
+            yield Finding(
+                "async-allocator",
+                Severity.ERROR if limits else Severity.INFO,
+                cause,
+                (f"{setting}={value} ({where})", *limits[1:], f"{value.strip().lower()} {why}"),
+                remedy if limits else f"{remedy} before you limit {spec.title}",
+                framework,
+            )
+            break
+
+
+def _chosen_allocators(facts: Facts, framework: str) -> Iterator[tuple[str, str, str]]:
+    """The settings that choose the framework's allocator: name, value, and where each was found."""
+    variable = SPECS[framework].allocators.variable
+    if variable:
+        yield variable, facts.environment.get(variable, "").strip(), "environment"
+    if framework == "jax":
+        options = as_mapping(facts.environment.get(_JAX_OPTIONS, ""))
+        yield f"{_JAX_OPTIONS} allocator", options.get("allocator", "").strip(), "environment"
+        if facts.process is not None:
+            option = f"{_JAX_OPTIONS.lower()} allocator"
+            yield option, facts.process.allocators.get(framework, ""), "this process"
 
 
 def async_pool(facts: Facts) -> Iterator[Finding]:
@@ -149,8 +171,8 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding
     return Finding(
         "second-context",
         Severity.WARNING,
-        f"PyCUDA makes a second CUDA context beside that of {listing(others)}: 518 MiB more (measured on an H200), and "
-        "streams and kernels that the others cannot use",
+        f"PyCUDA makes a second CUDA context beside that of {listing(others)}: {_SECOND_CONTEXT} MiB more (measured on "
+        "an H200), and streams and kernels that the others cannot use",
         tuple(evidence),
         "push `Device(0).retain_primary_context()` instead of importing pycuda.gl.autoinit"
         if any(_AUTOINIT[1] in line for line in evidence)
@@ -171,7 +193,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
         framework = facts.frameworks.get(name)
         if not others or name in budget or framework is None or framework.gpu is False or not framework.gpus:
             continue
-        if name == "tensorflow" and facts.environment.get(_GROWTH) != "true" and not _unlimited(facts, name):
+        if name == "tensorflow" and facts.environment.get(_GROWTH) != "true" and _own_pool(facts, name):
             yield Finding(
                 "preallocation",
                 Severity.INFO,
@@ -198,7 +220,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
 def _jax_preallocates(facts: Facts) -> bool:
     environment = facts.environment
     off = environment.get(_PREALLOCATE, "").lower() in ("false", "0")
-    return not off and not any(environment.get(name) for name in _FRACTIONS) and not _unlimited(facts, "jax")
+    return not off and not any(environment.get(name) for name in _FRACTIONS) and _own_pool(facts, "jax")
 
 
 def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
@@ -232,7 +254,8 @@ def allocator_swap(facts: Facts) -> Iterator[Finding]:
     if facts.process is None or facts.process.budget:  # init has already reported it
         return
     for name, allocator in facts.process.allocators.items():
-        if name in budget and allocator not in _CAPPED and not (name == "cupy" and _has_async_pool(facts)):
+        elsewhere = name == "jax" or (name == "cupy" and _has_async_pool(facts))  # another finding says it
+        if name in budget and allocator not in _CAPPED and not elsewhere:
             yield Finding(
                 "allocator-swap",
                 Severity.WARNING,
@@ -311,9 +334,10 @@ def _has_gpu_build(facts: Facts, framework: str) -> bool:
     return found is not None and found.gpu is not False
 
 
-def _unlimited(facts: Facts, framework: str) -> bool:
-    _, variable, values = _ALLOCATORS[framework]
-    return facts.environment.get(variable, "").strip().lower() in values
+def _own_pool(facts: Facts, framework: str) -> bool:
+    """Whether it allocates from the pool that it takes at its first operation. An allocator without a cap has none."""
+    allocators = SPECS[framework].allocators
+    return allocators.why_uncapped(facts.environment.get(allocators.variable, "")) is None
 
 
 def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:

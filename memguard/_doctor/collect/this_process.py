@@ -12,6 +12,8 @@ from memguard._devices import contexts
 from memguard._devices.nvml import Nvml
 from memguard._doctor.facts import Process
 from memguard._doctor.probes.main import libraries
+from memguard._frameworks.jax import as_mapping
+from memguard._specs import SPECS
 from memguard.errors import DeviceError
 
 _MODULES = {
@@ -75,7 +77,7 @@ def _foreign() -> bool | None:
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
     """What replaces a framework's own allocator, by framework. Asks only frameworks that are imported."""
     found: dict[str, str | None] = {}
-    for name, ask in (("torch", _torch), ("cupy", _cupy), ("numba", _numba)):
+    for name, ask in (("torch", _torch), ("cupy", _cupy), ("jax", _jax), ("numba", _numba)):
         try:
             found[name] = ask(modules)
         except Exception:  # another version has it elsewhere: unknown
@@ -103,6 +105,13 @@ def _cupy(modules: Mapping[str, Any]) -> str | None:
     name = getattr(owner, "__qualname__", type(allocator).__qualname__)
     module = str(getattr(owner, "__module__", type(allocator).__module__))
     return None if module.startswith("memguard.") else f"{module}.{name}"
+
+
+def _jax(modules: Mapping[str, Any]) -> str | None:
+    """The allocator that its client options name, if no cap can be set on it."""
+    options = modules["jax"].config.jax_pjrt_client_create_options if "jax" in modules else None
+    allocator = str(as_mapping(options).get("allocator", ""))
+    return None if SPECS["jax"].allocators.why_uncapped(allocator) is None else allocator
 
 
 def _numba(modules: Mapping[str, Any]) -> str | None:
