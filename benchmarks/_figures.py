@@ -135,14 +135,16 @@ def root(source: str) -> Any:
 
 
 def _values(place: Any, path: Sequence[str]) -> Iterator[Any]:
-    """What lies at the path: keys of mappings, positions in lists, attributes of anything else."""
+    """What lies at the path: keys of mappings, positions in lists, attributes of anything else; of a class, defaults."""
     if not path:
         yield place
         return
     key, *rest = path
+    if isinstance(place, type) and hasattr(place, "_field_defaults"):  # a named tuple, which has no other defaults
+        place = place._field_defaults
     if isinstance(place, Mapping):
         inner = list(place.values()) if key == "*" else [place[key]] if key in place else []
-    elif isinstance(place, (list, tuple)):
+    elif isinstance(place, (list, tuple)) and not hasattr(place, key):
         inner = list(place) if key == "*" else [place[int(key)]] if key.isdigit() and int(key) < len(place) else []
     else:
         inner = [getattr(place, key)] if hasattr(place, key) else []

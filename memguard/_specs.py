@@ -94,8 +94,7 @@ class ErrorPattern(NamedTuple):
     refused: bool = False
 
 
-@dataclass(frozen=True)
-class Allocators:
+class Allocators(NamedTuple):
     """The variable by which a user chooses a framework's allocator, and on which choices no cap can be set.
 
     `uncapped` has each known one with the reason, as the end of a sentence that begins with the setting. `unlimited`
@@ -104,7 +103,7 @@ class Allocators:
     """
 
     variable: str = ""
-    uncapped: Mapping[str, str] = field(default_factory=dict)
+    uncapped: Mapping[str, str] = MappingProxyType({})
     unlimited: frozenset[str] = frozenset()
     capped: frozenset[str] = frozenset()
     unknown: str | None = None
@@ -113,6 +112,9 @@ class Allocators:
         """Why no cap can be set on the allocator of this name; None if one can."""
         name = value.strip().lower()
         return self.uncapped.get(name, None if not name or name in self.capped else self.unknown)
+
+
+_NO_CHOICE = Allocators()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -173,7 +175,7 @@ class FrameworkSpec:
     figures: tuple[tuple[str, str], ...] = ()
     pads: bool = False
     refuses_silently: bool = False
-    allocators: Allocators = field(default_factory=Allocators)
+    allocators: Allocators = _NO_CHOICE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)
