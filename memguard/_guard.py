@@ -24,7 +24,7 @@ from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
-from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._ledger.types import Ledger
 from memguard._locks import Turn, not_for_ever
 from memguard._logs import log as _log
 from memguard._logs import words_of

@@ -144,8 +144,8 @@ class _Process(Structure):
 
 
 _MEMORY_V2 = Struct("=4Q")
-"""total, reserved, free and used of `nvmlMemory_v2_t`, after its version. nvidia-ml-py's structures answer in Python for
-each of their fields."""
+"""total, reserved, free and used of `nvmlMemory_v2_t`, after its version. The structures of nvidia-ml-py run Python for
+each field that is read."""
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Processes that a list has room for: at first, and at most."""
 

@@ -55,7 +55,7 @@ class Row:
         self,
         kind: str,
         name: str,
-        bytes: int | None,
+        bytes: int | None,  # noqa: A002 (the field's name)
         cap: int | None = None,
         in_use: int | None = None,
         cached: int | None = None,
