@@ -365,13 +365,9 @@ class Guard:
         with self._lock:
             self._check_active()
             self._entry(framework)
-            for part in self.plan.devices:
-                if device is None:
-                    if len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
-                        continue
-                elif part.device.uuid != device.uuid:
-                    continue
-                self._admit(framework, needed, part)
+            for part in self._used_by(framework) if device is None else self.plan.devices:
+                if device is None or part.device.uuid == device.uuid:
+                    self._admit(framework, needed, part)
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
         requester = self._entry(framework).framework
@@ -621,10 +617,13 @@ class Guard:
         entries = self._entries.values()
         return [*self.notes, *(note for entry in entries for note in (*entry.framework.notes, *entry.drift))]
 
-    def _is_current(self, framework: str, device: Device) -> bool:
+    def _used_by(self, framework: str) -> Sequence[DevicePlan]:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
-        used = [p.device.uuid for p in self.plan.devices if (self._entry(framework).framework.usage(p.device))]
-        return device.uuid in (used or [self.plan.devices[0].device.uuid])
+        parts = self.plan.devices
+        if len(parts) == 1:
+            return parts
+        asked = self._entry(framework).framework
+        return [part for part in parts if asked.usage(part.device)] or parts[:1]
 
     def _entry(self, framework: str) -> _Entry:
         try:
