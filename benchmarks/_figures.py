@@ -135,7 +135,7 @@ def root(source: str) -> Any:
 
 
 def _values(place: Any, path: Sequence[str]) -> Iterator[Any]:
-    """What lies at the path: keys of mappings, positions in lists, attributes of anything else; of a class, defaults."""
+    """What lies at the path: keys of mappings, positions in lists, attributes of others; of a class, defaults."""
     if not path:
         yield place
         return

@@ -23,7 +23,7 @@ from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
-from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._ledger.types import Ledger
 from memguard._locks import Turn, not_for_ever
 from memguard._logs import log as _log
 from memguard._logs import words_of
@@ -221,14 +221,17 @@ class Guard:
         self._check_active()
         frameworks, plan = self.frameworks, self.plan
         enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-        parts = tuple(self._with_refusals(self._reader.ledger(part, frameworks, enforcements)) for part in plan.devices)
-        self._check_active()  # another thread's shutdown would leave half a reading
-        above = (
-            _above_cap(row.name, row.bytes if row.at_least is None else None, row.cap, row.enforcement, part.device)
-            for part in parts
-            for row in part.rows
+        parts = tuple(
+            self._reader.ledger(part, frameworks, enforcements, self._refusals_on(part.device.uuid))
+            for part in plan.devices
         )
-        notes = [*self._all_notes(), *(note for note in above if note is not None)]
+        self._check_active()  # another thread's shutdown would leave half a reading
+        notes = self._all_notes()
+        for part in parts:
+            for row in part.rows:
+                if row.cap is not None and row.at_least is None:
+                    note = _above_cap(row.name, row.bytes, row.cap, row.enforcement, part.device)
+                    notes += [note] if note is not None else []
         return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
@@ -295,16 +298,14 @@ class Guard:
             self._on_refusal(moment)
         return record
 
-    def _with_refusals(self, part: DeviceLedger) -> DeviceLedger:
-        """The rows, with how often each framework was refused: unknown if it does not say so and no error was seen."""
-        rows = [self._with_refused(row, part.device.uuid) if row.kind == "framework" else row for row in part.rows]
-        return replace(part, rows=tuple(rows))
-
-    def _with_refused(self, row: Row, uuid: str) -> Row:
-        entry, known = self._entries.get(row.name), self._refusals.get((row.name, uuid))
-        if known is not None:
-            return replace(row, refused=known.count, last_refused=known.last)
-        return replace(row, refused=0) if entry is not None and entry.framework.unseen() is None else row
+    def _refusals_on(self, uuid: str) -> dict[str, tuple[int, float | None]]:
+        """How often each framework was refused, and when last; without those that do not tell and had no error."""
+        told = [name for name, entry in self._entries.items() if entry.framework.unseen() is None]
+        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
+        for (name, where), known in [*self._refusals.items()] if self._refusals else ():
+            if where == uuid:
+                found[name] = known.count, known.last
+        return found
 
     def _find_drift(self) -> None:
         """Ask each framework whether the cap that was set still holds, and note what changed.
@@ -314,6 +315,8 @@ class Guard:
         """
         entries, resized = self._entries, self._resized
         answers = {name: self._drift_of(name, entry) for name, entry in entries.items()} if self.active else {}
+        if all(found == entries[name].drift for name, found in answers.items()):
+            return
         events: list[Event] = []
 
         def note() -> None:
@@ -361,16 +364,18 @@ class Guard:
         with self._lock:
             self._check_active()
             self._entry(framework)
-            for part in self.plan.devices:
-                if device is None:
-                    if len(self.plan.devices) > 1 and not self._is_current(framework, part.device):
-                        continue
-                elif part.device.uuid != device.uuid:
-                    continue
-                self._admit(framework, needed, part)
+            for part in self._used_by(framework) if device is None else self.plan.devices:
+                if device is None or part.device.uuid == device.uuid:
+                    self._admit(framework, needed, part)
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
-        footprint = self._entry(framework).framework.footprint(needed)
+        requester = self._entry(framework).framework
+        footprint = requester.footprint(needed)
+        # Its siblings are asked only if something has to be trimmed: mostly there is room.
+        usages = {framework: requester.usage(part.device)}
+        memory = self.host.memory(part.device)
+        if _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory).refusal is None:
+            return
         for last in (False, True):
             usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
             memory = self.host.memory(part.device)
@@ -611,10 +616,13 @@ class Guard:
         entries = self._entries.values()
         return [*self.notes, *(note for entry in entries for note in (*entry.framework.notes, *entry.drift))]
 
-    def _is_current(self, framework: str, device: Device) -> bool:
+    def _used_by(self, framework: str) -> Sequence[DevicePlan]:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
-        used = [p.device.uuid for p in self.plan.devices if (self._entry(framework).framework.usage(p.device))]
-        return device.uuid in (used or [self.plan.devices[0].device.uuid])
+        parts = self.plan.devices
+        if len(parts) == 1:
+            return parts
+        asked = self._entry(framework).framework
+        return [part for part in parts if asked.usage(part.device)] or parts[:1]
 
     def _entry(self, framework: str) -> _Entry:
         try:

@@ -6,10 +6,8 @@ device it names, even when it only puts a former device back.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import NamedTuple
 
@@ -145,6 +143,14 @@ def active(ordinal: int) -> bool | None:
     return bool(found.value)
 
 
+def _with_primary(cuda: libcuda.DriverAPI, ordinal: int) -> int | None:
+    """The driver's handle of the device, if its primary context exists."""
+    device, flags, found = c_int(), c_uint(), c_int()
+    if cuda.cuDeviceGet(device, ordinal) or cuda.cuDevicePrimaryCtxGetState(device.value, flags, found):
+        return None
+    return device.value if found.value else None
+
+
 def primary(ordinal: int) -> int | None:
     """The handle of the device's primary context; None if it does not exist.
 
@@ -156,10 +162,10 @@ def primary(ordinal: int) -> int | None:
     known = _primaries.get(ordinal)
     if known is not None:
         return known
-    device, context = c_int(), c_void_p()
-    if not active(ordinal) or cuda.cuDeviceGet(device, ordinal) or cuda.cuDevicePrimaryCtxRetain(context, device.value):
+    device, context = _with_primary(cuda, ordinal), c_void_p()
+    if device is None or cuda.cuDevicePrimaryCtxRetain(context, device):
         return None
-    cuda.cuDevicePrimaryCtxRelease_v2(device.value)
+    cuda.cuDevicePrimaryCtxRelease_v2(device)
     if context.value:
         _primaries[ordinal] = context.value
     return context.value
@@ -192,32 +198,45 @@ class entered:  # noqa: N801 (a context manager written by hand for speed: each 
             cuda.cuCtxPopCurrent_v2(c_void_p())
 
 
-@contextlib.contextmanager
-def pushed(ordinal: int) -> Iterator[bool]:
-    """Makes the device's primary context current on this thread for a block. Yields False if it does not exist."""
-    cuda = loaded()
-    if current() == ordinal:
-        yield True
-        return
-    device, context = c_int(), c_void_p()
-    if (
-        cuda is None
-        or not active(ordinal)
-        or cuda.cuDeviceGet(device, ordinal)
-        or cuda.cuDevicePrimaryCtxRetain(context, device.value)
-    ):
-        yield False
-        return
-    try:
-        if cuda.cuCtxPushCurrent_v2(context.value):
-            yield False
+class pushed:  # noqa: N801 (a context manager written by hand for speed: each reading enters it several times)
+    """Makes the device's primary context current on this thread for a block. Gives False if it does not exist."""
+
+    __slots__ = ("_context", "_device", "_ordinal", "_pushed")
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal, self._device, self._pushed = ordinal, 0, False
+        self._context: c_void_p | None = None
+
+    def __enter__(self) -> bool:
+        cuda, number = loaded(), c_int()
+        if cuda is None:
+            return False
+        if cuda.cuCtxGetDevice(number) == 0 and number.value == self._ordinal:
+            return True
+        device = _with_primary(cuda, self._ordinal)
+        if device is None:
+            return False
+        self._device, self._context = device, (context := c_void_p())
+        try:
+            if cuda.cuDevicePrimaryCtxRetain(context, device) == 0:
+                self._pushed = cuda.cuCtxPushCurrent_v2(context.value) == 0
+        except BaseException:  # a Ctrl-C, which may have come right after the push
+            self._pushed = context.value is not None and current_handle() == context.value
+            self.__exit__()
+            raise
+        if not self._pushed:
+            self.__exit__()
+        return self._pushed
+
+    def __exit__(self, *_: object) -> None:
+        context, self._context = self._context, None
+        if context is None or context.value is None or (cuda := loaded()) is None:  # nothing was retained
             return
         try:
-            yield True
+            if self._pushed:
+                cuda.cuCtxPopCurrent_v2(c_void_p())
         finally:
-            cuda.cuCtxPopCurrent_v2(c_void_p())
-    finally:
-        cuda.cuDevicePrimaryCtxRelease_v2(device.value)
+            cuda.cuDevicePrimaryCtxRelease_v2(self._device)
 
 
 def allocation(address: int) -> tuple[int, int] | None:

@@ -13,7 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import Structure, byref, c_uint, c_ulonglong
+from struct import Struct
 from typing import Any, TypeVar
 
 from memguard._logs import log as _log
@@ -131,6 +133,24 @@ def _amd() -> str | None:
     return "a PyTorch built for ROCm (AMD GPUs)" if getattr(version, "hip", None) else None
 
 
+class _Process(Structure):
+    """`nvmlProcessInfo_t` of nvml.h, as `nvmlDeviceGetComputeRunningProcesses_v3` fills it in."""
+
+    _fields_ = (
+        ("pid", c_uint),
+        ("usedGpuMemory", c_ulonglong),
+        ("gpuInstanceId", c_uint),
+        ("computeInstanceId", c_uint),
+    )
+
+
+_MEMORY_V2 = Struct("=4Q")
+"""total, reserved, free and used of `nvmlMemory_v2_t`, after its version. The structures of nvidia-ml-py run Python for
+each field that is read."""
+_ROOM, _MOST_ROOM = 32, 1 << 16
+"""Processes that a list has room for: at first, and at most."""
+
+
 class _Here(threading.local):
     """What this thread does."""
 
@@ -177,7 +197,7 @@ class Nvml:
 
         One whose memory NVML does not report, as none with unified memory, is `unified` and has a total of 0 here.
         """
-        return self._call("", self._devices)
+        return self._call("", self._devices, "")
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -186,18 +206,18 @@ class Nvml:
 
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
-        return self._call(f"memory of {uuid}", lambda n: self._memory(n, uuid))
+        return self._call("memory of", self._memory, uuid)
 
     def processes(self, uuid: str) -> dict[int, int | None]:
         """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
 
         40 µs on an H200.
         """
-        return self._call(f"processes of {uuid}", lambda n: self._processes(n, uuid))
+        return self._call("processes of", self._processes, uuid)
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
-        return self._call(f"MIG mode of {uuid}", lambda n: self._mig(n, self._handle(n, uuid)))
+        return self._call("MIG mode of", lambda n, uuid: self._mig(n, self._handle(n, uuid)), uuid)
 
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
@@ -220,27 +240,39 @@ class Nvml:
             _here.calls -= 1
             self._turning = False
 
-    def _call(self, what: str, work: Callable[[Any], T]) -> T:
-        try:
-            import pynvml  # not timed: it may come from a slow disk
-        except ImportError as error:
-            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
-        if not _possible(pynvml):
+    def _call(self, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
+        """What `work` finds about the GPU. `what` is for the text of an error."""
+        n = self._pynvml()  # not timed: it may come from a slow disk
+        if _here.calls and not _possible(n):
             raise DeviceError(_WITHIN)
         started = time.monotonic()
         _here.calls += 1
         try:
             if self._pid == os.getpid():  # NVML itself serves several threads
-                with contextlib.suppress(pynvml.NVMLError_Uninitialized):  # other code in this process shut it down
-                    return self._asked(pynvml, what, work)
+                try:
+                    return self._asked(n, what, work, uuid)
+                except n.NVMLError_Uninitialized:  # other code in this process shut it down
+                    pass
             with self._lock:
                 started = time.monotonic()  # waiting for another thread's start is not ours to report
-                return self._ask(pynvml, what, work)
+                return self._ask(n, what, work, uuid)
         finally:
             _here.calls -= 1
-            self._warn_slow(what, time.monotonic() - started)  # not under the lock: a log handler may call us
+            spent = time.monotonic() - started
+            if spent >= _SLOW:
+                self._warn_slow(f"{what} {uuid}".strip(), spent)  # not under the lock: a log handler may call us
 
-    def _ask(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+    def _pynvml(self) -> Any:
+        found = sys.modules.get("pynvml") if self._pid is not None else None
+        if found is not None:
+            return found
+        try:
+            import pynvml
+        except ImportError as error:
+            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
+        return pynvml
+
+    def _ask(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
         """As `_asked`, after starting NVML if that is needed. With the lock held."""
         if self._turning:
             raise DeviceError(_WITHIN)
@@ -248,18 +280,18 @@ class Nvml:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
                 self._start(n)
             try:
-                return self._asked(n, what, work)
+                return self._asked(n, what, work, uuid)
             except n.NVMLError_Uninitialized:  # other code in this process shut it down
                 self._start(n)
-            return self._asked(n, what, work)
+            return self._asked(n, what, work, uuid)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
             raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
-    def _asked(self, n: Any, what: str, work: Callable[[Any], T]) -> T:
+    def _asked(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
         """What `work` finds. NVMLError_Uninitialized comes out as it is, every other error as a DeviceError."""
-        self._doing = what
+        self._here.doing = what, uuid
         try:
-            return work(n)
+            return work(n, uuid)
         except n.NVMLError_Uninitialized:
             raise
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
@@ -267,11 +299,12 @@ class Nvml:
 
     @property
     def _doing(self) -> str:
-        return getattr(self._here, "doing", "")
+        """What this thread asks about, in words."""
+        return " ".join(filter(None, getattr(self._here, "doing", ())))
 
     @_doing.setter
     def _doing(self, what: str) -> None:
-        self._here.doing = what
+        self._here.doing = (what,)
 
     def _text(self, error: Exception) -> str:
         name = type(error).__name__
@@ -323,16 +356,17 @@ class Nvml:
         self._bytes_trusted = not (535, 43) <= version <= (535, 85)
 
     def _handle(self, n: Any, uuid: str) -> Any:
-        if uuid not in self._handles:
+        handle = self._handles.get(uuid)
+        if handle is None:
             with self._lock:
                 pid, self._pid = self._pid, None  # the next call initialises NVML again: the GPU may be back
                 if pid == os.getpid():
                     self._shut_down(n)
             gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
             raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
-        return self._handles[uuid]
+        return handle
 
-    def _devices(self, n: Any) -> tuple[Device, ...]:
+    def _devices(self, n: Any, _: str) -> tuple[Device, ...]:
         found = []
         for uuid, handle in [*self._handles.items()]:
             self._doing = uuid
@@ -357,33 +391,32 @@ class Nvml:
             try:
                 info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
                 self._v2[uuid] = True
-                return self._checked(n, uuid, MemoryInfo(info.total, info.reserved, info.used, info.free))
+                total, reserved, free, used = _MEMORY_V2.unpack_from(info, 8)
+                return self._checked(n, uuid, total, reserved, used, free)
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
                 if uuid in self._v2:  # it worked before: v1's figures would not fit the plan
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
-        return self._checked(n, uuid, MemoryInfo(info.total, None, info.used, info.free))
+        return self._checked(n, uuid, info.total, None, info.used, info.free)
 
-    def _checked(self, n: Any, uuid: str, info: MemoryInfo) -> MemoryInfo:
+    def _checked(self, n: Any, uuid: str, total: int, reserved: int | None, used: int, free: int) -> MemoryInfo:
         """The reading, or DeviceError if it cannot be true: a driver in trouble gives 2⁶⁴-1. All zero is none."""
-        total, reserved, used, free = info[:4]
-        if not (total or reserved or used or free):
-            raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)
-        parts = [size for size in (used, free, reserved or 0) if is_whole(size) and size <= total]
-        if not is_whole(total) or total == 0 or len(parts) < 3:
+        if not (0 <= used <= total and 0 <= free <= total and 0 <= (reserved or 0) <= total and 0 < total <= MAX_SIZE):
+            if not (total or reserved or used or free):
+                raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)
             raise DeviceError(
                 f"NVML: {uuid} says total {short(total)}, reserved {short(reserved)}, used {short(used)}, free "
                 f"{short(free)} bytes, which cannot be\n    fix: run `nvidia-smi`, and check `dmesg | grep Xid`"
             )
         self._totals[uuid] = total
-        return info
+        return MemoryInfo(total, reserved, used, free)
 
     def _processes(self, n: Any, uuid: str) -> dict[int, int | None]:
         found: dict[int, int | None] = {}
         total = self._totals.get(uuid, MAX_SIZE)
         try:
-            processes = n.nvmlDeviceGetComputeRunningProcesses(self._handle(n, uuid))
+            processes = _listed(n, self._handle(n, uuid))
         except n.NVMLError_NotSupported:
             return {}
         for process in processes:
@@ -406,6 +439,29 @@ class Nvml:
             return bool(n.nvmlDeviceGetMigMode(handle)[0])
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
             return False
+
+
+def _listed(n: Any, handle: Any) -> Sequence[Any]:
+    """The compute processes, asked for with one call of NVML. nvidia-ml-py makes two: the first to learn their number.
+
+    A size that NVML does not know is 2⁶⁴-1. Without the call, or nvidia-ml-py's way to it, its own function serves.
+    """
+    find, room = getattr(n, "_nvmlGetFunctionPointer", None), _ROOM
+    if find is not None:
+        try:
+            call = find("nvmlDeviceGetComputeRunningProcesses_v3")
+        except n.NVMLError_FunctionNotFound:
+            find = None
+    while find is not None and room <= _MOST_ROOM:
+        count, found = c_uint(room), (_Process * room)()
+        code = call(handle, byref(count), found)
+        if code == n.NVML_SUCCESS:
+            return found[: count.value]
+        if code != n.NVML_ERROR_INSUFFICIENT_SIZE:
+            raise n.NVMLError(code)
+        room = max(2 * count.value, 2 * room)  # more may begin meanwhile
+    listed: Sequence[Any] = n.nvmlDeviceGetComputeRunningProcesses(handle)
+    return listed
 
 
 def divided(name: str, uuid: str) -> str:

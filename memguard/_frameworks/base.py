@@ -31,6 +31,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -233,3 +234,11 @@ def with_size(error: BaseException, asked: int) -> BaseException:
     """The error with the bytes asked for as `memguard_requested`. A call, so that no frame keeps the error alive."""
     error.memguard_requested = asked  # type: ignore[attr-defined]
     return error
+
+
+def weakly(thing: Any) -> weakref.ref[Any] | None:
+    """A weak reference, to know the object again without keeping it; None for a type that allows none."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return None

@@ -16,12 +16,13 @@ import math
 import os
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memguard._frameworks.base import Framework, accept_standing
+from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, State, Usage
@@ -46,6 +47,8 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
+        self._lost: list[str] = []  # the drift that was found
+        self._settled: weakref.ref[Any] | None = None  # the started backend of which that was found, and is final
         self._asked: Any = None  # the options that the user wants
 
     def why_absent(self) -> str | None:
@@ -74,7 +77,7 @@ class JAX(Framework):
         if _client() is not None:
             standing = {uuid: (cap, cap) for uuid, cap in _standing.items()}
             applied = accept_standing(self.name, "JAX", "pool", standing, caps)
-            self._caps = dict(caps)
+            self._caps, self._settled = dict(caps), None
             return applied
         if not hasattr(jax.config, _OPTIONS):
             raise CapNotApplied(
@@ -114,7 +117,7 @@ class JAX(Framework):
                 f"the options read back as {found!r}",
                 "report this with the version; until then leave jax out of the budget",
             )
-        self._caps = dict(caps)
+        self._caps, self._settled = dict(caps), None
 
         try:
             replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
@@ -125,10 +128,14 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
-        locals_ = self._locals()
-        found = next((found for found, uuid in locals_ if uuid == device.uuid), None)
+        found, unknown = None, False
+        for local, uuid in self._locals():
+            if uuid == device.uuid:
+                found = local
+                break
+            unknown = unknown or not uuid
         if found is None:
-            return Usage(None, None) if any(not uuid for _, uuid in locals_) else None
+            return Usage(None, None) if unknown else None
         stats = found.memory_stats()
         if not stats or "pool_bytes" not in stats:  # not BFC: another has no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
@@ -150,16 +157,20 @@ class JAX(Framework):
     def drift(self) -> list[str]:
         if not self._caps:
             return []
-        if _client() is None:
+        client = _client()
+        if client is None:
             now = as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
-        return [
-            f"jax: its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} on "
-            f"cuda:{ordinal}, but its cap is {format_size(cap)}"
-            for ordinal, (limit, cap) in self._limits().items()
-            if not 0 < limit <= cap
-        ]
+        if self._settled is None or self._settled() is not client:  # a limit never changes once the backend has it
+            self._lost = [
+                f"jax: its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
+                f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
+                for ordinal, (limit, cap) in self._limits().items()
+                if not 0 < limit <= cap
+            ]
+            self._settled = weakly(client)
+        return self._lost
 
     def forked(self) -> None:
         self._caps = {}  # what the child sets is its own

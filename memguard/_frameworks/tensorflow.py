@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from memguard._frameworks.base import Framework, accept_standing
+from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
 from memguard._specs import SPECS
@@ -49,6 +50,8 @@ class TensorFlow(Framework):
         self._asked: dict[Any, list[Any]] = {}  # what the user asked for since, by TensorFlow's device
         self._spans: dict[str, range] = {}  # its numbers for each GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
+        self._lost: list[str] = []  # the drift that was found
+        self._settled: weakref.ref[Any] | None = None  # the live context under which that was found, and is final
         self._session = False  # a TF1 session has made the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
@@ -66,7 +69,7 @@ class TensorFlow(Framework):
             note = f"tensorflow sees no GPU{why}; its share stays free"
             _log.warning("%s", note)
             return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
-        self._caps, self._growth = dict(caps), bool(options.get("growth", True))
+        self._caps, self._growth, self._settled = dict(caps), bool(options.get("growth", True)), None
         undo: list[Callable[[], None]] = []
         notes = list(self.notes)
         try:
@@ -109,7 +112,7 @@ class TensorFlow(Framework):
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
         standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in _standing.items()}
         applied = accept_standing(self.name, "TensorFlow", "allocator", standing, caps)
-        self._caps = dict(caps)
+        self._caps, self._settled = dict(caps), None
         for position, (uuid, (_, limit, self._growth)) in enumerate(_standing.items()):
             self._limits[uuid], self._logical[uuid] = limit, position
             self._say_stricter(f"GPU:{position}", limit, caps[uuid])
@@ -136,7 +139,9 @@ class TensorFlow(Framework):
         if not infos:
             return None
         limit = self._limits.get(device.uuid) if device.uuid in self._logical else None
-        in_use, peak = (sum(info[key] for info in infos) for key in ("current", "peak"))
+        in_use = peak = 0
+        for info in infos:
+            in_use, peak = in_use + info["current"], peak + info["peak"]
         if limit is not None and not self._growth:
             return Usage(limit, in_use, 0, peak=peak)
         return Usage(None, in_use, 0, held_at_least=peak, held_at_most=limit, peak=peak)
@@ -159,9 +164,14 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
             return []
+        context = _context() if self._live(tf) else None
+        if context is not None and self._settled is not None and self._settled() is context:
+            return self._lost
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
-        return [f"tensorflow: the limit of {name} was removed or raised after memguard.init" for name in lost]
+        self._lost = [f"tensorflow: the limit of {name} was removed or raised after memguard.init" for name in lost]
+        self._settled = weakly(context) if context is not None else None
+        return self._lost
 
     def forked(self) -> None:
         self._gpus = {}  # what the child configures is its own

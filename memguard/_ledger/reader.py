@@ -42,6 +42,7 @@ class LedgerReader:
         self._turn = Turn()
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
+        self._settled: dict[str, tuple[Overhead, int, frozenset[str], bool]] = {}  # by GPU: what changed nothing
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
@@ -51,6 +52,7 @@ class LedgerReader:
     def clear(self) -> None:
         """Forget what was charged: another budget begins."""
         self._overhead.clear()
+        self._settled.clear()
         self._warned.clear()
         self._rest.clear()
         self._owned.clear()
@@ -68,15 +70,19 @@ class LedgerReader:
         return self._created
 
     def ledger(
-        self, part: DevicePlan, frameworks: Mapping[str, Framework], enforcements: Mapping[str, str]
+        self,
+        part: DevicePlan,
+        frameworks: Mapping[str, Framework],
+        enforcements: Mapping[str, str],
+        refusals: Mapping[str, tuple[int, float | None]] | None = None,
     ) -> DeviceLedger:
-        """One GPU's rows.
+        """One GPU's rows; `refusals` as for `device_ledger`.
 
         Raises MemguardError if another thread's reading does not return: a driver that hangs must not hang everybody.
         """
         reading = self._in_turn(lambda charge: self._read(part, frameworks, charge))
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
-        return device_ledger(reading, part, {**watched, **enforcements})
+        return device_ledger(reading, part, {**watched, **enforcements}, refusals)
 
     def glance(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> tuple[Reading, Mapping[int, int | None]]:
         """One GPU's figures and processes, read once, without a lock, and nothing charged: when a request is refused.
@@ -127,40 +133,53 @@ class LedgerReader:
 
     def _read(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> Reading:
         """NVML is read before and after the frameworks, and all of it again if its figures moved meanwhile."""
-        device = part.device
+        device, pid = part.device, self._host.pid
         for attempt in range(_ATTEMPTS):
-            before = self._host.memory(device), self._host.processes(device).get(self._host.pid)
+            before = self._host.memory(device), self._host.processes(device).get(pid)
             usages: dict[str, Usage | None] = {name: one.usage(device) for name, one in frameworks.items()}
             processes = self._host.processes(device)
             memory = self._host.memory(device)
-            moved = (memory, processes.get(self._host.pid)) != before
+            moved = (memory, processes.get(pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
         usages.update(_usages(self.unnamed(), device))
-        live = frozenset(name for name, usage in usages.items() if usage is not None)
+        live = frozenset([name for name, usage in usages.items() if usage is not None])
         active = self._host.context_active(device)
-        own = own_bytes(processes, self._host.pid, bool(active) or bool(live and active is None))
+        own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         known = {**self._created, **frameworks}
-        appeared = live.union(*(known[name].libraries() for name in live))
+        appeared = live.union(*[known[name].libraries() for name in live])
         if active or own:
             appeared |= {"context"}
-        state = self._overhead.get(device.uuid, Overhead())
         slabs = driver_pages.slabs[device.uuid].gaps
+        state = self._overhead.get(device.uuid, Overhead())
+        state = replace(state, slabs=slabs) if slabs != state.slabs else state
         usages.update(self._kept(device))
         gap = gap_of(own, usages.values(), slabs)
-        if processes.get(self._host.pid) != before[1]:  # another thread allocates: no time to charge anything
+        if processes.get(pid) != before[1]:  # another thread allocates: no time to charge anything
             gap = None
         owners = self._contexts(device, known.values(), 0 if gap is None else state.last - gap)
         if gap is not None:
             appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = state.after(gap, appeared, exact)
-            if charge:
-                self._overhead[device.uuid] = state
-        state = replace(state, slabs=slabs)
+            state = self._after(device.uuid, state, gap, appeared, exact, charge)
         self._warn_of_overhead(state, part)
-        past = tuple(what for name in sorted(live & set(known)) if (what := known[name].uncounted()) is not None)
-        return Reading(device, memory, own, usages, state, moved, owners, self._lent(device), past)
+        past = {name: what for name in live if (what := known[name].uncounted()) is not None}
+        uncounted = tuple(past[name] for name in sorted(past))
+        return Reading(device, memory, own, usages, state, moved, owners, self._lent(device), uncounted)
+
+    def _after(
+        self, uuid: str, state: Overhead, gap: int, appeared: frozenset[str], exact: bool, charge: bool
+    ) -> Overhead:
+        """`Overhead.after`, which a reading does not ask again about what changed nothing the last time."""
+        told = state, gap, appeared, exact
+        if self._settled.get(uuid) == told:
+            return state
+        after = state.after(gap, appeared, exact)
+        if charge:
+            self._overhead[uuid] = after
+            if after == state:
+                self._settled[uuid] = told
+        return after
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
@@ -239,6 +258,8 @@ class LedgerReader:
         pools = [handle for one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
         known = {**self._second.get(device.uuid, {})}
+        if not found and not known:
+            return ()
         cost = modules(SECOND_CONTEXT)
         unseen = [handle for handle in known if handle not in found]
         for handle in unseen[: max((fell + cost // 2) // cost, 0)]:

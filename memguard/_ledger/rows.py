@@ -16,6 +16,8 @@ from memguard._specs import CONTEXT_MAKER, SECOND_CONTEXT
 from memguard._types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._units import GRANULE, format_size
 
+_UNKNOWN = (None, None)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -42,17 +44,25 @@ class Reading:
 
 
 def device_ledger(
-    reading: Reading, part: DevicePlan | None = None, enforcements: Mapping[str, str] | None = None
+    reading: Reading,
+    part: DevicePlan | None = None,
+    enforcements: Mapping[str, str] | None = None,
+    refusals: Mapping[str, tuple[int, float | None]] | None = None,
 ) -> DeviceLedger:
-    """The rows of one GPU. `part` gives the caps and the limit, `enforcements` how each framework's cap holds."""
+    """The rows of one GPU. `part` gives the caps and the limit, `enforcements` how each framework's cap holds.
+
+    `refusals`: how often each framework was refused, and the last time; none for one of which that is unknown.
+    """
     caps: Mapping[str, int] = part.caps if part is not None else {}
+    enforcements, refusals = enforcements or {}, refusals or {}
     usages, memory, overhead = reading.usages, reading.memory, reading.overhead
     rows, silent, counted = [], [], 0
     for name in dict.fromkeys([*caps, *usages]):
-        row = _framework(name, usages.get(name), caps.get(name), (enforcements or {}).get(name, ""), reading.lent)
+        usage, refused = usages.get(name), refusals.get(name, _UNKNOWN)
+        row = _framework(name, usage, caps.get(name), enforcements.get(name, ""), reading.lent.get(name), refused)
         rows.append(row)
         counted += row.bytes or 0
-        if (usage := usages.get(name)) is not None and usage.held is None:
+        if usage is not None and usage.held is None:
             silent.append(name)
     second = overhead.second if reading.contexts else 0
     uncharged = memory.used is None and reading.own is None  # nothing tells what this process has beside its arrays
@@ -100,29 +110,39 @@ def _may_hold(rest: int, silent: Sequence[str], uncounted: Sequence[str]) -> str
     return "; ".join([*known, *(f"may be {what}" for what in uncounted if rest >= GRANULE)])
 
 
-def _framework(name: str, usage: Usage | None, cap: int | None, enforcement: str, lent: Mapping[str, Lent]) -> Row:
+def _framework(
+    name: str,
+    usage: Usage | None,
+    cap: int | None,
+    enforcement: str,
+    loan: Lent | None,
+    refused: tuple[int | None, float | None],
+) -> Row:
+    count, last = refused
     if usage is None:
-        return Row("framework", name, 0, cap, enforcement=enforcement)
-    known, loan, notes = usage.held is not None, lent.get(name), []
-    size = usage.held if known else usage.held_at_least
-    if not known:
-        most = "" if usage.held_at_most is None else f", at most {format_size(usage.held_at_most)}"
-        notes.append(f"held unknown{', at least this' if size is not None else most}")
+        return Row("framework", name, 0, cap, enforcement=enforcement, refused=count, last_refused=last)
+    held, in_use, reclaimable, least, most, _ = usage
+    notes = []
+    if held is None:
+        at_most = "" if most is None else f", at most {format_size(most)}"
+        notes.append(f"held unknown{', at least this' if least is not None else at_most}")
     if loan is not None:
         notes.append(str(loan))
     return Row(
         "framework",
         name,
-        size,
+        held if held is not None else least,
         cap,
-        in_use=usage.in_use,
-        cached=usage.held - usage.in_use if usage.held is not None and usage.in_use is not None else None,
-        reclaimable=usage.reclaimable,
+        in_use=in_use,
+        cached=held - in_use if held is not None and in_use is not None else None,
+        reclaimable=reclaimable,
         enforcement=enforcement,
-        at_least=None if known else usage.held_at_least,
-        at_most=None if known else usage.held_at_most,
+        at_least=least if held is None else None,
+        at_most=most if held is None else None,
         note="; ".join(notes),
         lent=None if loan is None else loan.bytes,
+        refused=count,
+        last_refused=last,
     )
 
 

@@ -25,7 +25,7 @@ EXCHANGE = "exchange"
 """The row of what is held for other processes, beside the frameworks'."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Row:
     """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is what counts in the sum.
 
@@ -49,6 +49,30 @@ class Row:
     lent: int | None = None
     refused: int | None = None
     last_refused: float | None = None
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        bytes: int | None,  # noqa: A002 (the field's name)
+        cap: int | None = None,
+        in_use: int | None = None,
+        cached: int | None = None,
+        reclaimable: int | None = None,
+        enforcement: str = "",
+        at_least: int | None = None,
+        at_most: int | None = None,
+        note: str = "",
+        lent: int | None = None,
+        refused: int | None = None,
+        last_refused: float | None = None,
+    ) -> None:
+        # At once: a frozen dataclass sets field by field, which takes three times as long, in a dozen rows a reading.
+        vars(self).update(
+            kind=kind, name=name, bytes=bytes, cap=cap, in_use=in_use, cached=cached, reclaimable=reclaimable,
+            enforcement=enforcement, at_least=at_least, at_most=at_most, note=note, lent=lent, refused=refused,
+            last_refused=last_refused,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

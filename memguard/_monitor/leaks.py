@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from memguard._types import WorkloadReport
 
@@ -51,7 +53,10 @@ class _Ends:
         self._left.append((self._left[-1] if self._left else 0) + delta)
         if self._suspected or (self._count > 20 and self._count % 10):  # a hundred take half a millisecond
             return None
-        found = [size for series in (self._after, self._left) if (size := leak(list(series))) is not None]
+        both = [list(self._after), list(self._left)]
+        if not all(_rises(_kept(series)) for series in both):
+            return None
+        found = [size for series in both if (size := leak(series)) is not None]
         self._suspected = len(found) == 2
         return min(found) if self._suspected else None
 
@@ -64,21 +69,41 @@ def leak(afters: Sequence[int]) -> int | None:
     that chance hardly explains it. The second half must rise by at least half of what the whole does: a cache that
     fills is no leak.
     """
-    kept = afters[1:][-_REPETITIONS:]
+    kept = _kept(afters)
     count = len(kept)
-    if count < 4:
+    if not _rises(kept):
         return None
     slope = _theil_sen(kept)
     if slope <= 0 or _theil_sen(kept[count // 2 - (count < 6) :]) < slope / 2:
         return None
-    pairs = count * (count - 1) // 2
-    score = sum((b > a) - (b < a) for a, b in combinations(kept, 2))
     if count < 12:
         off = [after - slope * number for number, after in enumerate(kept)]
-        steady = score == pairs and max(off) - min(off) <= slope * (count - 1) * min((count - 3) / 20, 1 / 4)
-    else:  # Mann-Kendall: `score` has this variance if the order is chance
-        steady = score >= 4.5 * (pairs * (2 * count + 5) / 9) ** 0.5
-    return round(slope) or None if steady else None
+        if max(off) - min(off) > slope * (count - 1) * min((count - 3) / 20, 1 / 4):
+            return None
+    return round(slope) or None
+
+
+def _kept(afters: Sequence[int]) -> Sequence[int]:
+    return afters[1:][-_REPETITIONS:]
+
+
+def _rises(kept: Sequence[int]) -> bool:
+    """Whether enough pairs rise. Mostly they do not, and the slopes of all pairs take a millisecond."""
+    count = len(kept)
+    if count < 12:
+        return count >= 4 and all(a < b for a, b in pairwise(kept))
+    pairs = count * (count - 1) // 2  # Mann-Kendall: the score has this variance if the order is chance
+    return _score(kept) >= 4.5 * math.sqrt(pairs * (2 * count + 5) / 9)
+
+
+def _score(values: Sequence[int]) -> int:
+    """How many pairs rise less how many fall."""
+    score, before = 0, list[int]()
+    for value in values:
+        lower = bisect_left(before, value)
+        score += lower - (len(before) - bisect_right(before, value, lower))
+        before.insert(lower, value)
+    return score
 
 
 def _theil_sen(values: Sequence[int]) -> float:

@@ -4,7 +4,9 @@
  * mig_code=, arch_code=, processes_code=, lost= (index of a GPU that is gone, -1: none), and for the GPU of index 0:
  * uuid0=, name0=, total0=, reserved0=, used0=, mig0=, arch0=, processes0=pid:bytes,pid:na, handle0= and denied0= (error
  * codes, of its handle and its memory). slow_init=, slow_memory=, slow_processes= are milliseconds; fail= of 1,000 calls
- * fail, which ones is up to seed=. NVML_STUB_LOG names a file for `init` and `shutdown`.
+ * fail, which ones is up to seed=. NVML_STUB_LOG names a file for `init` and `shutdown`. `stub_nvml_calls` counts how
+ * often a GPU's memory (0) and processes (1) were asked for. Built with -DONCE the file is read at the first call only,
+ * for measurements, in which reading a file would count.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,20 +23,41 @@ enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7,
 static int ready_in; /* the process that initialised; a forked child has to do it again */
 static char cells[16]; /* handles are addresses of these */
 
+static int calls[2];
+int stub_nvml_calls(int what) { return calls[what]; }
+
 static int text(const char *key, int index, char *out, size_t size) {
     char wanted[64], line[4096];
     if (index < 0) snprintf(wanted, sizeof wanted, "%s=", key);
     else snprintf(wanted, sizeof wanted, "%s%d=", key, index);
+    size_t length = strlen(wanted);
+#ifdef ONCE
+    static char known[64][256];
+    static int count = -1;
+    if (count < 0) {
+        FILE *file = fopen(getenv("NVML_STUB"), "r");
+        for (count = 0; file && count < 64 && fgets(known[count], sizeof *known, file); count++)
+            known[count][strcspn(known[count], "\n")] = 0;
+        if (file) fclose(file);
+    }
+    int found = 0;
+    while (found < count && strncmp(known[found], wanted, length)) found++;
+    if (found == count) return 0;
+    (void)line;
+    snprintf(out, size, "%s", known[found] + length);
+    return 1;
+#else
     FILE *file = fopen(getenv("NVML_STUB"), "r");
     int found = 0;
     while (file && !found && fgets(line, sizeof line, file))
-        if (!strncmp(line, wanted, strlen(wanted))) {
+        if (!strncmp(line, wanted, length)) {
             line[strcspn(line, "\n")] = 0;
-            snprintf(out, size, "%s", line + strlen(wanted));
+            snprintf(out, size, "%s", line + length);
             found = 1;
         }
     if (file) fclose(file);
     return found;
+#endif
 }
 
 static u64 number(const char *key, int index, u64 otherwise) {
@@ -48,7 +71,10 @@ static void note(const char *what) {
     if (file) { fprintf(file, "%s %d\n", what, (int)getpid()); fclose(file); }
 }
 
-static void linger(const char *key) { usleep((useconds_t)number(key, -1, 0) * 1000); }
+static void linger(const char *key) {
+    u64 wait = number(key, -1, 0);
+    if (wait) usleep((useconds_t)wait * 1000); /* for 0 too it would sleep, for 50 us */
+}
 
 static int chance(void) {
     static const int codes[] = {UNINITIALIZED, 4, 10, LOST, 17, 18, 20, 999};
@@ -153,6 +179,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory_t *out) {
 #ifndef NO_MEMORY_V2
 int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2_t *out) {
     int index, code = check(handle, &index);
+    calls[0]++;
     linger("slow_memory");
     if (code || (code = (int)number("denied", index, number("memory_v2", -1, OK)))) return code;
     if (out->version != (sizeof(memory_v2_t) | 2u << 24)) return 25; /* argument version mismatch */
@@ -168,6 +195,7 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2_t *out) {
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, process_t *out) {
     char list[2048] = "", *rest = list, *entry;
     int index, code = check(handle, &index);
+    calls[1]++;
     linger("slow_processes");
     if (code || (code = (int)number("processes_code", -1, OK))) return code;
     text("processes", index, list, sizeof list);

@@ -251,6 +251,34 @@ def test_a_context_that_does_not_exist_is_not_made(
     assert driver.done == done
 
 
+@pytest.mark.parametrize(
+    ("call", "done"),
+    [
+        ("cuDeviceGet", []),
+        ("cuDevicePrimaryCtxGetState", []),
+        ("cuDevicePrimaryCtxRetain", ["retain 0", "release 0"]),
+        ("cuCtxPushCurrent_v2", ["retain 0", "push 100", "pop", "release 0"]),
+        ("cuCtxPopCurrent_v2", ["retain 0", "push 100", "pop", "release 0"]),
+    ],
+)
+def test_a_ctrl_c_right_after_a_call_leaves_no_context_behind(
+    library: Callable[..., LibCUDA], monkeypatch: pytest.MonkeyPatch, call: str, done: list[str]
+) -> None:
+    driver = library()
+    original = getattr(driver, f"_{call}")
+
+    def interrupted(*arguments: Any) -> int:
+        original(*arguments)
+        if call == "cuCtxPushCurrent_v2":
+            driver.here = 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, f"_{call}", interrupted)
+    with pytest.raises(KeyboardInterrupt), contexts.pushed(0):
+        pass
+    assert driver.done == done
+
+
 def test_an_ordinal_without_a_gpu(library: Callable[..., LibCUDA]) -> None:
     driver = library()
     with contexts.pushed(7) as there:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._config import MonitorConfig
-from memguard._monitor.leaks import leak
+from memguard._monitor import leaks
+from memguard._monitor.leaks import Workloads, leak
 from memguard._monitor.pressure import BLOCKS, START, Action, PressureState, Settings, decide, needed
-from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample, WorkloadReport
 from memguard._units import GIB, MIB
 
 BEGIN = 1_700_000_000.0
@@ -550,3 +551,35 @@ def test_any_leak_is_a_positive_number(afters: list[int]) -> None:
     assert found is None or found > 0
     assert leak([after + GIB for after in afters]) == found
     assert leak(sorted(afters, reverse=True)) is None
+
+
+@pytest.mark.parametrize("kind", ["random", "rising", "nearly rising", "steps"])
+def test_the_pairs_that_rise_are_counted_as_if_each_was_looked_at(kind: str) -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        made = {
+            "random": lambda n, r=rng: r.randrange(50),
+            "rising": lambda n, _=rng: n,
+            "nearly rising": lambda n, r=rng: n + r.randrange(4),
+            "steps": lambda n, r=rng: n // r.randrange(1, 9),
+        }
+        values = [made[kind](n) for n in range(rng.randrange(100))]
+        assert leaks._score(values) == sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
+
+
+@pytest.mark.parametrize("kind", ["the same", "noise", "others take more", "given back between two"])
+def test_a_workload_that_leaves_nothing_costs_no_slopes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slopes between all pairs of a hundred repetitions take a millisecond, on the program's own thread."""
+    rng, slopes = random.Random(3), []
+    monkeypatch.setattr(leaks, "_theil_sen", lambda values: slopes.append(values) or 0.0)
+    ends = {
+        "the same": lambda n: (GIB, GIB),
+        "noise": lambda n: (rng.randrange(GIB), rng.randrange(GIB)),
+        "others take more": lambda n: (n * MIB, n * MIB),
+        "given back between two": lambda n: (GIB, GIB + 5 * MIB),
+    }
+    workloads = Workloads()
+    for number in range(400):
+        before, after = ends[kind](number)
+        assert workloads.leaked(WorkloadReport("step", "torch", before, after)) is None
+    assert not slopes

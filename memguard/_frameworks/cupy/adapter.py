@@ -184,8 +184,11 @@ class CuPy(Framework):
             return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
         if self._rmm is not None:
             return self._rmm.drift(self.name)
-        for ordinal in list(self._limited):
-            self._on(ordinal, functools.partial(self._hold, ordinal))
+        pool = self._pool
+        for ordinal, (_, limit) in list(self._limited.items()):
+            with contexts.pushed(ordinal) as there:
+                if there and pool is not None and pool.get_limit() != limit:
+                    self._hold(ordinal)
         return []
 
     def capturing(self) -> bool:
@@ -413,7 +416,7 @@ class CuPy(Framework):
             self._pool.set_limit(size=most)
             return True
 
-    def _hold(self, ordinal: int, _: Any = None) -> None:
+    def _hold(self, ordinal: int) -> None:
         """The user has set another limit for the device that is current on this thread: the stricter one holds."""
         with self._lock:
             if ordinal not in self._limited:
@@ -509,15 +512,16 @@ class CuPy(Framework):
             ) from error
 
     def _totals(self, ordinal: int) -> tuple[int, int] | None:
-        def ask(pool: Any) -> tuple[int, int]:
-            pools = [pool, *(former for former, _ in self._former)]
-            total = sum(int(pool.total_bytes()) for pool in pools)
+        with contexts.pushed(ordinal) as there:
+            if not there:
+                return None
+            pool = self._pool or self._asked(sys.modules["cupy"])
+            total, used = int(pool.total_bytes()), int(pool.used_bytes())
+            for former, _ in self._former:
+                total, used = total + int(former.total_bytes()), used + int(former.used_bytes())
             if ordinal in self._pieces:
                 self._pieces[ordinal].settle(total)
-            return total, sum(int(pool.used_bytes()) for pool in pools)
-
-        found: tuple[int, int] | None = self._on(ordinal, ask)
-        return found if found != (0, 0) or ordinal in self._limited else None
+        return (total, used) if total or used or ordinal in self._limited else None
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
         """Call `ask` with the pool, or another one, on a device that has a context; None if it has none."""

@@ -132,16 +132,16 @@ class Torch(Framework):
             stats = torch._C._cuda_memoryStats(ordinal)
         except RuntimeError:  # a pluggable allocator reports nothing
             return Usage(None, None)
+        held = settings.stat(stats, "reserved_bytes", "current")
         in_use = settings.stat(stats, "allocated_bytes", "current")
         peak = settings.stat(stats, "allocated_bytes", "peak")
-        pool = self._pools.get(device.uuid)
+        pool = self._pools.get(device.uuid) if self._pools else None
         pooled = pool is not None and pool.peak()
-        if not pooled and settings.never_held(stats):
+        if held == 0 and not pooled and settings.never_held(stats):
             return None
         if pool is not None:
             reserved, used = pool.reserved(), pool.used()
             return Usage(reserved, used, reserved - used, peak=peak)
-        held = settings.stat(stats, "reserved_bytes", "current")
         if held is None or in_use is None:
             return Usage(held, in_use)
         # Blocks of a partly used segment are cached but cannot be released: PyTorch frees whole segments only.
