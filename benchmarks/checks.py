@@ -692,6 +692,39 @@ def _bar(result: dict[str, Any], library: str, way: str, where: set[str], holds:
     return good, "; ".join(said)
 
 
+TRAINING, TRAINING_PAIRS, TRAINING_MOST = ("ResNet-50", "GPT"), 100, 1.005
+"""The programs of `training.py`, the pairs that each has at least, and what watching may cost beyond the control."""
+TRAINING_HZ = 8
+"""Samples a second that the monitor of 10 Hz has to have taken meanwhile: less would be cheap."""
+
+
+def training_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `training.py`."""
+    found: dict[str, tuple[bool, str]] = {}
+    for name in TRAINING:
+        one = result["scenarios"].get(name, {})
+        bar = f"{name}: 95 % bound of {TRAINING_PAIRS} interleaved pairs <= {TRAINING_MOST} beyond the control"
+        held = f"{name}: under a budget, with samples at 10 Hz, and in the control without"
+        if "beyond" not in one:
+            said = one.get("skipped") or f"rc {one.get('returncode', 'not run')}"
+            found[bar] = found[held] = (False, f"not run: {said}")
+            continue
+        beyond, ratio, control = one["beyond"], one["ratio"], one["control"]
+        found[bar] = (
+            result["about"]["gpu"] is not None and one["pairs"] >= TRAINING_PAIRS and beyond["high"] <= TRAINING_MOST,
+            f"{beyond['median']:.4f} ({beyond['low']:.4f} to {beyond['high']:.4f}); watched "
+            f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}), control {control['median']:.4f} "
+            f"({control['low']:.4f} to {control['high']:.4f}), {one['pairs']} pairs of {one['steps']} steps of "
+            f"{one['step_ms']:.1f} ms",
+        )
+        rate = one["samples"] / one["watched_s"] if one["watched_s"] else 0.0
+        found[held] = (
+            rate >= TRAINING_HZ and one["active"] == {"watched": [True], "without": [False], "again": [False]},
+            f"{one['samples']} samples in {one['watched_s']:.1f} s, active: {one['active']}",
+        )
+    return found
+
+
 QUIET_SECONDS = 120
 
 

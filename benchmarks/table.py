@@ -440,6 +440,37 @@ def _worst(cells: dict[str, Any], way: str, compared: str | None) -> str:
     return text
 
 
+def training() -> list[str]:
+    if not measured("h200-training.json"):
+        return []
+    result = load("h200-training.json")
+
+    def spread(value: dict[str, float]) -> str:
+        return f"{value['median']:.4f} ({value['low']:.4f}–{value['high']:.4f})"
+
+    rows = []
+    for name, one in result["scenarios"].items():
+        if "beyond" not in one:
+            rows.append(f"| {name} | not measured: {one.get('skipped') or 'it failed'} | | | |")
+            continue
+        pairs = f"{one['pairs']} pairs of {one['steps']} steps of {one['step_ms']:.1f} ms"
+        rows.append(
+            f"| {one['says']} | {pairs} | {spread(one['ratio'])} | {spread(one['control'])} | {spread(one['beyond'])} |"
+        )
+    return [
+        "## Cost of watching a training",
+        "",
+        "Time of training steps with a budget and a monitor at 10 Hz as a ratio to without, in the same process, in",
+        "interleaved segments; medians with their 95 % intervals:",
+        "",
+        "| | measured | watched / without | without / without | one / the other |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        *origin("h200-training.json", result),
+    ]
+
+
 def exchange_document() -> str:
     """What stands between the markers of docs/exchange.md."""
     result = load("h200-exchange.json")
@@ -462,7 +493,20 @@ def overview() -> list[str]:
 
 def results() -> str:
     """What stands between the markers of docs/results.md."""
-    parts = (overview, main_job, all_frameworks, watch, moment, exchange, doctor, their_tests, gpu_tests, light, peers)
+    parts = (
+        overview,
+        main_job,
+        all_frameworks,
+        watch,
+        moment,
+        exchange,
+        doctor,
+        their_tests,
+        gpu_tests,
+        light,
+        peers,
+        training,
+    )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
 
 
