@@ -735,6 +735,138 @@ def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
     check("two GPUs: not shared across them", set(refused) == six, _of(refused, found))
 
 
+PEERS_CAP, PEERS_GENERATIONS, PEERS_ROUNDS = 4 * GIB, 3, 12
+"""What a whole run of `peers.py` has at least; the rounds are those of all generations."""
+PEERS_ALIKE = 1.10
+"""Two processes of one way may differ so much. If they differ more, the run shows nothing."""
+PEERS_SLACK = 8 * MIB
+"""So far below its part of the cap a library's memory may stay: blocks do not fill every gap."""
+
+
+def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `peers.py`. The list of them is that of the libraries and ways, whatever was measured."""
+    from _spread import resolved
+    from _ways import AGAIN, CONTROLLED, SHARES, SIZES, WAYS, cell
+
+    found: dict[str, tuple[bool, str]] = {}
+    every, runs = result["cells"], result["generations"] * result["rounds"]
+    found["a whole run on a GPU"] = (
+        result["about"]["gpu"] is not None
+        and result["cap"] >= PEERS_CAP
+        and result["generations"] >= PEERS_GENERATIONS
+        and runs >= PEERS_ROUNDS,
+        f"{result['about']['gpu'] or 'no GPU'}, {result['cap'] / GIB:g} GiB, {runs} rounds with "
+        f"{result['generations']} generations of processes",
+    )
+
+    def ratio(library: str, way: str, where: str) -> dict[str, Any] | None:
+        one: dict[str, Any] | None = every.get(library, {}).get(where, {}).get("ratios", {}).get(way)
+        return None if one is None else one["both_us"]
+
+    for library, ways in WAYS.items():
+        cells = {cell(size, share): share for size in SIZES for share in SHARES}
+        lacking = [
+            f"{way}, {where}" for where in cells for way in ways
+            if way not in every.get(library, {}).get(where, {}).get("ways", {})
+        ]  # fmt: skip
+        why = "; ".join(f"{way}: {said}" for way, said in result["missing"].get(library, {}).items())
+        found[f"{library}: every way measured"] = (
+            not lacking, f"{len(cells) * len(ways) - len(lacking)} of {len(cells) * len(ways)} {why[:300]}".rstrip()
+        )  # fmt: skip
+        off = {
+            f"{way}, {where}": [(share - part) * result["cap"] for part in one["reached"]]
+            for where, share in cells.items()
+            for way, one in every.get(library, {}).get(where, {}).get("ways", {}).items()
+        }
+        wrong = [name for name, gaps in off.items() if min(gaps) < 0 or max(gaps) > PEERS_SLACK]
+        found[f"{library}: filled to its part of the cap"] = (
+            len(off) == len(cells) * len(ways) and not wrong, _of([name for name in off if name not in wrong], off)
+        )  # fmt: skip
+        controls = {f"{way}, {where}": ratio(library, way + AGAIN, where) for way in CONTROLLED[library]
+                    for where in cells}  # fmt: skip
+        known = {name: resolved(one) for name, one in controls.items() if one is not None}
+        worst = max(known, key=lambda name: known[name], default=None)
+        found[f"{library}: two processes of one way are alike within {PEERS_ALIKE - 1:.0%}"] = (
+            len(known) == len(controls) and all(one <= PEERS_ALIKE for one in known.values()),
+            "not run" if worst is None else f"{known[worst]:.3f} at most ({worst})",
+        )
+    for share in SHARES:
+        where = {cell(size, share) for size in SIZES}
+        for way, says in (("memguard", "mem_alloc"), ("memguard, pool", "DeviceMemoryPool")):
+            found[f"PyCUDA's {says} at {share:.1%}: <= 2.5 x its own pool, or 2 us"] = _bar(
+                result, "pycuda", way, where, lambda one, us, _: one["median"] <= 2.5 or us <= 2
+            )
+        found[f"Numba at {share:.1%}: <= RMM's pool"] = _bar(
+            result, "numba", "memguard", where, lambda one, us, _: one["median"] <= 1
+        )
+        found[f"CuPy at {share:.1%}: <= 1.10 of plain"] = _bar(
+            result, "cupy", "memguard", where, lambda one, us, _: one["median"] <= 1.10
+        )
+        found[f"torch at {share:.1%}: within its control"] = _bar(
+            result, "torch", "memguard", where,
+            lambda one, us, control: control is not None and one["median"] <= resolved(control),
+        )  # fmt: skip
+    return found
+
+
+def _bar(result: dict[str, Any], library: str, way: str, where: set[str], holds: Any) -> tuple[bool, str]:
+    """Whether a way's ratio holds in each of these cells, and the figures.
+
+    `holds` gets the ratio, the microseconds, and the ratio of two processes of the way that it is compared with.
+    """
+    from _ways import AGAIN
+
+    good, said = True, []
+    for name in sorted(where):
+        one = result["cells"].get(library, {}).get(name, {"ways": {}, "ratios": {}})
+        ratio, times = one["ratios"].get(way), one["ways"].get(way)
+        control = None if ratio is None else one["ratios"].get(ratio["to"] + AGAIN)
+        if ratio is None or times is None:
+            good = False
+            said.append(f"{name}: not run")
+            continue
+        us, spread = times["both_us"], ratio["both_us"]
+        good = good and holds(spread, us, None if control is None else control["both_us"])
+        figure = f"{name}: {spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f}), {us:.2f} us"
+        if control is not None:
+            figure += f", control {control['both_us']['low']:.3f} to {control['both_us']['high']:.3f}"
+        said.append(figure)
+    return good, "; ".join(said)
+
+
+TRAINING, TRAINING_PAIRS, TRAINING_MOST = ("ResNet-50", "GPT"), 100, 1.005
+"""The programs of `training.py`, the pairs that each has at least, and what watching may cost beyond the control."""
+TRAINING_HZ = 8
+"""Samples a second that the monitor of 10 Hz has to have taken meanwhile: less would be cheap."""
+
+
+def training_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `training.py`."""
+    found: dict[str, tuple[bool, str]] = {}
+    for name in TRAINING:
+        one = result["scenarios"].get(name, {})
+        bar = f"{name}: 95 % bound of {TRAINING_PAIRS} interleaved pairs <= {TRAINING_MOST} beyond the control"
+        held = f"{name}: under a budget, with samples at 10 Hz, and in the control without"
+        if "beyond" not in one:
+            said = one.get("skipped") or f"rc {one.get('returncode', 'not run')}"
+            found[bar] = found[held] = (False, f"not run: {said}")
+            continue
+        beyond, ratio, control = one["beyond"], one["ratio"], one["control"]
+        found[bar] = (
+            result["about"]["gpu"] is not None and one["pairs"] >= TRAINING_PAIRS and beyond["high"] <= TRAINING_MOST,
+            f"{beyond['median']:.4f} ({beyond['low']:.4f} to {beyond['high']:.4f}); watched "
+            f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}), control {control['median']:.4f} "
+            f"({control['low']:.4f} to {control['high']:.4f}), {one['pairs']} pairs of {one['steps']} steps of "
+            f"{one['step_ms']:.1f} ms",
+        )
+        rate = one["samples"] / one["watched_s"] if one["watched_s"] else 0.0
+        found[held] = (
+            rate >= TRAINING_HZ and one["active"] == {"watched": [True], "without": [False], "again": [False]},
+            f"{one['samples']} samples in {one['watched_s']:.1f} s, active: {one['active']}",
+        )
+    return found
+
+
 QUIET_SECONDS = 120
 
 

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _exchange_tables
 import _figures
+import _ways
 from _listed import lacking, list_of
 from _run import RESULTS, ROOT, numba_build, source_hash
 
@@ -444,6 +445,92 @@ def their_tests() -> list[str]:
     ]
 
 
+def peers() -> list[str]:
+    if not measured("h200-peers.json"):
+        return []
+    result = load("h200-peers.json")
+    shares = " / ".join(f"{share * 100:g}" for share in _ways.SHARES)
+    rows, lacking = [], []
+    for library, ways in result["ways"].items():
+        for way, says in ways.items():
+            if way.endswith(_ways.AGAIN):
+                continue
+            name = f"{LABELS[library]}, {way}: {says}"
+            if way in result["missing"][library]:
+                lacking.append(f"- {name}: {result['missing'][library][way]}")
+                continue
+            cells = []
+            for size in _ways.SIZES:
+                found = [result["cells"][library].get(_ways.cell(size, share), {}) for share in _ways.SHARES]
+                times = [one.get("ways", {}).get(way, {}).get("both_us") for one in found]
+                cells.append(" / ".join("–" if us is None else f"{us:.2f}" for us in times))
+            compared = _ways.pairs(library).get(way)
+            rows.append(f"| {name} | {' | '.join(cells)} | {_worst(result['cells'][library], way, compared)} |")
+        for way, reason in result["not_there"][library].items():
+            lacking.append(f"- {LABELS[library]}, {way}: {reason}")
+    return [
+        "## Cost of an allocation",
+        "",
+        f"Microseconds for an allocation and its end, with the library's memory at {shares} % of a cap of",
+        f"{result['cap'] / GIB:g} GiB (without one: with as many bytes in live blocks). Medians of "
+        f"{result['generations'] * result['rounds']} rounds in {result['generations']} generations of",
+        "processes. The ratio is the highest of the nine, with its 95 % interval; the control is the same way in two",
+        "processes, in the same place.",
+        "",
+        "| | " + " | ".join(_ways.cell(size, 0).partition(" at ")[0] for size in _ways.SIZES) + " | ratio at worst |",
+        "| --- |" + " --- |" * (len(_ways.SIZES) + 1),
+        *rows,
+        "",
+        *lacking,
+        *([""] if lacking else []),
+        *origin("h200-peers.json", result),
+    ]
+
+
+def _worst(cells: dict[str, Any], way: str, compared: str | None) -> str:
+    """The highest ratio of a way to what it is compared with, where that was, and the control there."""
+    found = {where: one["ratios"][way]["both_us"] for where, one in cells.items() if way in one["ratios"]}
+    if compared is None or not found:
+        return "–"
+    where = max(found, key=lambda name: found[name]["median"])
+    spread, control = found[where], cells[where]["ratios"].get(compared + _ways.AGAIN)
+    text = f"{spread['median']:.2f} ({spread['low']:.2f}–{spread['high']:.2f}) of {compared}, {where}"
+    if control is not None:
+        text += f"; control {control['both_us']['low']:.3f}–{control['both_us']['high']:.3f}"
+    return text
+
+
+def training() -> list[str]:
+    if not measured("h200-training.json"):
+        return []
+    result = load("h200-training.json")
+
+    def spread(value: dict[str, float]) -> str:
+        return f"{value['median']:.4f} ({value['low']:.4f}–{value['high']:.4f})"
+
+    rows = []
+    for name, one in result["scenarios"].items():
+        if "beyond" not in one:
+            rows.append(f"| {name} | not measured: {one.get('skipped') or 'it failed'} | | | |")
+            continue
+        pairs = f"{one['pairs']} pairs of {one['steps']} steps of {one['step_ms']:.1f} ms"
+        rows.append(
+            f"| {one['says']} | {pairs} | {spread(one['ratio'])} | {spread(one['control'])} | {spread(one['beyond'])} |"
+        )
+    return [
+        "## Cost of watching a training",
+        "",
+        "Time of training steps with a budget and a monitor at 10 Hz as a ratio to without, in the same process, in",
+        "interleaved segments; medians with their 95 % intervals:",
+        "",
+        "| | measured | watched / without | without / without | one / the other |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        *origin("h200-training.json", result),
+    ]
+
+
 def exchange_document() -> str:
     """What stands between the markers of docs/exchange.md."""
     result = load("h200-exchange.json")
@@ -467,7 +554,20 @@ def overview() -> list[str]:
 
 def results() -> str:
     """What stands between the markers of docs/results.md."""
-    parts = (overview, main_job, all_frameworks, watch, moment, exchange, doctor, their_tests, gpu_tests, light)
+    parts = (
+        overview,
+        main_job,
+        all_frameworks,
+        watch,
+        moment,
+        exchange,
+        doctor,
+        their_tests,
+        gpu_tests,
+        light,
+        peers,
+        training,
+    )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
 
 

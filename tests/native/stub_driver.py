@@ -1,6 +1,6 @@
-"""A libcuda.so.1 without a GPU for the real PyCUDA: the stub of tests/faults, and every other call that it links to.
+"""A libcuda.so.1 without a GPU for the real PyCUDA and Numba: the stub of tests/faults, and all that PyCUDA links to.
 
-PyCUDA's extension needs all of them to be there when it is imported. Those that the stub does not have answer
+PyCUDA's extension needs all of it to be there when it is imported. Those that the stub does not have answer
 CUDA_ERROR_NOT_SUPPORTED.
 """
 
@@ -27,6 +27,6 @@ def build(folder: Path) -> dict[str, str]:
     rest = folder / "rest.c"
     rest.write_text("".join(f"__attribute__((weak)) int {name}(void) {{ return 801; }}\n" for name in names))
     library = folder / "libcuda.so.1"
-    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", rest]
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), *map(str, sources)], check=True)
+    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", HERE / "address_stub.c", rest]
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), *map(str, sources), "-ldl"], check=True)
     return {"LD_LIBRARY_PATH": os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])}
