@@ -43,6 +43,7 @@ SOURCES = {
     "TensorFlow leaves": "h200-main-job.json: scenarios.without_memguard.left_free",
     "TensorFlow's retries": "h200-watch.json: scenarios.tensorflow, own cap.seconds_to_refusal",
     # Measured once, on one H200 with driver 580.159; the code uses them.
+    "context": "memguard._specs: OVERHEADS.context.modules",
     "driver reserve": "memguard._devices.simulated: CATALOGUE.h200.reserved",
     "first communicator": "memguard._specs: OVERHEADS.nccl 1.modules",
     "further communicator": "memguard._specs: OVERHEADS.nccl.modules",
@@ -52,9 +53,11 @@ SOURCES = {
     "modules of tensorflow": "memguard._frameworks.simulated.adapter: MODELS.bfc.first_work",
     "modules of torch": "memguard._frameworks.simulated.adapter: MODELS.torch.first_work",
     "page": "memguard._units: GRANULE",
+    "PyTorch's most": "memguard._specs: SPECS.torch.modules",
     "PyCUDA's bins": "memguard._specs: SPECS.pycuda.rounds_up",
     "second context": "memguard._specs: OVERHEADS.second context.modules",
     "segment": "memguard._frameworks.torch.adapter: SEGMENT",
+    "TensorFlow's most": "memguard._specs: SPECS.tensorflow.modules",
     "simulated context": "memguard._devices.simulated: CONTEXT",
     "small": "memguard._frameworks.driver_pages: SMALL",
     # What memguard does.
