@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
+from collections.abc import Callable
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import NamedTuple
 
 from memguard._devices import libcuda
@@ -254,6 +255,16 @@ def buffer(address: int) -> int | None:
     if cuda is None or cuda.cuPointerGetAttribute(found, _BUFFER_ID, address):
         return None
     return found.value
+
+
+def watch(address: int, known: int) -> Callable[[], bool]:
+    """A quick call that says whether the allocation at an address still has the id that `buffer` gave for it."""
+    ask = libcuda.quick("cuPointerGetAttribute") if loaded() is not None else None
+    if ask is None:
+        return lambda: buffer(address) == known
+    found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
+    out = byref(found)  # shared by all threads: what another one has got meanwhile is as good, and younger
+    return lambda: ask(out, which, where) == 0 and found.value == known
 
 
 def relax() -> bool:

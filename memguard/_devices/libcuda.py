@@ -180,6 +180,21 @@ def already_loaded() -> DriverAPI | None:
     return _library
 
 
+def quick(name: str) -> Callable[..., int] | None:
+    """A function of libcuda for calls that are made with each allocation; None if the driver does not have it.
+
+    It takes ctypes objects, made beforehand, and None for a null pointer. The interpreter's lock is kept within, so it
+    must return at once.
+    """
+    if name not in SIGNATURES:
+        raise AttributeError(f"{name} is not in memguard._devices.libcuda.SIGNATURES")
+    try:
+        function = getattr(ctypes.PyDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4)), name)
+    except (OSError, AttributeError):
+        return None
+    return function  # type: ignore[no-any-return]
+
+
 def load() -> DriverAPI:
     """libcuda, loaded if need be. OSError if that fails.
 

@@ -203,13 +203,18 @@ class DriverPages:
         """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
         found, small = 0, Counter[int]()
         for address, size in pieces:
+            slab = self._slabs.get(address // GRANULE)
             if size > SMALL:
                 found += round_up(size)
-            elif self._slabs[address // GRANULE].whole:
+            elif slab is None:
+                continue  # gone meanwhile: a signal handler gave it back
+            elif slab.whole:
                 small[address // GRANULE] += 1
             else:
                 found += round_up(size, UNIT)
-        return found + GRANULE * sum(count == self._slabs[slab].pieces for slab, count in small.items())
+        return found + GRANULE * sum(
+            place in self._slabs and count == self._slabs[place].pieces for place, count in small.items()
+        )
 
     def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int) -> None:
         """Update the slab and every sum, so that reading a figure costs nothing."""

@@ -18,19 +18,27 @@ class Replacements:
     """Functions of a framework that were replaced, and their undo."""
 
     def __init__(self) -> None:
-        self._active = True
+        self.active = True
+        """False once `undo` has begun."""
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
-    def put(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-        """Replace `owner.name`, of a module or a class, with `wrap(original)`. False if there is no such function."""
+    def put(
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, direct: bool = False
+    ) -> bool:
+        """Replace `owner.name`, of a module or a class, with `wrap(original)`. False if there is no such function.
+
+        Who has kept the replacement gets the original from it after `undo`. With `direct` it sees to that by itself, by
+        `active`: that spares each call another one.
+        """
         original = getattr(owner, name, None)
         if not callable(original):
             return False
         replacement = wrap(original)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if self._active else original)(*args, **kwargs)
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if self.active else original)(*args, **kwargs)
 
+        call = replacement if direct else pass_on
         with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of it
             update_wrapper(call, original)
         # As the class itself has it: a static method stays one, and what is inherited is inherited again.
@@ -44,7 +52,7 @@ class Replacements:
 
         What somebody has replaced since stays theirs: what they call underneath passes calls on unchanged.
         """
-        self._active = False
+        self.active = False
         while self._replaced:
             owner, name, before, call = self._replaced[-1]
             if vars(owner).get(name) is call:

@@ -150,7 +150,7 @@ def test_a_pool_whose_context_was_destroyed_is_not_used_for_another_with_its_han
     del again
     (dead,) = pycuda_file._kept
     pycuda_file._kept.clear()
-    dead._pool()._blocks.free.clear()  # its end would give back what is not there
+    dead.own._blocks.free.clear()  # its end would give back what is not there
 
 
 # what is found beside the primary context

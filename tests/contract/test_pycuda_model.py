@@ -12,12 +12,14 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
 from memguard._frameworks.import_hook import ImportHook
@@ -100,6 +102,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     for name in modelled():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(HERE / "fake_pycuda")
+    monkeypatch.setattr(contexts, "buffer", lambda address: sys.modules["card"].buffer(address))
     yield Setting
     gc.collect()
     drv = sys.modules.get("pycuda.driver")
@@ -791,16 +794,48 @@ def test_finalizers_leave_the_counts_to_who_has_the_lock(model: Model) -> None:
     setting = model()
     setting.apply(64 * MIB)
     framework, uuid = setting.framework, setting.gpu.uuid
-    arrays = [setting.drv.mem_alloc(8 * MIB), setting.drv.mem_alloc_pitch(1000, 8192, 4)]
-    (pool,) = framework._own.values()
+    arrays = [setting.drv.mem_alloc_pitch(1000, 8192, 4)]
     with framework._lock:
-        before = dict(pool.active.at), framework._pitched[uuid].in_use
+        before = framework._pitched[uuid].in_use
         thread = threading.Thread(target=arrays.clear)
         thread.start()
         thread.join()
-        assert (dict(pool.active.at), framework._pitched[uuid].in_use) == before
-    usage = setting.usage()
-    assert usage.in_use == 0 and not pool.active.at and framework._pitched[uuid].in_use == 0
+        assert framework._pitched[uuid].in_use == before
+    assert setting.usage().in_use == 0 and framework._pitched[uuid].in_use == 0
+
+
+def test_the_end_of_an_allocation_runs_no_python(model: Model) -> None:
+    """It may come inside any other call, on any thread: it waits for no lock, and nothing interrupts it half way."""
+    setting = model()
+    setting.apply(64 * MIB)
+    pool = setting.tools.DeviceMemoryPool()
+    for allocate in (setting.drv.mem_alloc, pool.allocate):
+        for _ in range(2):  # the first time it is a new block, then an idle one
+            array = allocate(8 * MIB)
+            (reference,) = weakref.getweakrefs(array)
+            assert inspect.isbuiltin(reference.__callback__)
+            with setting.framework._lock:
+                thread = threading.Thread(target=[array].clear)
+                del array
+                thread.start()
+                thread.join(5)
+                assert not thread.is_alive()
+    assert setting.usage().in_use == 0 and setting.usage().reclaimable == setting.taken
+
+
+def test_nothing_keeps_an_allocation_or_a_pool(model: Model) -> None:
+    setting = model()
+    setting.apply(64 * MIB)
+    pool = setting.tools.DeviceMemoryPool()
+    ends = [weakref.ref(pool)]
+    for _ in range(3):
+        ends += map(weakref.ref, [pool.allocate(2000), setting.drv.mem_alloc(2000)])
+    array = pool.allocate(8 * MIB)
+    del pool
+    assert [end() is None for end in ends] == [False] + [True] * 6, "the live allocation alone keeps its pool"
+    del array
+    assert ends[0]() is None and setting.taken == 2 * MIB, "the idle block of memguard's own pool"
+    assert setting.usage().held == 2 * MIB
 
 
 def test_what_died_after_the_undo_keeps_no_pool(model: Model) -> None:

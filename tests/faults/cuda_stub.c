@@ -87,8 +87,12 @@ int cuDeviceGetAttribute(int *out, int which, int device) {
 enum { EVENTS = 4096, DEEP = 64, NOT_READY = 600, INVALID = 1, NO_CONTEXT = 201 };
 static char asked[CALLS][40], failing[40];
 static int asked_count, fail_code, fail_left;
-static int live_events, live_pinned, live_streams, depth, mode;
-static void *stack[DEEP];
+static int live_events, live_pinned, live_streams, mode;
+#ifndef PER_THREAD
+#define PER_THREAD /* one stack of contexts for all threads, unless it is built otherwise */
+#endif
+static PER_THREAD int depth;
+static PER_THREAD void *stack[DEEP];
 static char event_state[EVENTS]; /* 0 none, 1 made, 2 recorded and under way, 3 over */
 
 static int call(const char *name) {
@@ -205,7 +209,8 @@ int cuStreamQuery(void *stream) {
     if ((size_t)stream == 0x7f0000ca0000) return 900; /* a captured one: asking ends the capture */
     return streams_idle ? 0 : NOT_READY;
 }
-int cuPointerGetAttribute(void *out, int which, unsigned long long address) {
+/* What is weak tests/native/memory_stub.c, which keeps count of memory, has its own of. */
+__attribute__((weak)) int cuPointerGetAttribute(void *out, int which, unsigned long long address) {
     CALL("cuPointerGetAttribute");
     if (address < 0x1000) return INVALID;
     if (which == 9) *(int *)out = 0;
@@ -213,7 +218,6 @@ int cuPointerGetAttribute(void *out, int which, unsigned long long address) {
     return 0;
 }
 
-/* Weak: tests/native/memory_stub.c, which keeps count of memory, has its own. */
 __attribute__((weak)) int cuMemGetInfo_v2(size_t *free, size_t *total) {
     CALL("cuMemGetInfo_v2");
     if (!depth) return NO_CONTEXT;

@@ -28,5 +28,6 @@ def build(folder: Path) -> dict[str, str]:
     rest.write_text("".join(f"__attribute__((weak)) int {name}(void) {{ return 801; }}\n" for name in names))
     library = folder / "libcuda.so.1"
     sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", HERE / "address_stub.c", rest]
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), *map(str, sources), "-ldl"], check=True)
+    options = ["-shared", "-fPIC", "-DPER_THREAD=__thread", "-o", str(library)]
+    subprocess.run(["gcc", *options, *map(str, sources), "-ldl"], check=True)
     return {"LD_LIBRARY_PATH": os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])}

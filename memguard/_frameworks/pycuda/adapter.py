@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
-from memguard._frameworks.pycuda.pool import Active, Pitched, Pool, RawPool, destroyed
+from memguard._frameworks.pycuda.pool import Pitched, Pool, RawPool, destroyed
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage
@@ -48,13 +48,12 @@ class PyCUDA(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._own: dict[int, Pool] = {}  # by context handle
-        self._others: dict[weakref.ref[Any], Pool] = {}  # pools that the user made
+        self._last: Pool | None = None  # the one that `mem_alloc` used last
+        self._others: dict[int, Pool] = {}  # pools that the user made, by `id`
         self._pages: dict[str, DriverPages] = {}
         self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._gone: deque[tuple[Active | Pitched, int, int]] = (
-            deque()
-        )  # logged by finalizers, applied with the lock held
+        self._gone: deque[tuple[Pitched, int, int]] = deque()  # logged by finalizers, applied with the lock held
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -76,6 +75,10 @@ class PyCUDA(Framework):
             )
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
         self._caps = dict(caps)
+        if not hasattr(drv.DeviceMemoryPool, "managed_bytes"):  # PyCUDA 2020.1 and before
+            raise CapNotApplied(
+                self.name, "its memory pool does not say what it holds", "install PyCUDA 2021.1 or later"
+            )
         own, notes = options.get("context") == "own", []
         if self._live(drv):
             notes.append("pycuda: it was live before memguard.init(): what it allocated before is not counted")
@@ -138,7 +141,10 @@ class PyCUDA(Framework):
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
             return None
-        self._events = []
+        with self._lock:
+            self._events = []
+            for pool in self._all():
+                pool.close()  # an event is for each allocation, so none may be a hit
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -153,12 +159,21 @@ class PyCUDA(Framework):
     def _patch(self, drv: Any, own_context: bool) -> Callable[[], None]:
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
         raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
+        replaced, others, current_object = Replacements(), self._others, drv.Context.get_current
 
         def mem_alloc(size: int) -> Any:
-            current = current_context(drv)
+            pool = self._last
+            # PyCUDA gives the very object that was pushed, if Python code pushed it.
+            if pool is not None and current_object() is pool.made_in and pool.lives():
+                allocation = pool.hit(pool.own, size)
+                if allocation is not None:
+                    return allocation
+            current = current_context(drv) if replaced.active else None
             if current is None or size <= 0:
                 return raw_alloc(size)  # PyCUDA's own error
-            return self._allocate(drv, self._pool_here(drv, current, raw_pool), size)
+            pool = self._pool_here(drv, current, raw_pool)
+            allocation = pool.hit(pool.own, size)
+            return self._allocate(drv, pool, size) if allocation is None else allocation
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
             # The driver chooses the pitch, a multiple of 512 bytes at least.
@@ -190,35 +205,57 @@ class PyCUDA(Framework):
                 asked = round_up(width, 512) * height
                 fits = functools.partial(pages.fits, asked)
                 allocation, pitch = self._within_cap(drv, uuid, asked, fits, take, give_back)
-                self._in_use(uuid)
+                self._grant(uuid)
             gone = pitched, int(allocation), pitch * height
             weakref.finalize(allocation, self._gone.append, gone).atexit = False
             return allocation, pitch
 
         def allocate(pool: Any, size: int) -> Any:
             # Of a pool that the user made, before or after memguard.init: it shares PyCUDA's cap.
-            current = current_context(drv)
+            tracked = others.get(id(pool))
+            if tracked is not None and tracked.reference() is pool:
+                allocation = tracked.hit(pool, size)
+                if allocation is not None:
+                    return allocation
+            current = current_context(drv) if replaced.active else None
             if current is None or size <= 0:
                 return raw_pool.allocate(pool, size)
             with self._lock:
-                reference = weakref.ref(pool)
-                tracked = self._others.get(reference)
+                tracked = self._tracked(pool)
                 if tracked is None:
                     uuid = self._uuid(drv, current)
-                    tracked = Pool(reference, current.handle, uuid, self._pages_of(uuid), raw_pool)
-                    self._others[reference] = tracked
+                    tracked = Pool(weakref.ref(pool), current.handle, uuid, self._pages_of(uuid), raw_pool)
+                    tracked.on_rise = self._rose
+                    others[id(pool)] = tracked
             return self._allocate(drv, tracked, size)
 
         def free_held(pool: Any) -> None:
             with self._lock:
-                self._settle()
-                tracked = self._others.get(weakref.ref(pool))
+                tracked = self._tracked(pool)
                 if tracked is None:
                     raw_pool.free_held(pool)
                 else:
                     tracked.free_held()
 
-        replaced = Replacements()
+        def stop_holding(original: Callable[[Any], None]) -> Callable[[Any], None]:
+            def call(pool: Any) -> None:
+                with self._lock:
+                    tracked = self._tracked(pool)
+                    if tracked is None:
+                        original(pool)
+                    else:
+                        tracked.stop_holding(original)
+
+            return call
+
+        def free(original: Callable[[Any], None]) -> Callable[[Any], None]:
+            def call(allocation: Any) -> None:
+                address = int(allocation)
+                original(allocation)
+                with self._lock:
+                    any(pool.freed(address, allocation) for pool in self._all())
+
+            return call
 
         def undo() -> None:
             replaced.undo()
@@ -232,19 +269,23 @@ class PyCUDA(Framework):
                         pool.free_held()
                     else:
                         _kept.append(pool)  # freeing it while its context is not current may end the process
-                for pool in (*self._own.values(), *self._others.values()):
+                for pool in self._all():
                     pool.forget()
+                self._last = None
                 self._own.clear()  # live arrays keep their pool alive until the last is freed
+                others.clear()
                 self._caps, self._mem_alloc = {}, None
 
         self.changes.add(self.name, undo)
         try:
-            replaced.put(drv, "mem_alloc", lambda _: mem_alloc)
+            replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
             self._mem_alloc = drv.mem_alloc
             replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
             # On the class, not in its place: pools that exist already and classes made from it are counted too.
-            replaced.put(pool_class, "allocate", lambda _: allocate)
+            replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
             replaced.put(pool_class, "free_held", lambda _: free_held)
+            replaced.put(pool_class, "stop_holding", stop_holding)
+            replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
             if not own_context:
                 serve_by_primary(drv, replaced)
             _swap_defaults(raw_alloc, self._mem_alloc)
@@ -255,16 +296,31 @@ class PyCUDA(Framework):
 
     def _pool_here(self, drv: Any, current: Any, raw: RawPool) -> Pool:
         with self._lock:
-            pool = self._own.get(current.handle)
+            handle = current.handle
+            pool = self._own.get(handle)
             if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
-                self._bury(current.handle)
+                self._bury(handle)
                 pool = None
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
-                pool = Pool(lambda: made, current.handle, uuid, self._pages_of(uuid), raw, current)
-                self._own[current.handle] = pool
+                pool = Pool(lambda: made, handle, uuid, self._pages_of(uuid), raw, current)
+                pool.own, pool.on_rise = made, self._rose
+                self._own[handle] = pool
+            self._last = pool
             return pool
+
+    def _tracked(self, pool: Any) -> Pool | None:
+        """What is known of a pool that the user made. Another one may have had its `id` before."""
+        tracked = self._others.get(id(pool))
+        if tracked is not None and tracked.reference() is not pool:
+            tracked.forget()
+            del self._others[id(pool)]
+            return None
+        return tracked
+
+    def _all(self) -> list[Pool]:
+        return [*self._own.values(), *self._others.values()]
 
     def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
         try:
@@ -282,26 +338,33 @@ class PyCUDA(Framework):
     def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
         with self._lock:
             self._settle()
+            pool.tidy()
             bin_size = pool.bin_size(size)
+            if self._events is None:
+                pool.open(size, bin_size)
+                allocation = pool.hit(pool.reference(), size)
+                if allocation is not None:
+                    return allocation
             pages = self._pages_of(pool.uuid)
             allocation = self._within_cap(
                 drv,
                 pool.uuid,
                 size,
-                lambda cap: pool.has_free(bin_size) or pages.fits(bin_size, cap),
+                lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
                 lambda: pool.take(size, bin_size),
-                lambda taken: pool.give_back(taken, bin_size),
+                pool.give_back,
             )
-            self._in_use(pool.uuid)
+            self._grant(pool.uuid, pool)
+            if self._events is None:
+                pool.open(size, bin_size)
+                return allocation
             self._serial += 1
             serial = self._serial
-            if self._events is not None:
-                self._recorded.add(serial)
-                self._events.append(
-                    TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid))
-                )
-        gone = pool.active, int(allocation), bin_size
-        weakref.finalize(allocation, self._released, gone, pool.uuid, serial).atexit = False
+            self._recorded.add(serial)
+            self._events.append(
+                TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid))
+            )
+        weakref.finalize(allocation, self._released, pool.uuid, serial).atexit = False
         return allocation
 
     def _within_cap(
@@ -356,8 +419,23 @@ class PyCUDA(Framework):
         self._peak[uuid] = max(self._peak[uuid], in_use)
         return in_use
 
+    def _grant(self, uuid: str, riser: Pool | None = None) -> None:
+        """Update the peak, and let `riser` rise as far as it can without a new one. The other pools may only refill."""
+        pools = self._pools(uuid)
+        for pool in pools:
+            pool.allowed = -1  # a hit on another thread meanwhile comes here too, and waits
+        active = [pool.active_bytes() for pool in pools]
+        spare = -self._in_use(uuid, pools)
+        spare += self._peak[uuid]
+        for pool, size in zip(pools, active, strict=True):
+            pool.allowed = size + (spare if pool is riser else 0)
+
+    def _rose(self, pool: Pool) -> None:
+        with self._lock:
+            self._grant(pool.uuid, pool)
+
     def _settle(self) -> None:
-        """Apply what finalizers logged. With the lock held, before looking for an idle block or giving one back."""
+        """Apply what finalizers of pitched allocations logged. With the lock held."""
         while self._gone:
             count, address, size = self._gone.popleft()
             count.gone(address, size)
@@ -365,20 +443,20 @@ class PyCUDA(Framework):
     def _bury(self, handle: int) -> None:
         """Keep the pool of a destroyed context for ever: its memory is gone, and freeing it would abort the process."""
         pool = self._own.pop(handle)
+        if self._last is pool:
+            self._last = None
         pool.forget()
         _kept.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
         for handle in destroyed(self._own, uuid, self._by_ordinal):
             self._bury(handle)
-        for reference in [r for r in self._others if r() is None]:
-            self._others.pop(reference).forget()
-        return [p for p in (*self._own.values(), *self._others.values()) if p.uuid == uuid]
+        for key in [key for key, pool in list(self._others.items()) if pool.reference() is None]:
+            self._others.pop(key).forget()
+        return [pool for pool in self._all() if pool.uuid == uuid]
 
-    def _released(self, gone: tuple[Active, int, int], uuid: str, serial: int) -> None:
-        # May run inside any allocation, on any thread: it only appends, without a lock or a CUDA call. The log holds
-        # the count and not the pool, which it would keep alive with its memory.
-        self._gone.append(gone)
+    def _released(self, uuid: str, serial: int) -> None:
+        # May run inside any allocation, on any thread: it only appends, without a lock or a CUDA call.
         events = self._events
         if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
+from weakref import ref
 
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
 from memguard._logs import log as _log
 
-
-class Active:
-    """What a pool has handed out: how many live allocations there are at each address, and of each size.
-
-    It may count too many (an allocation freed by hand counts until its object is collected), never too few.
-    """
-
-    def __init__(self) -> None:
-        self.at: Counter[int] = Counter()
-        self.of: Counter[int] = Counter()
-
-    def born(self, address: int, size: int) -> None:
-        self.at[address] += 1
-        self.of[size] += 1
-
-    def gone(self, address: int, size: int) -> None:
-        self.at[address] -= 1
-        self.of[size] -= 1
-        if not self.at[address]:
-            del self.at[address]
+_MOST_SIZES = 4096
+"""So many sizes of requests are remembered with their bin. More than a program repeats, and less than a megabyte."""
 
 
 class Pitched:
@@ -59,8 +42,40 @@ class RawPool:
     free_held: Callable[[Any], None]
 
 
+class Bin:
+    """The blocks of one size, and how many of them are known to lie idle.
+
+    Whatever frees a block, on whatever thread, runs no Python here: the weak reference to its allocation appends itself
+    to `idle`. A request takes one entry out before it asks the pool. So there are never more entries than idle blocks.
+    """
+
+    __slots__ = ("freed", "held", "idle", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: dict[int, ref[Any] | None] = {}
+        """All blocks by address, with the allocation that each was handed out as last."""
+        self.idle: list[object] = []
+        """One entry for each block that was freed since the pool was known to have none. It may miss some."""
+        self.freed: Callable[[object], None] = self.idle.append
+
+    def hand_out(self, address: int, allocation: Any) -> None:
+        """The pool has handed out a block without an entry having been taken."""
+        if self.idle:
+            self.idle.pop()
+        self.held[address] = ref(allocation, self.freed)
+
+    def free(self, address: int) -> bool:
+        """Whether no allocation has the block, though it may be on its way to one."""
+        allocation = self.held.get(address)
+        return allocation is None or allocation() is None
+
+
 class Pool:
     """A PyCUDA pool, and what it does not report: which blocks it has, and which of them are handed out.
+
+    A request that an idle block serves changes nothing that the driver holds. So neither the cap nor the driver's
+    pages have to be looked at, and `hit` takes no lock. All other methods need the adapter's.
 
     One small block always stays idle in the pool. PyCUDA's pool asks for the current context when its first block is
     given back; if none is current, as at exit or on another thread, that aborts the process (measured).
@@ -71,132 +86,255 @@ class Pool:
     ) -> None:
         """`made_in` is the context that was current when the pool was made, if it was made on this thread."""
         self.context, self.uuid = context, uuid
-        self._made_in, self._thread = made_in, threading.get_ident()
-        self.active = Active()
-        self._pool, self._raw = pool, raw  # the user's own pools are weakly referenced
-        self._pages = pages
-        self._blocks: dict[int, int] = {}  # size by address
-        self._by_size: Counter[int] = Counter()
-        self._witness: tuple[int, int | None] | None = None  # one of its blocks, and the driver's id of it
+        self.reference = pool
+        self.own: Any = None
+        """PyCUDA's pool, if it is memguard's own."""
+        self.allowed = -1
+        """A rise of the pool's `active_bytes` above this has to be told by `on_rise`: it may be a new peak."""
+        self.on_rise: Callable[[Pool], None] = lambda _: None
+        self.lives: Callable[[], bool] = _unknown
+        """Asks the driver whether the pool's memory is still there. False also while it has none."""
+        self.made_in, self._thread = made_in, threading.get_ident()
+        self._raw, self._pages = raw, pages
+        self._allocate = raw.allocate
+        self._bins: dict[int, Bin] = {}
+        self._where: dict[int, Bin] = {}
+        self._ids: dict[int, int | None] = {}
+        self._witness: int | None = None
+        # Whoever gives idle blocks back puts another dictionary in its place: a `hit` under way then gives up.
+        self._ready: dict[int, Bin] = {}
+        self._small: list[object] = []
+        self._stale, self._holds = False, True
+        self._known: int = pool().managed_bytes
+
+    def hit(self, pool: Any, size: int) -> Any:
+        """An idle block for the request, of PyCUDA's `pool`; None if there is none, or something is not as known."""
+        ready = self._ready
+        try:
+            found = ready[size]
+            found.idle.pop()
+        except (IndexError, KeyError, TypeError):
+            return None
+        # CPython runs no other thread and no signal handler from here to the call of `allocate`: it does so only after
+        # calls and at jumps back. What comes within the call, as a finalizer may, shows in the address.
+        if self._ready is not ready:
+            return None
+        if not (found.idle or self._small or pool.held_blocks > 1):
+            found.freed(None)
+            return None
+        try:
+            allocation = self._allocate(pool, size)
+        except Exception:  # PyCUDA says so again where it can be told
+            return None
+        reference = ref(allocation, found.freed)
+        address, held = index(allocation), found.held
+        if address not in held:
+            self._stale = True
+            return None
+        held[address] = reference
+        if pool.active_bytes > self.allowed:
+            self.on_rise(self)
+        return allocation
 
     def dead(self) -> bool:
         """Whether the context is gone, and its memory with it. The addresses may then belong to others."""
-        if self._witness is None:
-            return False
-        address, known = self._witness
-        return known is not None and contexts.buffer(address) != known
+        return self._witness is not None and not self.lives()
 
     def bin_size(self, size: int) -> int:
-        pool = self._pool()
+        pool = self.reference()
         return int(pool.alloc_size(pool.bin_number(size)))
 
-    def has_free(self, bin_size: int) -> bool:
-        return self._there() and self._by_size[bin_size] > self.active.of[bin_size]
+    def has_free(self, size: int) -> bool:
+        """Whether a block of this size lies idle."""
+        found = self._bins.get(size)
+        return found is not None and bool(found.idle or any(map(found.free, list(found.held))))
+
+    def tidy(self) -> None:
+        """Before a request that idle blocks may not serve: make sure that all blocks are known."""
+        if self._stale or self.reference().managed_bytes != self._known:
+            self.free_held()
 
     def take(self, size: int, bin_size: int) -> Any:
         allocation = self._take(size, bin_size)
-        self.active.born(int(allocation), bin_size)
         self._keep_one_idle()
         return allocation
 
-    def give_back(self, allocation: Any, bin_size: int) -> None:
+    def give_back(self, allocation: Any) -> None:
         """Free an allocation that was just taken: its block becomes idle."""
-        self.active.gone(int(allocation), bin_size)
         allocation.free()
+        self.freed(index(allocation), allocation)
 
-    def free_held(self) -> None:
-        pool = self._pool()
+    def close(self) -> None:
+        """From now on no request is a `hit`, until `open` says so for its size."""
+        self._ready = {}
+
+    def open(self, size: int, bin_size: int) -> None:
+        """From now on requests of this size may be a `hit`, if the pool has blocks for it."""
+        found = self._bins.get(bin_size)
+        if found is None or not self._holds:
+            return
+        if len(self._ready) >= _MOST_SIZES:
+            self._ready = {}
+        self._ready[size] = found
+
+    def free_held(self, call: Callable[[Any], None] | None = None) -> None:
+        """Give the idle blocks back, through `call` if it is not PyCUDA's own `free_held` that does so."""
+        pool = self.reference()
         if pool is None:
             return
-        self._within(self._raw.free_held, pool)
-        self._only_active()
+        self.close()
+        self._within(call or self._raw.free_held, pool)
+        self._forget_gone()
+        self._stale = False
         self._keep_one_idle()
+        self._known = pool.managed_bytes
+
+    def stop_holding(self, call: Callable[[Any], None]) -> None:
+        self._stop()
+        self.free_held(call)
+
+    def freed(self, address: int, allocation: Any) -> bool:
+        """The user has freed an allocation by hand, whose object lives on. False if it is not of this pool."""
+        found = self._where.get(address)
+        known = found.held[address] if found is not None else None
+        if found is None or known is None or known() is not allocation:
+            return False
+        found.held[address] = None  # with the reference goes its callback: the object's end is no second free
+        found.freed(None)
+        return True
 
     def look(self) -> None:
-        """Forget the blocks of a pool that no longer has memory."""
-        self._there()
+        """Forget the blocks that the pool no longer has, if something freed them that is not seen here."""
+        pool = self.reference()
+        managed = pool.managed_bytes if pool is not None else 0
+        if not managed:
+            self.forget()
+        elif managed != self._known:
+            self.close()
+            self._forget_gone()
+            self._known, self._stale = managed, True
 
     def active_bytes(self) -> int:
-        pool = self._pool()
+        pool = self.reference()
         return int(pool.active_bytes) if pool is not None else 0
 
     def idle(self) -> list[tuple[int, int]]:
         """Address and size of the blocks that a trim gives back: those without an allocation."""
-        if not self._blocks or not self._there():
-            return []
-        at = self.active.at
-        return [(address, size) for address, size in self._blocks.items() if not at[address]]
+        bins = list(self._bins.values())
+        return [(address, found.size) for found in bins for address in list(found.held) if found.free(address)]
+
+    def forget(self) -> None:
+        """Stop counting its blocks."""
+        self.close()
+        for address in list(self._where):
+            self._forget(address)
 
     def _take(self, size: int, bin_size: int) -> Any:
-        pool = self._pool()
-        before, idle = pool.managed_bytes, self.has_free(bin_size)
+        pool = self.reference()
+        before = pool.managed_bytes
         try:
             allocation = self._within(self._raw.allocate, pool, size)
         except BaseException:
             if pool.managed_bytes != before:  # it gave idle blocks back, but the driver still refused
                 self.free_held()
             raise
-        grown = pool.managed_bytes - before
-        if grown not in (0, bin_size):
-            # The driver refused once, and PyCUDA gave back some idle blocks, unknown which: give back all of them.
+        address, grown = index(allocation), pool.managed_bytes - before
+        found = self._bins.setdefault(bin_size, Bin(bin_size))
+        if grown and address in self._where and self._ids[address] != contexts.buffer(address):
+            self._forget(address)  # of a block that went unseen
+        if not (grown == bin_size if address not in self._where else grown == 0 and address in found.held):
+            # PyCUDA gave back some idle blocks, unknown which, because the driver refused once; or the block was there
+            # before the budget. Then all idle ones go.
+            self.close()
             self._within(self._raw.free_held, pool)
-            self._only_active()
-        elif grown and idle:  # freed by hand, and given back before their objects were collected
-            self._only_active(bin_size)
-        if grown or int(allocation) not in self._blocks:
-            self._forget(int(allocation))
-            self._blocks[int(allocation)] = bin_size
-            self._by_size[bin_size] += 1
-            self._witness = int(allocation), contexts.buffer(int(allocation))
-            self._pages.add(int(allocation), bin_size)
+            self._forget_gone()
+        if address not in found.held:
+            self._forget(address)
+            self._add(address, found)
+        found.hand_out(address, allocation)
+        self._known = pool.managed_bytes
         return allocation
 
     def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the pool. On a thread other than the pool's, PyCUDA refuses to take memory for it and leaks
         what it should give back, unless the very context object that the pool was made in is current. Another object
         with the same handle is not enough."""
-        if self._made_in is None or self._thread == threading.get_ident():
+        if self.made_in is None or self._thread == threading.get_ident():
             return call(*arguments)
-        self._made_in.push()
+        self.made_in.push()
         try:
             return call(*arguments)
         finally:
-            self._made_in.pop()
+            self.made_in.pop()
 
     def _keep_one_idle(self) -> None:
-        pool = self._pool()
-        if pool.held_blocks == 0 and pool.managed_bytes:
+        pool = self.reference()
+        if self._holds and pool.held_blocks == 0 and pool.managed_bytes:
+            size = self.bin_size(1)
             try:
-                self._take(1, self.bin_size(1))  # dropped at once, so the block stays in the pool
+                self._take(1, size)  # dropped at once, so the block stays in the pool
             except Exception as error:  # the GPU is full, which must not fail this allocation
                 _log.debug("pycuda: no idle block for the pool: %s", error)
+                return
+            self._small = self._bins[size].idle
+            if pool.held_blocks == 0:  # its user made it stop in a way that is not seen here
+                self._stop()
+                self._forget_gone()
+                self._known = pool.managed_bytes
 
-    def _there(self) -> bool:
-        """Whether the pool has any memory. If not, forgets its blocks."""
-        pool = self._pool()
-        if pool is not None and pool.managed_bytes:
-            return True
-        self.forget()
-        return False
+    def _stop(self) -> None:
+        """The pool keeps nothing any more: what is freed goes back to the driver at once."""
+        self._holds = False
+        self.close()
 
-    def _only_active(self, size: int | None = None) -> None:
-        """Forget every block that is not handed out, of this size or of all sizes: the pool gave it back."""
-        idle = [at for at, of in self._blocks.items() if not self.active.at[at] and size in (None, of)]
-        for address in idle:
-            self._forget(address)
+    def _forget_gone(self) -> None:
+        """Forget the blocks that the pool has given back. The driver says which: a `hit` may be under way with one."""
+        for found in list(self._bins.values()):
+            found.idle.clear()  # those that were freed meanwhile are found when they are handed out again
+        for address in list(self._where):
+            where = self._where.get(address)
+            if where is not None and where.free(address) and not self._there(address):
+                self._forget(address)
+        if sum(found.size for found in list(self._where.values())) > self.reference().managed_bytes:
+            # Freed by hand in a way that is not seen here: their objects are still alive.
+            for address in list(self._where):
+                if self._ids.get(address) is not None and not self._there(address):
+                    self._forget(address)
 
-    def forget(self) -> None:
-        """Stop counting its blocks."""
-        for address in list(self._blocks):
-            self._forget(address)
+    def _there(self, address: int) -> bool:
+        """Whether a block is still allocated from the driver. False if the driver did not say what it is."""
+        known = self._ids.get(address)
+        return known is not None and contexts.buffer(address) == known
+
+    def _add(self, address: int, found: Bin) -> None:
+        self._ids[address] = contexts.buffer(address)
+        self._where[address] = found
+        found.held[address] = None
+        self._pages.add(address, found.size)
+        if self._witness is None:
+            self._choose_witness()
 
     def _forget(self, address: int) -> None:
-        size = self._blocks.pop(address, None)
-        if size is not None:
-            self._by_size[size] -= 1
-            if self._witness is not None and self._witness[0] == address:
-                self._witness = None
-            self._pages.gone(address, size)
+        found = self._where.pop(address, None)
+        if found is None:
+            return
+        found.held.pop(address, None)
+        self._ids.pop(address, None)
+        if self._witness == address:
+            self._choose_witness()
+        self._pages.gone(address, found.size)
+
+    def _choose_witness(self) -> None:
+        """The driver's id of a block tells, as long as the block is there, that the context is the same."""
+        self._witness, self.lives = None, _unknown
+        for address, known in self._ids.items():
+            if known is not None:
+                self._witness, self.lives = address, contexts.watch(address, known)
+                return
+
+
+def _unknown() -> bool:
+    return False
 
 
 def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str]) -> list[int]:

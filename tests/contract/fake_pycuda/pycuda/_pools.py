@@ -20,13 +20,23 @@ class PooledDeviceAllocation:
     def __int__(self):
         return self._address
 
+    __index__ = __int__
+
+    def __len__(self):
+        return self.size
+
     def free(self):
+        if self._pool is None:
+            raise driver.LogicError("pooled_device_allocation::free failed: invalid resource handle")
+        self._give()
+
+    def _give(self):
         pool, self._pool = self._pool, None
         pool._blocks.release(self._number, self.size, self._address)
 
     def __del__(self):
         if getattr(self, "_pool", None) is not None:
-            self.free()
+            self._give()
 
 
 class _Blocks:
@@ -35,6 +45,7 @@ class _Blocks:
     def __init__(self):
         self.context = None  # the object that was current when the pool was made
         self.lock = threading.RLock()  # a real pool is not Python: one call of it is one step
+        self.holds = True
         self.free = {}  # by bin: addresses, of which the last goes first
         self.active_blocks = self.managed_bytes = self.active_bytes = 0
 
@@ -46,9 +57,12 @@ class _Blocks:
         if not self.held_blocks and driver._current() is None:
             driver.counters["aborts"] += 1  # the process ends here: it takes the context for its first idle block
         with self.lock:
-            self.free.setdefault(number, []).append(address)
             self.active_blocks -= 1
             self.active_bytes -= size
+            if self.holds:
+                self.free.setdefault(number, []).append(address)
+            else:
+                self.to_driver(number, address)
 
     def pop(self, number):
         address = self.free[number].pop()
@@ -59,8 +73,10 @@ class _Blocks:
     def drop(self):
         """The driver gets one block back, of the largest."""
         number = max(self.free)
+        self.to_driver(number, self.pop(number))
+
+    def to_driver(self, number, address):
         self.managed_bytes -= allocators.alloc_size(number)
-        address = self.pop(number)
         if self.reachable():
             with contextlib.suppress(KeyError):  # its context has taken it along
                 card.give(address)
@@ -119,6 +135,10 @@ class DeviceMemoryPool:
 
     def free_held(self):
         driver.counters["free_held"] += 1
+        self.__del__()
+
+    def stop_holding(self):
+        self._blocks.holds = False
         self.__del__()
 
     def __del__(self):

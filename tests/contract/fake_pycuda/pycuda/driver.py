@@ -178,4 +178,4 @@ def mem_alloc_pitch(width, height, access_size):
     return DeviceAllocation(pitch * height), pitch
 
 
-from pycuda._pools import DeviceMemoryPool  # noqa: E402, F401 (it needs the names above)
+from pycuda._pools import DeviceMemoryPool, PooledDeviceAllocation  # noqa: E402, F401 (it needs the names above)
