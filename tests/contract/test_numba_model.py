@@ -22,6 +22,7 @@ from memguard._devices import contexts, streams
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.numba import watch
 from memguard._frameworks.numba.adapter import Numba
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import GIB, MIB
@@ -32,6 +33,7 @@ HERE = Path(__file__).parent
 
 def forget() -> None:
     driver_pages.slabs.clear()
+    watch.ended._marks.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm", "card")]:
         del sys.modules[name]
 
@@ -108,6 +110,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
         (contexts, "pushed"), (contexts, "current_handle"), (streams, "Mark"), (streams, "blocking")
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, instead(name))
+    monkeypatch.setattr(contexts, "current", lambda: next(iter(driver_of_model()._stack()[-1:]), None))
     monkeypatch.setattr(streams, "awaits_capture", lambda context: driver_of_model().gpu.awaits_capture(context))
     for name in (
         "NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM",

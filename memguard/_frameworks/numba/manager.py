@@ -18,7 +18,7 @@ from memguard._devices import contexts, streams
 from memguard._frameworks.base import with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.numba.pool import Block, Mark, Pool, whole
-from memguard._frameworks.numba.watch import Addresses, covered
+from memguard._frameworks.numba.watch import Addresses, covered, ended
 from memguard._units import format_size
 from memguard.errors import DeviceError
 
@@ -61,6 +61,7 @@ class Figures:
         self.in_use = self.peak = 0
         self.log: deque[tuple[Callable[[Block], None], Block]] = deque()
         self._resting: dict[Block, None] = {}  # those that no array has: their free is pending, or they are pooled
+        self._reclaimable: int | None = None  # None: it has to be added up
         self._applying = False
 
     def apply(self) -> None:
@@ -81,20 +82,25 @@ class Figures:
 
     def used(self, block: Block) -> None:
         self._resting.pop(block, None)
+        self._reclaimable = None
         self.in_use += block.asked
         if self.in_use > self.peak:
             self.peak = self.in_use
 
     def left(self, block: Block) -> None:
         self._resting[block] = None
+        self._reclaimable = None
         self.in_use -= block.asked
 
     def gone(self, block: Block) -> None:
         self._resting.pop(block, None)
+        self._reclaimable = None
         self.pages.gone(block.address, block.size)
 
     def reclaimable(self) -> int:
-        return self.pages.returned_by((block.address, block.size) for block in self._resting)
+        if self._reclaimable is None:
+            self._reclaimable = self.pages.returned_by((block.address, block.size) for block in self._resting)
+        return self._reclaimable
 
 
 def numba_contexts() -> list[Any]:
@@ -170,6 +176,9 @@ def capped(driver: Any) -> type:
                 raise RuntimeError("Freeing dead memory")
             self._freed = True
             self._manager.drop(self._block)
+
+        def __copy__(self) -> Any:
+            return self
 
         def __del__(self) -> None:
             if not self._freed and not sys.is_finalizing():
@@ -391,6 +400,7 @@ def capped(driver: Any) -> type:
                 self.give_back()
             if self.context is not None:
                 streams.forget(handle_of(self.context))
+                ended.forget(handle_of(self.context))
             self._home, self._member = None, False  # the context may be gone; if not, the next allocation counts again
             self.bank.members.discard(self)
 
@@ -408,6 +418,7 @@ def _record() -> Sequence[Mark] | None:
         with contexts.beside_captures():
             if any(streams.awaits_capture(handle) for _, handle in places):
                 return None
+            made.extend(ended.under_way())
             made.extend(streams.Mark(ordinal, streams.LEGACY, handle) for ordinal, handle in places)
     except DeviceError:
         for mark in made:

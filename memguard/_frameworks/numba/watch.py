@@ -11,14 +11,16 @@ code that asks, since Numba has one way for all. A Numba that was written otherw
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from memguard._devices import streams
+from memguard._devices import contexts, streams
 from memguard._frameworks.replacements import Replacements
+from memguard.errors import DeviceError
 
 _BLOCKING = "memguard_blocking"
 """Set on Numba's streams that the legacy default stream waits for."""
@@ -38,10 +40,16 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
     if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver):
         return False
 
+    def end() -> None:
+        _lost.add(driver)
+        tell()
+
     def made(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, handle: Any, finalizer: Any = None, *args: Any, **kwargs: Any) -> None:
-            original(self, handle, finalizer, *args, **kwargs)
-            if finalizer is not None and streams.blocking(int(handle)):  # Numba's own: the handle lives as long as it
+            # Numba's own have a finalizer: their handle lives as long as they do.
+            own = finalizer is not None and streams.blocking(int(handle))
+            original(self, handle, ended.leaving(int(handle), finalizer, end) if own else finalizer, *args, **kwargs)
+            if own:
                 setattr(self, _BLOCKING, True)
 
         return init
@@ -49,8 +57,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
             if not covered(stream):
-                _lost.add(driver)
-                tell()
+                end()
             return original(stream)
 
         return handle
@@ -72,6 +79,61 @@ def covered(stream: Any) -> bool:
         return int(stream.handle) in (0, streams.LEGACY)
     except (AttributeError, TypeError, ValueError):
         return stream is None
+
+
+class Ended:
+    """The work of streams that were destroyed. Whether the legacy stream still waits for it is not documented.
+
+    So each stream is marked by itself before Numba destroys it. `leaving` is called by finalizers.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[Ended.Kept] = []
+
+    class Kept:
+        """A mark that several flushes wait for: it is closed when its work is done, not with the first of them."""
+
+        def __init__(self, mark: streams.Mark, context: int | None) -> None:
+            self.mark, self.context = mark, context
+
+        def passed(self) -> bool:
+            return self.mark.passed()
+
+        def wait(self) -> None:
+            self.mark.wait()
+
+        def close(self) -> None: ...
+
+    def leaving(self, handle: int, finalizer: Callable[[], Any], failed: Callable[[], None]) -> Callable[[], Any]:
+        """The finalizer of a stream made in the current context, which marks its work first. `failed`: it cannot."""
+        ordinal, context = contexts.current(), contexts.current_handle()
+
+        def finish() -> Any:
+            try:
+                with contexts.beside_captures():
+                    mark = streams.Mark(ordinal or 0, handle, context)
+                self._marks.append(self.Kept(mark, context))
+            except DeviceError:
+                failed()
+            return finalizer()
+
+        return finish
+
+    def under_way(self) -> list[Ended.Kept]:
+        """The marks whose work is not known to be done. Raises DeviceError if CUDA does not say."""
+        for kept in self._marks.copy():
+            if kept.passed():
+                with contextlib.suppress(ValueError):  # removed by another thread
+                    self._marks.remove(kept)
+                    kept.mark.close()
+        return self._marks.copy()
+
+    def forget(self, context: int) -> None:
+        """A context ends, and all work in it."""
+        self._marks = [kept for kept in self._marks if kept.context != context]
+
+
+ended = Ended()
 
 
 class Addresses:

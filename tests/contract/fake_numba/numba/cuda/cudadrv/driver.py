@@ -100,13 +100,14 @@ gpu = Gpu()
 
 
 class Mark:
-    """In the place of `memguard._devices.streams.Mark`, on the legacy default stream."""
+    """In the place of `memguard._devices.streams.Mark`: on the legacy default stream, or another one."""
 
     def __init__(self, ordinal, stream, context):
-        assert stream == LEGACY and context == handle_of(ordinal)
-        assert not gpu.awaits_capture(context), "this ended somebody's capture of a CUDA graph"
-        gpu.marks += 1
-        self.covered = [work for work in gpu.work if work.stream in gpu.blocking]
+        assert context == handle_of(ordinal) and (stream == LEGACY or stream in gpu.blocking)
+        if stream == LEGACY:
+            assert not gpu.awaits_capture(context), "this ended somebody's capture of a CUDA graph"
+            gpu.marks += 1
+        self.covered = [work for work in gpu.work if work.stream in (gpu.blocking if stream == LEGACY else (stream,))]
 
     def passed(self):
         return not any(work in gpu.work for work in self.covered)
@@ -160,7 +161,7 @@ class Driver:
         return gpu.stream(blocking=True)
 
     def cuStreamDestroy(self, handle):  # noqa: N802
-        gpu.blocking.discard(handle)
+        gpu.blocking.discard(handle)  # its work goes on, and the legacy stream may no longer wait for it
 
     def cuMemGetInfo(self):  # noqa: N802
         here = self._here("cuMemGetInfo")
