@@ -124,7 +124,7 @@ class FrameworkSpec:
     name              its key in the budget, and its name in every table and report
     title             its name in sentences
     module            what is imported to have it
-    adapter           module and class of its adapter: "memguard._frameworks.numba:Numba"
+    adapter           module and class of its adapter: "memguard._frameworks.numba.adapter:Numba"
     modules           the most that was measured outside its cap: kernels, modules, library workspaces
     workspace         what `reserve: auto` keeps for the same; never less than `modules`
     cap_is            how its cap holds, for `memguard plan`
@@ -452,7 +452,7 @@ _ROWS = (
         name="numba",
         title="Numba",
         module="numba",
-        adapter="memguard._frameworks.numba:Numba",
+        adapter="memguard._frameworks.numba.adapter:Numba",
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a memory manager that counts its allocations",

@@ -103,6 +103,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (_Stream,),
     "cuStreamSynchronize": (_Stream,),
     "cuStreamWaitEvent": (_Stream, _Event, _Flags),
+    "cuStreamGetFlags": (_Stream, POINTER(c_uint)),
     "cuStreamIsCapturing": (_Stream, _OutInt),
     "cuStreamQuery": (_Stream,),
     "cuEventCreate": (_OutPointer, _Flags),

@@ -8,7 +8,7 @@ left to do (`cuStreamQuery`) needs no event.
 
 from __future__ import annotations
 
-from ctypes import c_int, c_void_p
+from ctypes import c_int, c_uint, c_void_p
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ from memguard._devices import contexts, libcuda
 from memguard.errors import DeviceError
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _CAPTURED = (900, 901, 906)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INVALIDATED, _IMPLICIT
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -164,6 +165,28 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
     if code != _NOT_READY:
         _check("cuStreamQuery", code)
     return bool(code == 0)
+
+
+def awaits_capture(context: int) -> bool:
+    """Whether a stream that the legacy default stream waits for is recording a CUDA graph, in a context.
+
+    Work on the legacy stream would end that capture. Asking does not (documented: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT).
+    """
+    with contexts.entered(context):
+        return contexts.driver().cuStreamIsCapturing(LEGACY, c_int()) != 0
+
+
+def blocking(stream: int) -> bool:
+    """Whether the legacy default stream waits for the work of a stream of its context, given by its handle."""
+    cuda, flags = contexts.loaded(), c_uint()
+    if cuda is None or not hasattr(cuda, "cuStreamGetFlags") or cuda.cuStreamGetFlags(stream, flags):
+        return False
+    return not flags.value & _NON_BLOCKING
+
+
+def forget(context: int) -> None:
+    """The context ends: its events are gone, and the next one may have its handle."""
+    _idle.pop(context, None)
 
 
 def place(address: int) -> tuple[int, int | None] | None:

@@ -180,17 +180,26 @@ class DriverPages:
         if size > SMALL:
             self._large -= round_up(size)
             self._going -= round_up(size)
-            return
+        else:
+            self._take_out(address, size, 1)
+
+    def _set_gone(self, address: int, size: int) -> None:
+        self.in_use -= size
+        if size > SMALL:
+            self._large -= round_up(size)
+        else:
+            self._take_out(address, size, 0)
+
+    def _take_out(self, address: int, size: int, going: int) -> None:
         slab = self._slabs[address // GRANULE]
-        self._change(slab, address, -1, -size, -1, -size)
+        self._change(slab, address, -1, -size, -going, -size * going)
         if not slab.pieces:
             del self._slabs[address // GRANULE]
         self._shared.leave(address)
 
     def gone(self, address: int, size: int) -> None:
         """Freed at once: no longer in use, and the driver has it back."""
-        self.going(address, size)
-        self.remove(address, size)
+        self._in_turn(self._set_gone, address, size)
 
     def held(self) -> int:
         return self._large + self._small

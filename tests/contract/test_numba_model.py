@@ -18,11 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memguard._devices import contexts
+from memguard._devices import contexts, streams
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
 from memguard._frameworks.import_hook import ImportHook
-from memguard._frameworks.numba import Numba
+from memguard._frameworks.numba import watch
+from memguard._frameworks.numba.adapter import Numba
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import GIB, MIB
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -32,8 +33,18 @@ HERE = Path(__file__).parent
 
 def forget() -> None:
     driver_pages.slabs.clear()
+    watch.ended._marks.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm", "card")]:
         del sys.modules[name]
+
+
+def driver_of_model() -> Any:
+    return sys.modules["numba.cuda.cudadrv.driver"]
+
+
+def instead(name: str) -> Callable[..., Any]:
+    """What the model has in the place of a call to CUDA."""
+    return lambda *args: getattr(driver_of_model(), name)(*args)
 
 
 class Setting:
@@ -95,8 +106,18 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     monkeypatch.syspath_prepend(HERE / "fake_numba")
     others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # numba-cuda's .pth
     monkeypatch.setattr(sys, "meta_path", others)
-    monkeypatch.setattr(contexts, "pushed", lambda n: sys.modules["numba.cuda.cudadrv.driver"].pushed(n))
-    for name in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM", "NUMBA_CUDA_MEMORY_MANAGER"):
+    for owner, name in (
+        (contexts, "pushed"), (contexts, "current_handle"), (streams, "Mark"), (streams, "blocking")
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, instead(name))
+    monkeypatch.setattr(contexts, "current", lambda: next(iter(driver_of_model()._stack()[-1:]), None))
+    monkeypatch.setattr(streams, "awaits_capture", lambda context: driver_of_model().gpu.awaits_capture(context))
+    for name in (
+        "NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM",
+        "NUMBA_DISABLE_CUDA",
+        "NUMBA_ENABLE_CUDASIM",
+        "NUMBA_CUDA_MEMORY_MANAGER",
+    ):
         monkeypatch.delenv(name, raising=False)
     yield Setting
     gc.collect()
@@ -306,10 +327,21 @@ def test_numbas_own_rules_flush(model: Model) -> None:
         arrays.pop()
         assert setting.pending() == 11 - left
     arrays.pop()
-    assert setting.pending() == 0 and setting.usage().held == setting.taken() == 0
+    assert setting.pending() == 0 and setting.usage() == Usage(44 * MIB, 0, 44 * MIB, peak=44 * MIB)
     large = setting.cuda.device_array(4 * GIB)
     del large
-    assert setting.pending() == 0 and setting.usage() == Usage(0, 0, 0, peak=4 * GIB)
+    assert setting.pending() == 0 and setting.usage().reclaimable == setting.usage().held == setting.taken()
+    setting.framework.trim(setting.gpu)
+    assert setting.taken() == 0 and setting.usage() == Usage(0, 0, 0, peak=4 * GIB)
+
+
+def test_unpooled_what_is_flushed_goes_to_the_driver(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM", "1")
+    setting = model()
+    setting.apply(15 * GIB)
+    arrays = [setting.cuda.device_array(4 * MIB) for _ in range(11)]
+    arrays.clear()
+    assert setting.pending() == 0 and setting.usage() == Usage(0, 0, 0, peak=44 * MIB) and setting.taken() == 0
 
 
 def test_the_drivers_own_refusal_comes_through(model: Model) -> None:
@@ -676,7 +708,7 @@ def test_a_trim_waits_for_an_allocation_on_another_thread(model: Model) -> None:
     setting.apply(64 * MIB)
     array = setting.cuda.device_array(40 * MIB)
     del array
-    lock = setting.driver.driver.devices[0].primary_context.memory_manager.deallocations.count.lock
+    lock = setting.driver.driver.devices[0].primary_context.memory_manager.bank.lock
     with lock:
         thread = threading.Thread(target=setting.framework.trim, args=(setting.gpu,))
         thread.start()
@@ -810,10 +842,10 @@ def test_in_a_forked_child_nothing_is_capped_and_nobody_waits(model: Model) -> N
     setting.apply(16 * MIB)
     array = setting.cuda.device_array(8 * MIB)
     inside, done = threading.Event(), threading.Event()
-    count = setting.driver.driver.devices[0].primary_context.memory_manager.deallocations.count
+    bank = setting.driver.driver.devices[0].primary_context.memory_manager.bank
 
     def hold() -> None:
-        with count.lock:
+        with bank.lock:
             inside.set()
             done.wait(20)
 

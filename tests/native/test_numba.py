@@ -13,7 +13,7 @@ SETUP = """
 from numba import cuda
 from numba.cuda.cudadrv import driver as module
 from memguard._devices import contexts
-from memguard._frameworks.numba import Numba
+from memguard._frameworks.numba.adapter import Numba
 host = Host()
 framework, uuid, gpu = Numba(host), host.uuids[0], host.gpus[0]
 def bytes_of(size): return cuda.device_array(size, "u1")
@@ -32,7 +32,7 @@ def test_imported_under_the_hook_though_numba_cuda_redirects_the_import(alone: R
         """
         import importlib.machinery
         from memguard._frameworks.import_hook import ImportHook
-        from memguard._frameworks.numba import Numba
+        from memguard._frameworks.numba.adapter import Numba
         host = Host()
         framework, hook, seen = Numba(host), ImportHook(), []
         result["before"] = [framework.state().value, [m for m in sys.modules if m.startswith("numba")]]
@@ -60,7 +60,7 @@ def test_a_refusal_comes_out_of_the_import(alone: Run) -> None:
         """
         os.environ["NUMBA_CUDA_MEMORY_MANAGER"] = "my.pool"
         from memguard._frameworks.import_hook import ImportHook
-        from memguard._frameworks.numba import Numba
+        from memguard._frameworks.numba.adapter import Numba
         framework, hook, host = Numba(Host()), ImportHook(), Host()
         hook.watch(framework.hook, lambda: framework.apply({host.uuids[0]: GIB}, {}) and None)
         def bring():
@@ -77,7 +77,7 @@ def test_kept_off_the_gpu_it_is_absent(alone: Run, name: str) -> None:
     found = alone(
         f"""
         os.environ[{name!r}] = "1"
-        from memguard._frameworks.numba import Numba
+        from memguard._frameworks.numba.adapter import Numba
         framework = Numba(Host())
         states = [framework.state().value]
         from numba import cuda

@@ -1,5 +1,7 @@
 """`numba.cuda`: contexts are made by the first call that needs one."""
 
+from numba.cuda.cudadrv import driver
+from numba.cuda.cudadrv.devicearray import DeviceNDArrayBase as Array
 from numba.cuda.cudadrv.driver import (
     BaseCUDAMemoryManager,
     HostOnlyCUDAMemoryManager,
@@ -10,16 +12,23 @@ from numba.cuda.cudadrv.driver import (
 )
 
 __all__ = [
-    "Array", "BaseCUDAMemoryManager", "HostOnlyCUDAMemoryManager", "close", "current_context", "defer_cleanup",
-    "device_array", "event", "gpus", "managed_array", "set_memory_manager",
+    "Array",
+    "BaseCUDAMemoryManager",
+    "HostOnlyCUDAMemoryManager",
+    "close",
+    "current_context",
+    "default_stream",
+    "defer_cleanup",
+    "device_array",
+    "event",
+    "external_stream",
+    "gpus",
+    "launch",
+    "managed_array",
+    "per_thread_default_stream",
+    "set_memory_manager",
+    "stream",
 ]  # fmt: skip
-
-
-class Array:
-    """An array of bytes on the GPU; it owns its memory as Numba's do."""
-
-    def __init__(self, memory):
-        self.gpu_data, self.nbytes = memory, memory.size
 
 
 def current_context():
@@ -32,6 +41,29 @@ def device_array(nbytes):
 
 def managed_array(nbytes):
     return Array(require().memallocmanaged(nbytes))
+
+
+def stream():
+    return require().create_stream()
+
+
+def external_stream(ptr):
+    return require().create_external_stream(ptr)
+
+
+def default_stream():
+    return driver.Stream(0)
+
+
+def per_thread_default_stream():
+    return driver.Stream(driver.PER_THREAD)
+
+
+def launch(array, stream=0):
+    """A kernel that reads the array. It runs until the test says `driver.gpu.finish` of what this returns."""
+    stream = driver._to_core_stream(stream)
+    handle = stream.handle if stream else 0
+    return driver.gpu.start(handle, array._strided_memory_view_shim, array.nbytes)
 
 
 def event():

@@ -1,9 +1,10 @@
 """`numba.cuda.cudadrv.driver` with the names and rules of numba-cuda, over the model of the driver's memory.
 
-`cards` and `current` are for tests to look at and to set; Numba has no such thing.
+`cards`, `current` and `gpu` are for tests to look at and to set; Numba has no such thing.
 """
 
 import contextlib
+import ctypes
 import os
 import threading
 import types
@@ -18,7 +19,9 @@ config = types.SimpleNamespace(
     CUDA_MEMORY_MANAGER=os.environ.get("NUMBA_CUDA_MEMORY_MANAGER", "default"),
     CUDA_DEALLOCS_COUNT=10,
     CUDA_DEALLOCS_RATIO=0.2,
+    CUDA_PER_THREAD_DEFAULT_STREAM=int(os.environ.get("NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM", "0")),
 )
+LEGACY, PER_THREAD = 1, 2
 
 
 class CUresult(IntEnum):
@@ -48,6 +51,77 @@ def _stack():
     if not hasattr(current, "ordinals"):
         current.ordinals = []
     return current.ordinals
+
+
+class Work:
+    """A kernel or a copy that reads or writes some bytes, until the test says that it is over or somebody waits."""
+
+    def __init__(self, stream, address, size):
+        self.stream, self.start, self.end = stream, address, address + size
+
+
+class Gpu:
+    """Both GPUs' work that is not over, and their streams: those that the legacy default stream waits for."""
+
+    def __init__(self):
+        self.work = []
+        self.blocking = {0, LEGACY}
+        self.captures = set()
+        self.marks = 0
+        self._handles = 0x100
+
+    def stream(self, blocking):
+        """The handle of a new one, anybody's."""
+        self._handles += 0x10
+        if blocking:
+            self.blocking.add(self._handles)
+        return self._handles
+
+    def start(self, stream, address, size):
+        self.work.append(found := Work(stream, address, size))
+        return found
+
+    def finish(self, work):
+        with contextlib.suppress(ValueError):
+            self.work.remove(work)
+
+    def wait(self):
+        self.work.clear()
+
+    def using(self, address, size):
+        """What was given to the GPU and still reads or writes some of these bytes."""
+        return [work for work in self.work if work.start < address + size and address < work.end]
+
+    def awaits_capture(self, context):
+        return bool(self.captures & self.blocking)
+
+
+gpu = Gpu()
+
+
+class Mark:
+    """In the place of `memguard._devices.streams.Mark`: on the legacy default stream, or another one."""
+
+    def __init__(self, ordinal, stream, context):
+        assert context == handle_of(ordinal) and (stream == LEGACY or stream in gpu.blocking)
+        if stream == LEGACY:
+            assert not gpu.awaits_capture(context), "this ended somebody's capture of a CUDA graph"
+            gpu.marks += 1
+        self.covered = [work for work in gpu.work if work.stream in (gpu.blocking if stream == LEGACY else (stream,))]
+
+    def passed(self):
+        return not any(work in gpu.work for work in self.covered)
+
+    def wait(self):
+        for work in self.covered:
+            gpu.finish(work)
+
+    def close(self):
+        self.covered = []
+
+
+def handle_of(ordinal):
+    return 0x7F0000 + ordinal
 
 
 class Driver:
@@ -80,7 +154,14 @@ class Driver:
         return self._take("cuMemAllocManaged", size)
 
     def cuMemFree(self, address):  # noqa: N802
+        gpu.wait()
         card.give(int(address))
+
+    def cuStreamCreate(self):  # noqa: N802
+        return gpu.stream(blocking=True)
+
+    def cuStreamDestroy(self, handle):  # noqa: N802
+        gpu.blocking.discard(handle)  # its work goes on, and the legacy stream may no longer wait for it
 
     def cuMemGetInfo(self):  # noqa: N802
         here = self._here("cuMemGetInfo")
@@ -239,7 +320,7 @@ class _PendingDeallocs:
 
 class Context:
     def __init__(self, device):
-        self.device = device
+        self.device, self.handle = device, handle_of(device.id)
         self.deallocations = _PendingDeallocs(1 << 30)  # of events and modules
         _ensure_memory_manager()
         self.memory_manager = _memory_manager(context=self)
@@ -260,10 +341,50 @@ class Context:
         weakref.finalize(event, self.deallocations.add_item, driver.cuEventDestroy, handle).atexit = False
         return event
 
+    def create_stream(self):
+        handle = driver.cuStreamCreate()
+        return Stream(handle, finalizer=lambda: self.deallocations.add_item(driver.cuStreamDestroy, handle))
+
+    def create_external_stream(self, ptr):
+        return Stream(ptr, external=True)
+
     @contextlib.contextmanager
     def defer_cleanup(self):
         with self.memory_manager.defer_cleanup(), self.deallocations.disable():
             yield
+
+
+class Stream:
+    def __init__(self, handle, finalizer=None, external=False):
+        self.handle, self.external = handle, external
+        if finalizer is not None:
+            weakref.finalize(self, finalizer).atexit = False
+
+
+def _to_core_stream(stream):
+    """A launch's stream: Numba's own, one of cuda.core, or 0."""
+    return stream or 0
+
+
+def _stream_handle(stream):
+    """A copy's stream."""
+    return 0 if stream == 0 else stream.handle
+
+
+def device_ctypes_pointer(obj):
+    return obj.device_ctypes_pointer
+
+
+def device_pointer(obj):
+    return device_ctypes_pointer(obj).value
+
+
+def device_to_host(src, size, stream=0):
+    gpu.start(_stream_handle(stream), device_pointer(src), size)
+
+
+def device_extents(devmem):
+    return device_ctypes_pointer(devmem).value
 
 
 class Event:
@@ -271,17 +392,40 @@ class Event:
         self.handle = handle
 
 
-class AutoFreePointer:
-    """Gives its memory back when nobody owns it any more."""
+class MemoryPointer:
+    def __init__(self, address, size, owner=None):
+        self.device_pointer = self.handle = address
+        self.size, self._owner, self.refct = size, owner, 1
 
-    def __init__(self, address, size, finalizer):
-        self.address, self.size, self.refct = address, size, 0
-        self._finalizer = weakref.finalize(self, finalizer)
-        self._finalizer.atexit = False
+    @property
+    def owner(self):
+        return self if self._owner is None else self._owner
 
     @property
     def device_pointer_value(self):
-        return self.address or None
+        return int(getattr(self.device_pointer, "value", self.device_pointer)) or None
+
+    @property
+    def device_ctypes_pointer(self):
+        return ctypes.c_size_t(int(getattr(self.device_pointer, "value", self.device_pointer)))
+
+    def memset(self, byte, count=None, stream=0):
+        gpu.start(stream.handle if stream else 0, self.device_pointer, self.size if count is None else count)
+
+    def view(self, start, stop=None):
+        size = (self.size if stop is None else stop) - start
+        part = MemoryPointer(self.device_pointer_value + start, size, owner=self.owner)
+        return OwnedPointer(weakref.proxy(self.owner), part)
+
+
+class AutoFreePointer(MemoryPointer):
+    """Gives its memory back when nobody owns it any more."""
+
+    def __init__(self, address, size, finalizer):
+        super().__init__(address, size)
+        self.refct = 0
+        self._finalizer = weakref.finalize(self, finalizer)
+        self._finalizer.atexit = False
 
     def own(self):
         return OwnedPointer(weakref.proxy(self))
@@ -291,9 +435,11 @@ class AutoFreePointer:
 
 
 class OwnedPointer:
-    def __init__(self, mem):
+    def __init__(self, mem, view=None):
         self._mem = mem
+        self._view = mem if view is None else view
         self._mem.refct += 1
+        self.device_ctypes_pointer = self._view.device_ctypes_pointer
 
         def deref():
             with contextlib.suppress(ReferenceError):
@@ -304,7 +450,7 @@ class OwnedPointer:
         weakref.finalize(self, deref).atexit = False
 
     def __getattr__(self, name):
-        return getattr(self._mem, name)
+        return getattr(self._view, name)
 
 
 class _Gpu:
@@ -346,3 +492,13 @@ def pushed(ordinal):
         yield True
     finally:
         _stack().pop()
+
+
+def current_handle():
+    """In the place of `memguard._devices.contexts.current_handle`."""
+    return handle_of(_stack()[-1]) if _stack() else None
+
+
+def blocking(handle):
+    """In the place of `memguard._devices.streams.blocking`."""
+    return handle in gpu.blocking

@@ -1,0 +1,241 @@
+"""Numba: a memory manager (EMM plugin) with a cap and a pool. It gives back what is free before it refuses.
+
+Measured: the plugin must be set before Numba makes its context. Numba itself has no pool: each array is one allocation
+from the driver. Frees are deferred until more than ten, or more than a fifth of the GPU, are pending. What counts is
+the pages that the driver takes, including those of pending frees and of pooled blocks. `Device.reset()` destroys the
+memory of every framework.
+
+A context that somebody else made has for its device whatever they gave it (`CUdevice`, a number, Numba's own object),
+so a GPU is known by its number. All contexts of one GPU share its cap.
+
+Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`), and copies of host
+arrays that are given to a kernel: numba-cuda 0.30.4 takes them from cuda.core (`_to_strided_memory_view`), past its own
+memory manager.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from memguard._devices import contexts
+from memguard._frameworks import rmm
+from memguard._frameworks.base import Framework
+from memguard._frameworks.numba import watch
+from memguard._frameworks.numba.manager import ARRAYS, DRIVER, Bank, capped, numba_contexts, uuid_of
+from memguard._frameworks.replacements import Replacements
+from memguard._logs import log as _log
+from memguard._specs import SPECS
+from memguard._types import Applied, Device, Enforcement, Moment, State, Usage
+from memguard._units import round_up
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+
+class Numba(Framework):
+    """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
+
+    spec = SPECS["numba"]
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self.caps: dict[str, int] = {}
+        self._manager: Any = None
+        self._asked: Any = None  # the memory manager that the user wants
+        self._rmm: rmm.Limit | None = None
+
+    def why_absent(self) -> str | None:
+        """Not installed, or kept off the GPU by NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        for name in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM"):
+            if os.environ.get(name, "0").strip() not in ("", "0"):
+                return f"{name}={os.environ[name]} keeps numba off the GPU"
+        return None
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def _live(self, module: ModuleType) -> bool:
+        return bool(numba_contexts())
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        driver: Any = sys.modules.get(DRIVER)
+        needed = ("set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError")
+        lacking = [name for name in needed if not hasattr(driver, name)]
+        if driver is None or lacking:
+            raise CapNotApplied(
+                self.name, f"this numba.cuda has no {lacking[0] if lacking else 'driver'}", "pip install -U numba-cuda"
+            )
+        before = driver._memory_manager
+        chosen = str(getattr(getattr(driver, "config", None), "CUDA_MEMORY_MANAGER", "default"))
+        if chosen.startswith("rmm") or str(getattr(before, "__module__", "")).startswith("rmm."):
+            return self._apply_rmm(caps)
+        if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
+            setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
+            raise ConflictingSetting(
+                self.name,
+                setting,
+                "allocates for Numba, past any cap",
+                "remove it, or leave numba out of the budget",
+            )
+        live = [context.memory_manager for context in numba_contexts()]
+        if not all(hasattr(manager, "memguard") for manager in live):
+            raise CapNotApplied(
+                self.name,
+                "it was live before memguard.init(): its context keeps its memory manager",
+                "call memguard.init() before Numba's first array or kernel",
+            )
+        manager: Any = type(live[0]) if live else capped(driver)  # left by an earlier budget
+        replaced, self._asked = Replacements(), before
+
+        def undo() -> None:
+            manager.pooling = False
+            watch.lose(driver)
+            replaced.undo()
+            if driver._memory_manager is manager:
+                driver._memory_manager = self._asked
+            manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
+            _give_back(manager.banks)
+
+        def streams_are_others() -> None:
+            if manager.pooling:
+                manager.pooling = False
+                self._say("numba: it works on a stream that is not its own: what it frees goes to the driver, unpooled")
+
+        self.changes.add(self.name, undo)
+        driver.set_memory_manager(manager)
+        if driver._memory_manager is not manager:
+            driver._memory_manager = before
+            raise CapNotApplied(
+                self.name,
+                "its memory manager reads back as another one",
+                "report this with the version; until then leave numba out of the budget",
+            )
+        self.caps, self._manager, manager.memguard = dict(caps), manager, self
+
+        try:
+            for owner in (driver, sys.modules.get("numba.cuda")):
+                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+            manager.pooling = watch.watch(driver, replaced, streams_are_others)
+        except BaseException:
+            undo()
+            raise
+        return Applied(Enforcement.ENFORCED, undo)
+
+    def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
+        def set_memory_manager(mm_plugin: Any) -> Any:
+            """Numba's own manager is the capped one; another is told at once, unless no new context can get it."""
+            if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
+                answer = original(mm_plugin)
+            else:
+                answer, self._asked = original(self._manager), driver.NumbaCUDAMemoryManager
+            self._changed()
+            return answer
+
+        return set_memory_manager
+
+    def usage(self, device: Device) -> Usage | None:
+        """From memguard's own count of Numba's allocations; None if Numba has no context on the device."""
+        managers = _managers(device.uuid)
+        if not managers:
+            return None
+        if self._rmm is not None:
+            return self._rmm.usage(device.uuid)
+        if self._manager is None:
+            return None
+        if not isinstance(managers[0], self._manager):
+            return Usage(None, None)  # another memory manager took its place, and nobody counts
+        bank: Bank = managers[0].bank
+        with bank.lock:
+            found = [manager.usage() for manager in {managers[0], *bank.members}]
+        held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
+        return Usage(held, in_use, reclaimable, peak=peak)
+
+    def trim(self, device: Device) -> None:
+        """Flush the frees that are pending on the device, and give back its pool."""
+        for context in numba_contexts():
+            manager = context.memory_manager
+            pending = getattr(manager, "deallocations", None)
+            if pending is not None and uuid_of(context) == device.uuid:
+                with contexts.pushed(int(context.device.id)) as there:
+                    if there and isinstance(manager, self._manager or ()):
+                        with manager.bank.lock:  # an allocation may flush them at the same time
+                            manager.give_back()
+                    elif there:
+                        pending.clear()
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        if self._rmm is not None:
+            return super().resize(caps)
+        self.caps = dict(caps)
+        return None
+
+    def footprint(self, size: int) -> int:
+        return round_up(size)
+
+    def unseen(self) -> str | None:
+        return rmm.UNSEEN if self._rmm is not None else None
+
+    def uncounted(self) -> str | None:
+        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # in numba-cuda 0.30.4, which was read
+            return None
+        return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
+
+    def drift(self) -> list[str]:
+        if self._rmm is not None:
+            return self._rmm.drift(self.name)
+        driver: Any = sys.modules.get(DRIVER)
+        if self._manager is None or driver is None:
+            return []
+        others = [c.memory_manager for c in numba_contexts() if not isinstance(c.memory_manager, self._manager)]
+        if driver._memory_manager is self._manager and not others:
+            return []
+        name = type(others[0]).__name__ if others else getattr(driver._memory_manager, "__name__", "another")
+        return [f"numba: its memory manager was replaced after memguard.init ({name}): the cap does not hold"]
+
+    def forked(self) -> None:
+        self.caps = {}
+        if self._manager is None:
+            return
+        self._manager.pooling = False
+        for bank in self._manager.banks.values():
+            bank.lock = threading.RLock()  # another thread of the parent may have held the old one
+            for manager in list(bank.members):
+                manager.pool.forget()
+
+    def tell(self, error: BaseException, uuid: str, size: int) -> None:
+        """Tell of a request that was refused, when the count's lock is free again."""
+        if uuid in self.caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+
+    def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
+        try:
+            self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host))
+        except ImportError as error:
+            raise CapNotApplied(
+                self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
+            ) from error
+        return applied
+
+
+def _managers(uuid: str) -> list[Any]:
+    return [context.memory_manager for context in numba_contexts() if uuid_of(context) == uuid]
+
+
+def _give_back(banks: Mapping[str, Bank]) -> None:
+    """Every pooled block goes to the driver. Never raises: what the driver does not take stays with it."""
+    for bank in list(banks.values()):
+        with bank.lock, contexts.beside_captures():
+            for manager in list(bank.members):
+                try:
+                    manager.give_back()
+                except Exception as error:
+                    _log.debug("numba: its pool was not given back: %s", error)
