@@ -70,7 +70,7 @@ def all_frameworks() -> Result:
     held = dict.fromkeys(_listed.SIX, 500 * MIB)
     s["counted by CUPTI"] = {"returncode": 0, "held": held, "cupti": {**held, "libcublas.so.13": 32 * MIB}}
     for name in _listed.COUNTED:
-        s[f"refusals of {name}"] = refusals()
+        s[f"refusals of {name}"], s[f"refusals of {name} beside others"] = refusals(), refusals()
     s["loop"] = {
         "returncode": 0, "wall_s": 330.0, "seconds_run": 300.1, "allocated": 9000, "readings": 300,
         "unaccounted_drift": 0, "refused": dict.fromkeys(_listed.SIX, 9), "not_native": {}, "sum_minus_total": 0,
