@@ -182,7 +182,7 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
                 break
         tried.append(trial(size, cap, held, take, native, lambda to: memguard.resize(name, to)))
         memguard.trim(name)  # what the trial left idle is above the cap
-    return {"cap": cap, "beside": beside, "tried": tried, "foreign": foreign}
+    return {"name": name, "cap": cap, "beside": beside, "tried": tried, "foreign": foreign}
 
 
 def trial(
@@ -210,15 +210,20 @@ def trial(
     return {"bytes": size, "held": before, "raised_by": more, "grown": after - before, "would_hold": after}
 
 
+GAPS = {"cupy": 20}
+"""CuPy's pool counts what it asks for: the gaps in its slabs may pass its cap, by one part in so many at most."""
+
+
 def refused_rightly(found: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether each refused request would have passed the cap, had it been granted."""
+    """Whether each refused request would have passed the cap, had it been granted, and nothing passed it before."""
     tried, cap = found["tried"], found["cap"]
+    gaps = cap // GAPS[found["name"]] if found["name"] in GAPS and not found["beside"] else 0
     wrong = [one for one in tried if one["would_hold"] <= cap]
     said = "; ".join(
         f"{one['bytes']:,} bytes with {one['held']:,} of {cap:,} held: {one['grown']:+,} when granted"
         for one in wrong[:3]
     )
-    over = [one for one in tried if one["held"] > cap]
+    over = [one for one in tried if one["held"] > cap + gaps]
     good = len(tried) >= 40 and not wrong and not over and not found["foreign"]
     return good, (
         f"{len(tried) - len(wrong)} of {len(tried)} right {said} {found['foreign'][:2] or ''}"
@@ -252,7 +257,7 @@ class Cupti:
         self.cupti, self.records = cupti, []  # type: ignore[var-annotated]
         cupti.activity_enable(cupti.ActivityKind.MEMORY2)
         cupti.activity_enable_allocation_source(1)
-        cupti.activity_register_callbacks(lambda: (8 * MIB, 0), self._take)
+        cupti.activity_register_callbacks(lambda: (64 * MIB, 0), self._take)  # so few ask for a buffer
 
     def _take(self, activities: Iterable[Any]) -> None:
         kind = self.cupti.ActivityKind.MEMORY2

@@ -45,7 +45,8 @@ def raw() -> list[Result]:
 
 def refusals() -> Result:
     one = {"bytes": 5000, "held": GIB, "raised_by": PAGE, "grown": PAGE, "would_hold": GIB + PAGE}
-    return {"returncode": 0, "cap": GIB, "tried": [dict(one) for _ in range(40)], "foreign": []}
+    tried = [dict(one) for _ in range(40)]
+    return {"returncode": 0, "name": "x", "beside": False, "cap": GIB, "tried": tried, "foreign": []}
 
 
 def main_job() -> Result:
