@@ -27,6 +27,10 @@ def of_refusals(name: str) -> str:
     return f"{name}: no refusal where the driver would have stayed within the cap, by trying"
 
 
+def of_refusals_beside(name: str) -> str:
+    return f"{name}: no refusal where held would have stayed within the cap, beside others' slabs, by trying"
+
+
 def of_emptied(name: str) -> str:
     return f"{name}: held agrees with what the driver has back when it is emptied"
 
@@ -100,6 +104,7 @@ ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
     ),
     "counted by CUPTI": tuple(f"{name}: held is what CUPTI saw its library take" for name in SIX),
     **{f"refusals of {name}": (of_refusals(name),) for name in COUNTED},
+    **{f"refusals of {name} beside others": (of_refusals_beside(name),) for name in COUNTED},
     "*-*": ("30 import orders alive and capped",),
     **{
         f"{name}, {when}": (f"{name}, {when}: as much as the cap, and not more",)

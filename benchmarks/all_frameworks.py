@@ -427,6 +427,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "counted": grown,
     "counted by CUPTI": lambda: by_cupti(budget_of_six(growth=False)),
     **{f"refusals of {n}": (lambda n=n: refusals(n)) for n in COUNTED},
+    **{f"refusals of {n} beside others": (lambda n=n: refusals(n, beside=True)) for n in COUNTED},
     "simulated_hour": hour,
     **{f"{n}, {w}": (lambda n=n, w=w: circumstance(n, w)) for n in ("cupy", "jax", "numba") for w in WHEN},
     **{f"{a}-{b}": (lambda a=a, b=b: pair(a, b)) for a, b in PAIRS},

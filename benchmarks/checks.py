@@ -263,8 +263,8 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
         for name in _listed.SIX:
             check(f"{name}: held is what CUPTI saw its library take", *seen_by_cupti(s["counted by CUPTI"], name))
 
-    def refusals(name: str) -> Judge:
-        return lambda check: check(_listed.of_refusals(name), *refused_rightly(s[f"refusals of {name}"]))
+    def refusals(key: str, about: str) -> Judge:
+        return lambda check: check(about, *refused_rightly(s[key]))
 
     def orders(check: Tell) -> None:
         pairs = {name: one for name, one in s.items() if name.count("-") == 1}
@@ -336,7 +336,11 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
         "together": together,
         "counted": counted,
         "counted by CUPTI": cupti,
-        **{f"refusals of {name}": refusals(name) for name in _listed.COUNTED},
+        **{
+            key: refusals(key, *_listed.ALL_FRAMEWORKS[key])
+            for name in _listed.COUNTED
+            for key in (f"refusals of {name}", f"refusals of {name} beside others")
+        },
         "*-*": orders,
         **{f"{n}, {w}": circumstance(n, w) for n in ("cupy", "jax", "numba") for w in ("later", "imported", "live")},
         "loop": loop,

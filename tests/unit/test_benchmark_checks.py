@@ -45,7 +45,8 @@ def raw() -> list[Result]:
 
 def refusals() -> Result:
     one = {"bytes": 5000, "held": GIB, "raised_by": PAGE, "grown": PAGE, "would_hold": GIB + PAGE}
-    return {"returncode": 0, "cap": GIB, "tried": [dict(one) for _ in range(40)], "foreign": []}
+    tried = [dict(one) for _ in range(40)]
+    return {"returncode": 0, "name": "x", "beside": False, "cap": GIB, "tried": tried, "foreign": []}
 
 
 def main_job() -> Result:
@@ -70,7 +71,7 @@ def all_frameworks() -> Result:
     held = dict.fromkeys(_listed.SIX, 500 * MIB)
     s["counted by CUPTI"] = {"returncode": 0, "held": held, "cupti": {**held, "libcublas.so.13": 32 * MIB}}
     for name in _listed.COUNTED:
-        s[f"refusals of {name}"] = refusals()
+        s[f"refusals of {name}"], s[f"refusals of {name} beside others"] = refusals(), refusals()
     s["loop"] = {
         "returncode": 0, "wall_s": 330.0, "seconds_run": 300.1, "allocated": 9000, "readings": 300,
         "unaccounted_drift": 0, "refused": dict.fromkeys(_listed.SIX, 9), "not_native": {}, "sum_minus_total": 0,

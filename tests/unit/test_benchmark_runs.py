@@ -160,7 +160,7 @@ def tried(framework: Capped, rounds: int, rng: random.Random) -> Result:
                 break
         found.append(_independent.trial(size, cap, framework.driver.held, framework.take, Refused, framework.resize))
         assert framework.cap == cap, "it has its own cap again"
-    return {"cap": cap, "tried": found, "foreign": []}
+    return {"name": "x", "beside": False, "cap": cap, "tried": found, "foreign": []}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -178,7 +178,17 @@ def test_a_request_that_no_cap_allows_is_a_wrong_refusal() -> None:
     framework = Capped(64 * MIB, early=1 << 40)
     one = _independent.trial(5, 64 * MIB, framework.driver.held, framework.take, Refused, framework.resize)
     assert one["grown"] == 0 and one["raised_by"] >= 256 * MIB and framework.cap == 64 * MIB
-    assert not _independent.refused_rightly({"cap": 64 * MIB, "tried": [one] * 40, "foreign": []})[0]
+    found = {"name": "x", "beside": False, "cap": 64 * MIB, "tried": [one] * 40, "foreign": []}
+    assert not _independent.refused_rightly(found)[0]
+
+
+def test_only_the_gaps_in_cupys_slabs_may_pass_a_cap() -> None:
+    one = {"bytes": 5, "held": GIB + 20 * MIB, "raised_by": PAGE, "grown": PAGE, "would_hold": GIB + 22 * MIB}
+    for name, beside, good in (("cupy", False, True), ("cupy", True, False), ("pycuda", False, False)):
+        found = {"name": name, "beside": beside, "cap": GIB, "tried": [one] * 40, "foreign": []}
+        assert _independent.refused_rightly(found)[0] == good, name
+        found["tried"] = [{**one, "held": GIB + 60 * MIB}] * 40
+        assert not _independent.refused_rightly(found)[0]
 
 
 def test_what_is_freed_and_counted_is_compared_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
