@@ -53,7 +53,6 @@ SOURCES = {
     "modules of tensorflow": "memguard._frameworks.simulated.adapter: MODELS.bfc.first_work",
     "modules of torch": "memguard._frameworks.simulated.adapter: MODELS.torch.first_work",
     "page": "memguard._units: GRANULE",
-    "PyTorch's most": "memguard._specs: SPECS.torch.modules",
     "PyCUDA's bins": "memguard._specs: SPECS.pycuda.rounds_up",
     "second context": "memguard._specs: OVERHEADS.second context.modules",
     "segment": "memguard._frameworks.torch.adapter: SEGMENT",
@@ -168,8 +167,17 @@ def overheads() -> str:
         ["---"] * (len(columns) + 1),
         [f"at most, plus {specs.SLACK >> 20} of slack in all", *most],
         ["while TensorFlow does not say what it holds: what was measured", *measured],
+        ["of that, first uses", *map(_first_uses, columns.values())],
     ]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _first_uses(row: Any) -> str:
+    """The libraries of a framework with what the first use of each takes, in MiB."""
+    found: dict[str, list[str]] = {}
+    for library, size in getattr(row, "first_uses", ()):
+        found.setdefault(library, []).append(str(size >> 20))
+    return ", ".join(f"cu{name[2:].upper()} {' and '.join(sizes)}" for name, sizes in found.items()) or "–"
 
 
 def documents() -> list[str]:
