@@ -1,4 +1,9 @@
-"""Copies by the driver: within a GPU, between two GPUs, and from a GPU to the host through pinned memory."""
+"""Copies by the driver: within a GPU, between two GPUs, and from a GPU to the host through pinned memory.
+
+Between two GPUs the driver copies from one to the other only if one can reach the memory on the other: peer access was
+enabled for its context, or the memory was mapped for both. Else it copies through the host (CUDA's programming guide,
+"Peer-to-Peer Memory Copy").
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,8 @@ from memguard.errors import DeviceError
 STAGE = 16 * MIB
 """Bytes of each of the two pinned buffers for a copy from a GPU to the host."""
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+_UNREACHABLE = 1  # CUDA_ERROR_INVALID_VALUE
 
 
 def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
@@ -26,6 +33,25 @@ def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
     with contexts.entered(_context(ordinal)), contexts.beside_captures():
         check("cuMemcpy", cuda.cuMemcpy(to, source, nbytes))
         check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # cuMemcpy does not wait for GPU to GPU
+
+
+def queue(to: int, source: int, nbytes: int, context: int | None, stream: int) -> None:
+    """Queue a copy within a GPU on `stream`, which is of that context. Nobody waits (`cuMemcpyAsync`)."""
+    cuda = contexts.driver()
+    if context is None:
+        raise DeviceError("there is no context to copy in\n    fix: make an array on the GPU first")
+    with contexts.entered(context):
+        check("cuMemcpyAsync", cuda.cuMemcpyAsync(to, source, nbytes, stream))
+
+
+def reaches(ordinal: int, address: int) -> bool | None:
+    """Whether kernels and copies of the GPU `ordinal` reach this memory of another GPU; None if CUDA does not say."""
+    cuda, context, found = contexts.loaded(), contexts.primary(ordinal), c_void_p()
+    if cuda is None or context is None:
+        return None
+    with contexts.entered(context):
+        code = cuda.cuPointerGetAttribute(found, _POINTER, address)
+    return {0: True, _UNREACHABLE: False}.get(code)
 
 
 def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:

@@ -2,7 +2,8 @@
 
 Measured on an H200: `cuCtxRecordEvent` covers non-blocking streams, which an event on the legacy default stream does
 not. It and `cuCtxSynchronize` end a CUDA graph capture that any thread has under way in the context, so callers give
-the stream if they know it; recording on a stream that is not captured disturbs no capture.
+the stream if they know it; recording on a stream that is not captured disturbs no capture. A stream that has nothing
+left to do (`cuStreamQuery`) needs no event.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from memguard.errors import DeviceError
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_CAPTURED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+_CAPTURED = (900, 901, 906)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INVALIDATED, _IMPLICIT
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 PER_THREAD = _NAMED = 2
 """CU_STREAM_PER_THREAD. A handle up to this one names a default stream of the current context."""
@@ -117,13 +118,16 @@ class Mark:
 def follow(ordinal: int, first: int | None, then: int | None, context: int | None = None) -> None:
     """Later work of the stream `then` (None: the host) runs after the work of `first` (None: the whole context).
 
-    Does nothing if both are the same stream. Raises DeviceError if CUDA refuses, Captured if it would end a capture.
+    Does nothing if both are the same stream, or if that of `first` is done. Raises DeviceError if CUDA refuses,
+    Captured if it would end a capture.
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
         return
     captured = first is not None and capturing(ordinal, first)
     if captured != (then is not None and capturing(ordinal, then)):
         raise Captured("a CUDA graph is being captured: a capture and streams outside it cannot wait for each other")
+    if first is not None and not captured and idle(ordinal, first, context):
+        return
     with Mark(ordinal, first, context) as mark:
         if then is None:
             mark.wait()
@@ -145,6 +149,21 @@ def capturing(ordinal: int, stream: int) -> bool:
     with contexts.entered(primary):
         code = contexts.driver().cuStreamIsCapturing(stream, status)
     return bool(code == 0 and status.value)
+
+
+def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
+    """Whether the stream has nothing left to do (`cuStreamQuery`). Never waits.
+
+    Not for a stream that is recording a CUDA graph: that would end its capture. `context` as for `Mark`.
+    """
+    cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
+    if not of:
+        return True  # no context: the GPU was never given any work
+    with contexts.entered(of), contexts.beside_captures():
+        code = cuda.cuStreamQuery(stream)
+    if code != _NOT_READY:
+        _check("cuStreamQuery", code)
+    return bool(code == 0)
 
 
 def place(address: int) -> tuple[int, int | None] | None:
@@ -171,6 +190,6 @@ def _event(cuda: libcuda.DriverAPI, context: int) -> int:
 
 
 def _check(call: str, code: int) -> None:
-    if code == _CAPTURED:
+    if code in _CAPTURED:
         raise Captured(f"{call} ended the capture of a CUDA graph, that another thread had begun")
     libcuda.check(call, code)

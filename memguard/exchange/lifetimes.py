@@ -186,14 +186,18 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
             return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # it is one stream, so whatever uses the memory next comes after that work anyway
+        if stream is not None and streams.idle(device, stream, context):
+            return None
+        mark = Mark(device, stream, context)
         if offer.stream is None:
-            mark = Mark(device, stream, context)
             return None if _passed(mark) else mark
-        streams.follow(device, stream, offer.stream, context)
-        # A caching allocator uses the memory next on the stream where it was allocated. Mostly that is the legacy
-        # default stream, whichever stream was current at the hand-over.
-        if (offer.stream or LEGACY) != LEGACY:
-            streams.follow(device, stream, LEGACY, context)
+        with mark:
+            if not mark.passed():
+                # A caching allocator uses the memory next on the stream where it was allocated. Mostly that is the
+                # legacy default stream, whichever stream was current at the hand-over.
+                for then in dict.fromkeys((offer.stream or LEGACY, LEGACY)):
+                    if stream is None or (stream or LEGACY) != then:
+                        mark.before(then)
         return None
     except DeviceError as error:
         _log.debug("exchange: %s", error)

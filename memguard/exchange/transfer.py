@@ -15,6 +15,7 @@ from memguard.exchange.adapters import registry
 from memguard.exchange.adapters.base import Arrays
 from memguard.exchange.compatibility import Layout
 from memguard.exchange.lifetimes import Offer
+from memguard.exchange.view import View
 
 _COMPACTORS = ("torch", "cupy")
 """Frameworks that take any strides, so they can make a compact copy for one that cannot."""
@@ -22,8 +23,10 @@ _last = threading.local()
 
 
 class Route(NamedTuple):
-    """How an array was handed over. `way` is `shared`, `copied`, `copied from cuda:0 to cuda:1`, and so on.
+    """How an array was handed over. `way` is `shared`, `copied`, `copied on cuda:0`, and so on.
 
+    From one GPU to another it is `copied from cuda:0 to cuda:1, peer to peer`, or `..., through the host`, which is
+    slower. It ends after `cuda:1` if CUDA does not say which.
     `nbytes` counts the bytes of its elements. `reason` says why it could not be shared, if a copy was asked for and
     needed. `source` and `target` are older names of `producer` and `consumer`.
     """
@@ -80,9 +83,7 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
                 producer.ready(offer, stream)
             return x
         if copy:
-            made, way = _copied(x, producer, consumer, offer, place)
-            if stream is not None and place is not None:  # the copy was made on the framework's own stream
-                streams.follow(place, consumer.stream(place), stream)
+            made, way = _copied(x, producer, consumer, offer, place, stream)
         else:
             made, way = _shared(producer, consumer, offer, stream), "shared"
     except streams.Captured as error:
@@ -110,20 +111,33 @@ def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None
         raise
 
 
-def _copied(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None) -> tuple[Any, str]:
-    """A copy in the consumer's own memory, and the way. The producer first compacts what the consumer cannot read."""
-    view = offer.view
+def _copied(
+    x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, stream: int | None
+) -> tuple[Any, str]:
+    """A copy in the consumer's own memory, ready for `stream`, and the way."""
+    on = stream if place is not None and place == offer.view.device and consumer.copies_on else None
+    made, way = _copy(x, producer, consumer, offer, place, on)
+    if stream is not None and on is None and place is not None:  # it was made on the framework's own stream
+        streams.follow(place, consumer.stream(place), stream)
+    return made, way
+
+
+def _copy(
+    x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, on: int | None
+) -> tuple[Any, str]:
+    """The producer first compacts what the consumer cannot read. The stream `on`, if one was named, makes the copy."""
+    view, traits = offer.view, consumer.traits
     if view.device is not None and place is None:
         producer.ready(offer, None)
         return _downloaded(x, producer, offer), f"copied from cuda:{view.device} through pinned host memory"
     if view.device is None and place is not None:
         return _uploaded(x, producer, consumer, offer, place), f"copied from the host to cuda:{place}"
-    if producer is consumer:
+    if producer is consumer and on is None and (view.compact or traits.strided):
         if place != view.device or producer.waits == "host":
             producer.ready(offer, None)
         made = producer.copy(x, place)
     else:
-        traits, writable = consumer.traits, _writable(offer)
+        writable = _writable(offer)
         if compatibility.obstacle(writable.view, traits, view.device) or not (view.compact or traits.strided):
             producer, x, writable = compacted(x, producer, writable)
             left = compatibility.obstacle(writable.view, traits, view.device)
@@ -131,10 +145,29 @@ def _copied(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int
                 raise CannotShare(writable.producer, consumer.name, left.reason, left.remedy, copied=True)
         if place != view.device:  # the copy may run on a stream of the other GPU
             producer.ready(writable, None)
-        made = consumer.copy(_shared(producer, consumer, writable, None), place)  # on the stream that its views use
-    if place is not None and place != view.device:  # it runs on streams of both GPUs, of which a Lifetime knows nothing
-        streams.follow(place, None, None)
-    return made, _way(view.device, place)
+        view, shared = writable.view, _shared(producer, consumer, writable, on)
+        if on is not None and place is not None:
+            made = consumer.copy_on(shared, place, on)
+        else:
+            made = consumer.copy(shared, place)  # on the stream that its views use
+    if place is None or view.device is None or place == view.device:
+        return made, _way(view.device, place)
+    streams.follow(place, None, None)  # it runs on streams of both GPUs, of which a Lifetime knows nothing
+    return made, _way(view.device, place) + _route(view, consumer, made, place)
+
+
+def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
+    """How a copy went from one GPU to another: the end of `Route.way`. Empty if CUDA does not say."""
+    if not view.size or view.device is None:
+        return ""
+    try:
+        address = consumer.offer(made).view.address
+    except CannotShare:
+        return ""
+    reached = copies.reaches(place, view.address), copies.reaches(view.device, address)
+    if True in reached:
+        return ", peer to peer"
+    return ", through the host" if reached == (False, False) else ""
 
 
 def _writable(offer: Offer) -> Offer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import threading
 import types
@@ -99,7 +100,10 @@ class Array:
         made = now.array(self.of, self.dims, self.kind, ordinal=gpu)
         self.look()
         made.work()
-        ctypes.memmove(made.address, self.address, self.nbytes if self.steps == row_major(self.dims) else 0)
+        size = DType(self.kind).itemsize
+        for number, index in enumerate(itertools.product(*map(range, self.dims))):
+            past = sum(at * step for at, step in zip(index, self.steps, strict=True))
+            ctypes.memmove(made.address + number * size, self.address + past * size, size)
         return made
 
 
@@ -257,7 +261,16 @@ class DeviceNDArray(Array):
         dtype = next(name for name, numbers in DTYPES.items() if numbers[2] == found["typestr"])
         size = DType(dtype).itemsize
         strides = row_major(found["shape"]) if found["strides"] is None else [s // size for s in found["strides"]]
-        return DeviceNDArray(x, found["data"][0], found["shape"], strides, dtype, 0)
+        made = DeviceNDArray(x, found["data"][0], found["shape"], strides, dtype, 0)
+        made.named = found["stream"]
+        return made
+
+
+def device_array(shape: Any, dtype: Any, stream: Any = 0) -> Any:
+    """Numba's. It is bound to the stream."""
+    made = now.array("numba", shape, str(dtype))
+    made.named = stream.ptr if stream else None
+    return made
 
 
 CLASSES: dict[str, Any] = {
@@ -279,7 +292,8 @@ class World:
         gpuarray = _module("pycuda.gpuarray", GPUArray=GPUArray, empty=GPUArray.empty)
         cuda = _module(
             "numba.cuda", is_cuda_array=lambda x: hasattr(x, "__cuda_array_interface__"),
-            as_cuda_array=DeviceNDArray.as_cuda_array, device_array=lambda s, d: self.array("numba", s, str(d)),
+            as_cuda_array=DeviceNDArray.as_cuda_array, device_array=device_array,
+            external_stream=lambda handle: types.SimpleNamespace(ptr=handle),
             gpus=[contextlib.nullcontext(), contextlib.nullcontext()],
         )  # fmt: skip
         self.modules |= {"pycuda": _module("pycuda", gpuarray=gpuarray), "pycuda.gpuarray": gpuarray}

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import importlib
 import itertools
+import operator
 import sys
 import threading
 import time
@@ -125,6 +126,22 @@ def test_the_producer_uses_its_memory_again_after_the_consumers_work(world: Any,
     assert address in driver.freed and driver.wrong == []
 
 
+@pytest.mark.parametrize("consumer", ["torch", "cupy", "tensorflow", "pycuda", "numba"])
+def test_memory_that_was_allocated_on_the_default_stream_is_used_there_after_the_consumers_work(
+    world: Any, consumer: str
+) -> None:
+    """A caching allocator gives memory out again on the stream where it was allocated, not on that of the hand-over."""
+    producer = "cupy" if consumer == "torch" else "torch"
+    x = world.array(producer)
+    x.memory.stream = 0
+    y = to(x, consumer)
+    y.look()
+    del x, y
+    gc.collect()
+    assert world.driver.wrong == []
+    settle(world.driver)
+
+
 @pairs
 def test_without_waiting_at_the_end_the_models_report_an_error(
     world: Any, producer: str, consumer: str, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +168,74 @@ def test_on_an_idle_gpu_nobody_waits(world: Any, producer: str, consumer: str) -
     assert len(world.driver.freed) == 1 and not lifetimes._parked
 
 
+EVENTS = {"cuEventCreate", "cuEventRecord", "cuCtxRecordEvent", "cuStreamWaitEvent", "cuEventSynchronize"}
+NAMED = [(producer, consumer) for producer in NAMES for consumer in ("torch", "cupy", "pycuda", "numba")]
+"""Pairs whose consumer uses the stream that a user names."""
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "named"),
+    [(*pair, False) for pair in PAIRS] + [(*pair, True) for pair in NAMED if len({*pair}) == 2],
+)
+def test_an_idle_stream_needs_no_event(world: Any, producer: str, consumer: str, named: bool) -> None:
+    """An event is recorded only where no stream is known, and then on the whole context: PyCUDA's names none."""
+    driver, side = world.driver, world.driver.stream()
+    x = world.array(producer)
+    if producer == "numba":
+        x.named = world.own["numba"]
+    x.work()
+    driver.finish()
+    driver.asked.clear()
+    y = to(x, consumer, **({"stream": side} if named else {}))
+    assert bool(EVENTS & set(driver.asked)) == (producer == "pycuda")
+    driver.read(side if named else world.own[consumer], y.ptr)
+    driver.finish()
+    driver.asked.clear()
+    del x, y
+    gc.collect()
+    known = named or consumer in ("torch", "cupy", "jax")
+    assert EVENTS & set(driver.asked) <= (set() if known else {"cuEventCreate", "cuCtxRecordEvent"})
+    assert driver.wrong == [] and driver.waits == 0 and len(driver.freed) == 1
+
+
+@pytest.mark.parametrize(("producer", "consumer"), NAMED)
+def test_a_copy_on_the_stream_that_is_named_makes_nobody_wait(world: Any, producer: str, consumer: str) -> None:
+    """PyCUDA's and Numba's copies too. What is copied lives until the copy is made, also if nothing else keeps it."""
+    driver, side = world.driver, world.driver.stream()
+    x = world.array(producer)
+    address = x.ptr
+    ctypes.memset(address, 7, x.nbytes)
+    work = x.work()
+    y = to(x, consumer, copy=True, stream=side)
+    assert y.ptr != address and ctypes.string_at(y.ptr, y.nbytes) == b"\x07" * 1024
+    assert not {"cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"} & set(driver.asked)
+    assert (work in driver.over) == (producer == "tensorflow"), "its export waits"
+    driver.read(side, y.ptr)
+    assert driver.wrong == [] and str(last_route()) == f"{producer} to {consumer}: 1.0 KiB copied on cuda:0"
+    if consumer == "numba":
+        assert y.named == side, "what Numba does with it follows on that stream"
+    del x
+    gc.collect()
+    settle(driver)
+    assert address in driver.freed and driver.wrong == []
+
+
+@pytest.mark.parametrize("producer", [name for name in NAMES if name != "numba"])
+def test_numbas_array_names_the_stream_that_was_given(world: Any, producer: str) -> None:
+    """So that whatever comes next waits for that stream, and not for the whole context."""
+    driver, side = world.driver, world.driver.stream()
+    x = world.array(producer)
+    x.work()
+    y = to(x, "numba", stream=side)
+    assert y.named == side and to(x, "numba", stream=0).named == 1 and to(x, "numba").named is None
+    driver.write(side, y.ptr)
+    driver.asked.clear()
+    z = to(y, "cupy")
+    z.look()
+    assert driver.wrong == [] and "cuCtxRecordEvent" not in driver.asked
+    driver.finish()
+
+
 @pairs
 def test_empty_arrays_need_no_stream_order(world: Any, producer: str, consumer: str) -> None:
     x = world.array(producer, (0, 4))
@@ -170,9 +255,9 @@ def test_on_one_stream_no_event_is_recorded(world: Any) -> None:
     assert world.driver.wrong == [] and len(world.driver.freed) == 1
 
 
-@pytest.mark.parametrize("producer", [name for name in NAMES if name != "pycuda"])
+@pytest.mark.parametrize(("producer", "consumer"), [pair for pair in PAIRS if pair[1] in ("pycuda", "numba")])
 @pytest.mark.parametrize("kind", ["int", "method", "attribute", "cuda_stream", "ptr", "handle"])
-def test_the_given_stream_waits_and_the_host_does_not(world: Any, producer: str, kind: str) -> None:
+def test_the_given_stream_waits_and_the_host_does_not(world: Any, producer: str, consumer: str, kind: str) -> None:
     driver = world.driver
     side = driver.stream()
     spelled: dict[str, Any] = {
@@ -185,7 +270,7 @@ def test_the_given_stream_waits_and_the_host_does_not(world: Any, producer: str,
     }
     x = world.array(producer)
     work = x.work()
-    y = to(x, "pycuda", stream=spelled[kind])
+    y = to(x, consumer, stream=spelled[kind])
     driver.read(side, y.ptr)
     assert driver.wrong == [] and "cuEventSynchronize" not in driver.asked
     assert (work in driver.over) == (producer == "tensorflow")
@@ -337,11 +422,65 @@ def test_another_gpu_is_refused_or_copied_to(world: Any) -> None:
     y = to(x, "torch", device=1, copy=True)
     y.look()
     route = last_route()
-    assert route is not None and route.way == "copied from cuda:0 to cuda:1" and "not on cuda:1" in route.reason
+    assert route is not None and "not on cuda:1" in route.reason
+    assert route.way == "copied from cuda:0 to cuda:1, through the host"
     assert y.gpu == 1 and world.driver.wrong == []
     del x, y
     gc.collect()
     world.driver.finish()
+
+
+@pytest.mark.parametrize(
+    ("peers", "way"),
+    [
+        (set(), ", through the host"),
+        ({(1, 0)}, ", peer to peer"),  # the second GPU reads what lies on the first
+        ({(0, 1)}, ", peer to peer"),  # the first writes to the second
+        ({(0, 1), (1, 0)}, ", peer to peer"),
+    ],
+)
+def test_a_copy_to_another_gpu_says_by_which_route_it_went(world: Any, peers: set[tuple[int, int]], way: str) -> None:
+    world.driver.peers |= peers
+    for producer in ("torch", "cupy", "pycuda"):
+        x = world.array(producer)
+        y = to(x, "torch", device=1, copy=True)
+        route = last_route()
+        assert route is not None and route.way == f"copied from cuda:0 to cuda:1{way}" and y.gpu == 1
+        to(x, "torch", copy=True)
+        assert last_route().way == "copied on cuda:0"
+        del x, y
+    settle(world.driver)
+
+
+@pytest.mark.parametrize("known", [(None, None), (None, False), (False, None)])
+def test_a_route_that_cuda_does_not_say_is_not_made_up(
+    world: Any, known: tuple[bool | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = list(known)
+    monkeypatch.setattr("memguard._devices.copies.reaches", lambda ordinal, address: answers.pop())
+    x = world.array("torch")
+    to(x, "torch", device=1, copy=True)
+    assert last_route().way == "copied from cuda:0 to cuda:1"
+    settle(world.driver)
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy", "pycuda", "numba"])
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((5,), (2,)), ((3, 4), (1, 3)), ((3, 4), (8, 2)), ((4, 3), (0, 1)), ((2, 3, 4), (24, 8, 2))]
+)
+def test_a_frameworks_own_copy_has_the_values_of_an_array_with_gaps(
+    world: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """Also one that its copy cannot read: PyCUDA's and Numba's copies take the bytes as they lie."""
+    x = world.array(name, shape, "uint8", strides=strides)
+    count = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    ctypes.memmove(x.ptr, bytes(range(count)), count)
+    places = [sum(map(operator.mul, index, strides)) for index in itertools.product(*map(range, shape))]
+    for options in ({}, {"stream": world.driver.stream()}):
+        y = to(x, name, copy=True, **options)
+        assert ctypes.string_at(y.ptr, y.nbytes) == bytes(places) and y.shape == shape
+        assert world.driver.wrong == [] and str(last_route()).startswith(f"{name} to {name}: ")
+        settle(world.driver)
 
 
 def test_numba_and_pycuda_take_arrays_on_the_gpu_of_the_current_context(world: Any) -> None:

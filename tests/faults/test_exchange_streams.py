@@ -72,6 +72,8 @@ WAYS = {
     "another context": lambda: streams.follow(0, None, SIDE, 0x7f0000001010),
     "a mark": held,
     "copy": lambda: copies.device(TO, AT, 4096, 0),
+    "queue a copy": lambda: copies.queue(TO, AT, 4096, contexts.primary(0), SIDE),
+    "queue a copy by default": lambda: copies.queue(TO, AT, 4096, contexts.primary(0), 0),
     "copy to the host": lambda: copies.to_host(TO, AT, 4096, 0),
 }
 """
@@ -109,14 +111,16 @@ CLEAN = {"lost": 0, "pinned": 0, "streams": 0, "depth": 0, "mode": 0}
 GIVEN_BACK = {"cuThreadExchangeStreamCaptureMode", "cuStreamDestroy_v2", "cuMemFreeHost", "cuEventDestroy_v2"}
 """Calls that give something back: if they fail, there is nothing more to do."""
 ASKED = {
-    "stream to stream": {"cuEventRecord", "cuStreamWaitEvent"},
-    "stream to default": {"cuEventRecord", "cuStreamWaitEvent"},
-    "stream to host": {"cuEventRecord", "cuEventSynchronize"},
+    "stream to stream": {"cuStreamQuery", "cuEventRecord", "cuStreamWaitEvent"},
+    "stream to default": {"cuStreamQuery", "cuEventRecord", "cuStreamWaitEvent"},
+    "stream to host": {"cuStreamQuery", "cuEventRecord", "cuEventSynchronize"},
     "context to stream": {"cuCtxRecordEvent", "cuStreamWaitEvent"},
     "context to host": {"cuCtxRecordEvent", "cuEventSynchronize"},
     "another context": {"cuCtxRecordEvent", "cuStreamWaitEvent", "cuEventDestroy_v2"},
     "a mark": {"cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuEventSynchronize"},
     "copy": {"cuMemcpy", "cuStreamSynchronize"},
+    "queue a copy": {"cuMemcpyAsync"},
+    "queue a copy by default": {"cuMemcpyAsync"},
     "copy to the host": {"cuMemHostAlloc", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuStreamCreate"},
 }
 
@@ -191,6 +195,71 @@ def test_a_capture_that_was_ended_is_an_error_of_its_own(stubbed: Stubbed) -> No
     assert "capture of a CUDA graph" in found["text"] and "being captured" in found["captured"]
     assert found["itself"] == [] and found["live"] == CLEAN, "one stream has nothing to wait for in itself"
     assert found["default"] == [False, False, True]
+
+
+def test_an_idle_stream_needs_no_event(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    stub.stub_idle(1)
+    for name, (first, then) in {"stream": (SIDE, OTHER), "host": (SIDE, None), "default": (0, OTHER)}.items():
+        stub.stub_forget()
+        streams.follow(0, first, then)
+        result[name] = asked()
+    stub.stub_forget()
+    streams.follow(0, None, SIDE)
+    result["context"], result["live"] = asked(), live()
+    result["idle"] = [streams.idle(0, SIDE), streams.idle(0, 0), streams.idle(1, SIDE)]
+    stub.stub_idle(0)
+    result["busy"] = [streams.idle(0, SIDE), streams.idle(0, 0), streams.idle(1, SIDE)]
+    """)
+    for name in ("stream", "host", "default"):
+        assert "cuStreamQuery" in found[name] and not any("Event" in call for call in found[name]), found[name]
+    assert "cuCtxRecordEvent" in found["context"] and "cuStreamQuery" not in found["context"]
+    assert found["live"] == CLEAN and found["idle"] == [True] * 3
+    assert found["busy"] == [False, False, True], "a GPU without a context was never given work"
+
+
+def test_a_captured_stream_is_not_asked_whether_it_is_idle(stubbed: Stubbed) -> None:
+    """It would end the capture: the control, which asks."""
+    found = stubbed("""
+    for idle in (0, 1):
+        stub.stub_idle(idle)
+        for pair in ((SIDE, CAPTURED), (CAPTURED, SIDE), (CAPTURED, None)):
+            try:
+                streams.follow(0, *pair)
+            except streams.Captured as error:
+                result.setdefault("said", []).append(str(error))
+    result["asked"] = "cuStreamQuery" in asked()
+    try:
+        streams.idle(0, CAPTURED)
+    except streams.Captured as error:
+        result["control"] = str(error)
+    result["live"] = live()
+    """)
+    assert len(found["said"]) == 6 and set(found["said"]) == {found["said"][0]} and not found["asked"]
+    assert "ended the capture" in found["control"] and found["live"] == CLEAN
+
+
+@pytest.mark.parametrize("code", [900, 901, 906])
+def test_every_code_of_a_capture_is_said_as_one(stubbed: Stubbed, code: int) -> None:
+    found = stubbed(f"""
+    for call, first in {{"cuStreamQuery": SIDE, "cuEventRecord": 0, "cuCtxRecordEvent": None}}.items():
+        result[call] = fails(call, {code}, lambda: streams.follow(0, first, OTHER))
+    result["live"] = live()
+    """)
+    assert found.pop("live") == CLEAN and len(found) == 3
+    assert all("ended the capture of a CUDA graph" in text for text in found.values()), found
+
+
+def test_which_gpu_reaches_which_memory(stubbed: Stubbed) -> None:
+    found = stubbed("""
+    result["known"] = [copies.reaches(0, AT), copies.reaches(0, 64), copies.reaches(1, AT)]
+    for code in (201, 700, 801):
+        stub.stub_fail(b"cuPointerGetAttribute", code, 1)
+        result[str(code)] = copies.reaches(0, AT)
+    result["live"] = live()
+    """)
+    assert found.pop("live") == CLEAN
+    assert found == {"known": [True, False, None], "201": None, "700": None, "801": None}
 
 
 def test_an_event_that_could_not_be_recorded_is_destroyed(stubbed: Stubbed) -> None:

@@ -1,7 +1,8 @@
 """In the place of libcuda: GPUs whose streams are clocks. Each knows which work has to be over before its next begins.
 
 Work has a number, and is over when somebody has waited for it or `finish` says so: never by itself. A read, a write
-or a free out of order is listed in `wrong`. One process, any threads; two GPUs, and no peer access.
+or a free out of order is listed in `wrong`. One process, any threads; two GPUs, and `peers` has which of them reaches
+whose memory: none at first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Driver:
         self.freed: list[int] = []
         self.over: set[int] = set()
         self.capturing: set[int] = set()
+        self.peers: set[tuple[int, int]] = set()
         self.contexts = {PRIMARY + ordinal: ordinal for ordinal in range(gpus)}
         self.events: dict[int, set[int]] = {}
         self.pinned: dict[int, Any] = {}
@@ -221,17 +223,37 @@ class Driver:
     def cuStreamIsCapturing(self, stream: int, out: Any) -> None:  # noqa: N802
         out.value = int(stream in self.capturing)
 
+    def cuStreamQuery(self, stream: int) -> int:  # noqa: N802
+        if stream in (0, 1, 2) and not self.stack:
+            return NO_CONTEXT
+        if stream in self.capturing:
+            self.capturing.clear()
+            return CAPTURE
+        return 0 if self._at(stream) <= self.over else NOT_READY
+
     def cuPointerGetAttribute(self, out: Any, which: int, address: int) -> int:  # noqa: N802
         start = max((start for start in self._memory if start <= address), default=0)
         if not start or address >= start + len(self._memory[start][0]):
             return INVALID
         _, ordinal, context = self._memory[start]
+        if which == 3:
+            here = self.contexts[self.stack[-1]]
+            out.value = address
+            return 0 if here == ordinal or (here, ordinal) in self.peers else INVALID
         out.value = ordinal if which == 9 else context if context is not None else PRIMARY + ordinal
         return 0
 
     def cuMemcpy(self, to: int, source: int, nbytes: int) -> int:  # noqa: N802
         if not self.stack:
             return NO_CONTEXT
+        ctypes.memmove(to, source, nbytes)
+        return 0
+
+    def cuMemcpyAsync(self, to: int, source: int, nbytes: int, stream: int) -> int:  # noqa: N802
+        if stream in (0, 1, 2) and not self.stack:
+            return NO_CONTEXT
+        self.read(stream, source)
+        self.write(stream, to)
         ctypes.memmove(to, source, nbytes)
         return 0
 

@@ -52,9 +52,12 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
 
 
 class WithInterface:
-    """Shared memory with an array interface. The arrays made of it keep this object, which keeps the lifetime."""
+    """Shared memory with an array interface. The arrays made of it keep this object, which keeps the lifetime.
 
-    def __init__(self, view: View, lifetime: Lifetime) -> None:
+    `stream` is the one that waits for the memory, if the user named it; without one it is ready for any.
+    """
+
+    def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:
         interface = {
             "shape": view.shape,
             "typestr": DTYPES[view.dtype][2],
@@ -65,5 +68,6 @@ class WithInterface:
         if view.device is None:
             self.__array_interface__ = interface
         else:
-            self.__cuda_array_interface__ = {**interface, "stream": None}  # the work was waited for already
+            named = None if stream is None else stream or streams.LEGACY  # the protocol has no stream 0
+            self.__cuda_array_interface__ = {**interface, "stream": named}
         self._lifetime = lifetime

@@ -40,6 +40,8 @@ class Arrays(ABC):
     takes_stream: ClassVar[bool] = True
     """Whether a user can say which stream will use the array: not if the framework chooses its streams itself."""
 
+    copies_on: ClassVar[bool] = False
+    """Whether it can queue a copy on a stream that the user names; else its own stream makes it, or the host waits."""
     immutable: ClassVar[bool] = False
     """Whether the framework never writes to an array after making it."""
     keeps_readonly: ClassVar[bool] = False
@@ -93,6 +95,10 @@ class Arrays(ABC):
     @abstractmethod
     def compact(self, x: Any) -> Any:
         """The same values, row-major and without gaps, in new memory that an allocator has aligned. See `compacts`."""
+
+    def copy_on(self, array: Any, device: int, stream: int) -> Any:
+        """The same as `copy`, on the GPU where the array lies, queued on `stream`: nobody waits. See `copies_on`."""
+        raise NotImplementedError(self.name)
 
     def flip(self, array: Any, axes: tuple[int, ...]) -> Any:
         """One of its arrays, reversed along these axes."""

@@ -1,7 +1,7 @@
 """Numba's device arrays.
 
 As producer, the work on the stream that the array names is waited for; without one, all work of the context. As
-consumer, the host waits.
+consumer, the stream that the user names waits, and the array names it from then on; without one, the host waits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class NumbaArrays(Arrays):
     module: ClassVar[str] = "numba"
     call: ClassVar[str] = "numba.cuda.as_cuda_array"
     waits: ClassVar[str] = "host"
+    copies_on: ClassVar[bool] = True
     compacts: ClassVar[Layout | None] = Layout.COMPACT
 
     def owns(self, x: Any) -> bool:
@@ -38,7 +39,7 @@ class NumbaArrays(Arrays):
         from numba import cuda
 
         before(stream)
-        return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime), sync=False)
+        return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime, stream), sync=False)
 
     def place(self, view: View, device: int | None) -> int | None:
         here = contexts.current()
@@ -51,6 +52,18 @@ class NumbaArrays(Arrays):
             made = cuda.device_array(array.shape, array.dtype)
         if array.size:
             copies.device(_address(made), _address(array), array.size * array.dtype.itemsize, device or 0)
+        return made
+
+    def copy_on(self, array: Any, device: int, stream: int) -> Any:
+        from numba import cuda
+
+        with cuda.gpus[device]:
+            named = cuda.external_stream(stream or streams.LEGACY)
+            named.owner = stream  # Numba's object does not keep the stream alive
+            made = cuda.device_array(array.shape, array.dtype, stream=named)
+        if array.size:
+            nbytes, context = array.size * array.dtype.itemsize, contexts.primary(device)
+            copies.queue(_address(made), _address(array), nbytes, context, stream)
         return made
 
     def compact(self, x: Any) -> Any:

@@ -1,4 +1,5 @@
-"""PyCUDA's arrays. They name no stream: as producer all work of the context is waited for, as consumer the host waits.
+"""PyCUDA's arrays. They name no stream: as producer all work of the context is waited for. As consumer, the stream that
+the user names waits; without one, the host.
 
 PyCUDA frees memory only on the thread that allocated it, so an array that was handed over is released on that thread.
 """
@@ -24,6 +25,7 @@ class PyCUDAArrays(Arrays):
     module: ClassVar[str] = "pycuda"
     call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
     waits: ClassVar[str] = "host"
+    copies_on: ClassVar[bool] = True
     compacts: ClassVar[Layout | None] = Layout.COMPACT
 
     def owns(self, x: Any) -> bool:
@@ -65,6 +67,14 @@ class PyCUDAArrays(Arrays):
         made = gpuarray.empty(array.shape, array.dtype)
         if array.size:
             copies.device(int(made.ptr), int(array.ptr), array.nbytes, contexts.current() or 0)
+        return made
+
+    def copy_on(self, array: Any, device: int, stream: int) -> Any:
+        from pycuda import gpuarray
+
+        made = gpuarray.empty(array.shape, array.dtype)
+        if array.size:  # the stream is of the context in which PyCUDA works now
+            copies.queue(int(made.ptr), int(array.ptr), array.nbytes, contexts.current_handle(), stream)
         return made
 
     def compact(self, x: Any) -> Any:
