@@ -213,19 +213,19 @@ int cuPointerGetAttribute(void *out, int which, unsigned long long address) {
     return 0;
 }
 
-/* Weak: tests/native/memory_stub.c, which keeps count of memory, has its own. */
+/* Weak, here and below: tests/native/memory_stub.c, which keeps count of memory, has its own. */
 __attribute__((weak)) int cuMemGetInfo_v2(size_t *free, size_t *total) {
     CALL("cuMemGetInfo_v2");
     if (!depth) return NO_CONTEXT;
     *free = (size_t)number("CUDA_STUB_FREE", 1024) << 20;
     return cuDeviceTotalMem_v2(total, 0);
 }
-int cuMemcpy(unsigned long long to, unsigned long long from, size_t size) {
+__attribute__((weak)) int cuMemcpy(unsigned long long to, unsigned long long from, size_t size) {
     CALL("cuMemcpy");
     memcpy((void *)to, (void *)from, size);
     return 0;
 }
-int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t size, void *stream) {
+__attribute__((weak)) int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t size, void *stream) {
     CALL("cuMemcpyAsync");
     if ((size_t)stream <= 2 && !depth) return NO_CONTEXT;
     memcpy((void *)to, (void *)from, size);
