@@ -644,7 +644,8 @@ def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             f"{way}, {where}" for where in cells for way in ways
             if way not in every.get(library, {}).get(where, {}).get("ways", {})
         ]  # fmt: skip
-        why = "; ".join(f"{way}: {said}" for way, said in result["missing"].get(library, {}).items())
+        reasons = {**result["missing"].get(library, {}), **result["failed"].get(library, {})}
+        why = "; ".join(f"{way}: {said}" for way, said in reasons.items())
         found[f"{library}: every way measured"] = (
             not lacking, f"{len(cells) * len(ways) - len(lacking)} of {len(cells) * len(ways)} {why[:300]}".rstrip()
         )  # fmt: skip
