@@ -47,8 +47,11 @@ def in_short(result: dict[str, Any], two: dict[str, Any] | None) -> list[str]:
         f"| {gib:.0f} GiB from PyTorch to TensorFlow ¹ | {routes} |",
     ]
     if two is not None:
-        rates = {name: one["gb_per_s"] for name, one in two["scenarios"]["peers"]["peers"].items() if "gb_per_s" in one}
-        copied = ", ".join(f"{PLAIN[name]} {rate:.0f} GB/s" for name, rate in rates.items())
+        copied = ", ".join(
+            f"{PLAIN[name]} {one['gb_per_s']:.0f} GB/s{_through(one['route'])}"
+            for name, one in two["scenarios"]["peers"]["peers"].items()
+            if "gb_per_s" in one
+        )
         lines.append(f"| {gib:.0f} GiB copied to another GPU | {copied} |")
     return lines
 
@@ -134,6 +137,12 @@ def _joined(scenarios: dict[str, Any], beginning: str, key: str) -> dict[str, An
 def _pair(name: str) -> str:
     source, _, target = name.partition(" > ")
     return f"{PLAIN[source]} to {PLAIN[target]}"
+
+
+def _through(route: str) -> str:
+    """The route between two GPUs, where a result has one."""
+    route = route.rpartition(", ")[2]
+    return f" {route}" if route in ("peer to peer", "through the host") else ""
 
 
 def _waits(name: str, one: dict[str, Any]) -> str:

@@ -192,6 +192,7 @@ EXCHANGE_PEERS: dict[str, tuple[str, ...]] = {
     "peers": (
         "two GPUs: copied from one to the other, all six",
         "two GPUs: not shared across them",
+        "two GPUs: the route that is said is the one that the rate shows, all six",
     ),
 }
 

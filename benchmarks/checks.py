@@ -737,6 +737,23 @@ def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
     check("two GPUs: copied from one to the other, all six", set(good) == six, _of(good, found))
     refused = [name for name, one in found.items() if one.get("without_copy", "").startswith("CannotShare")]
     check("two GPUs: not shared across them", set(refused) == six, _of(refused, found))
+    if "by_route_gb_per_s" not in peers:  # a result from before routes were said
+        return
+    raw = peers["by_route_gb_per_s"]
+    good, wrong = [], []
+    for name, one in found.items():
+        rate, said = one.get("gb_per_s"), one.get("route", "").rpartition(", ")[2]
+        if rate and len(raw) == 2 and raw["peer to peer"] > 2 * raw["through the host"]:
+            near = min(raw, key=lambda way, rate=rate: max(raw[way] / rate, rate / raw[way]))
+            if said == near:
+                good.append(name)
+                continue
+        wrong.append(f"{name} says {said or 'nothing'} at {rate or 'no'} GB/s")
+    check(
+        "two GPUs: the route that is said is the one that the rate shows, all six",
+        set(good) == six,
+        f"{_of(good, found)}; the driver's own copies: {raw or 'not measured'} {'; '.join(wrong)}".rstrip(),
+    )
 
 
 PEERS_CAP, PEERS_GENERATIONS, PEERS_ROUNDS = 4 * GIB, 3, 12
@@ -773,7 +790,8 @@ def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             f"{way}, {where}" for where in cells for way in ways
             if way not in every.get(library, {}).get(where, {}).get("ways", {})
         ]  # fmt: skip
-        why = "; ".join(f"{way}: {said}" for way, said in result["missing"].get(library, {}).items())
+        reasons = {**result["missing"].get(library, {}), **result["failed"].get(library, {})}
+        why = "; ".join(f"{way}: {said}" for way, said in reasons.items())
         found[f"{library}: every way measured"] = (
             not lacking, f"{len(cells) * len(ways) - len(lacking)} of {len(cells) * len(ways)} {why[:300]}".rstrip()
         )  # fmt: skip

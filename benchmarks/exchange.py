@@ -412,8 +412,50 @@ def speed() -> dict[str, Any]:
             "best": best,
             "extra_us": None if best is None else round(ours["median_us"] - spreads[best]["median_us"], 2),
         }
+    calls = _driver_calls()
     del sources, x
-    return {"bytes": values.nbytes, "rounds": TIMED, "speed": found, "host": _host_route(values)}
+    return {"bytes": values.nbytes, "rounds": TIMED, "speed": found, "calls_us": calls, "host": _host_route(values)}
+
+
+def _driver_calls() -> dict[str, float]:
+    """Median microseconds of what a hand-over asks of the driver, beside all streams of the six frameworks, idle."""
+    import ctypes
+
+    if ON_CPU:
+        return {}
+
+    cuda, handle = _arrays.driver(), ctypes.c_void_p
+    context, side, event, mode = handle(), handle(), handle(), ctypes.c_int(2)
+    assert cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0 and context.value
+    assert cuda.cuStreamCreate(ctypes.byref(side), 1) == 0  # non-blocking
+    assert cuda.cuEventCreate(ctypes.byref(event), 2) == 0  # without timing
+    legacy = handle(1)
+    calls: dict[str, Callable[[], int]] = {
+        "cuStreamQuery, a stream": lambda: cuda.cuStreamQuery(side),
+        "cuStreamQuery, the legacy stream": lambda: cuda.cuStreamQuery(legacy),
+        "cuEventRecord, a stream": lambda: cuda.cuEventRecord(event, side),
+        "cuEventRecord, the legacy stream": lambda: cuda.cuEventRecord(event, legacy),
+        "cuCtxRecordEvent": lambda: cuda.cuCtxRecordEvent(context, event),
+        "cuEventQuery": lambda: cuda.cuEventQuery(event),
+        "cuStreamWaitEvent, a stream": lambda: cuda.cuStreamWaitEvent(side, event, 0),
+        "cuStreamWaitEvent, the legacy stream": lambda: cuda.cuStreamWaitEvent(legacy, event, 0),
+        "cuStreamIsCapturing": lambda: cuda.cuStreamIsCapturing(side, ctypes.byref(ctypes.c_int())),
+        "cuThreadExchangeStreamCaptureMode": lambda: cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)),
+        "cuCtxGetCurrent": lambda: cuda.cuCtxGetCurrent(ctypes.byref(handle())),
+    }
+    found = {}
+    for name, call in calls.items():
+        taken = []
+        for _ in range(TIMED):
+            _arrays.wait()
+            begun = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begun)
+        found[name] = round(statistics.median(taken) * 1e6, 2)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(0)))
+    cuda.cuEventDestroy_v2(event)
+    cuda.cuStreamDestroy_v2(side)
+    return found
 
 
 def _once(call: Callable[[Any], Any], x: Any) -> float:
@@ -739,7 +781,48 @@ def peers() -> dict[str, Any]:
             one["error"] = refusal(error)
         one["second_gpu_mib_before"] = before >> 20
     can = torch.cuda.can_device_access_peer(0, 1)
-    return {"gpus": torch.cuda.device_count(), "peer_access": can, "bytes": WHOLE, "peers": found, "open": still_open()}
+    return {
+        "gpus": torch.cuda.device_count(), "peer_access": can, "bytes": WHOLE, "peers": found, "open": still_open(),
+        "by_route_gb_per_s": _rates_by_route(WHOLE),
+    }  # fmt: skip
+
+
+def _rates_by_route(nbytes: int) -> dict[str, float]:
+    """GB/s of the driver's own copy between the GPUs, in contexts of our own: without peer access, and with it."""
+    import ctypes
+
+    cuda, handle = _arrays.driver(), ctypes.c_void_p
+    contexts, blocks, before = [handle(), handle()], [ctypes.c_uint64(), ctypes.c_uint64()], handle()
+    assert cuda.cuCtxGetCurrent(ctypes.byref(before)) == 0
+    found: dict[str, float] = {}
+
+    def rate() -> float:
+        taken = []
+        for _ in range(4):
+            begun = time.perf_counter()
+            assert cuda.cuMemcpyPeer(blocks[1], contexts[1], blocks[0], contexts[0], ctypes.c_size_t(nbytes)) == 0
+            for context in contexts:
+                assert cuda.cuCtxSetCurrent(context) == 0 and cuda.cuCtxSynchronize() == 0
+            taken.append(time.perf_counter() - begun)
+        return round(nbytes / statistics.median(taken[1:]) / 1e9, 1)
+
+    for number, (context, block) in enumerate(zip(contexts, blocks)):
+        assert cuda.cuCtxCreate_v2(ctypes.byref(context), 0, number) == 0
+        assert cuda.cuMemAlloc_v2(ctypes.byref(block), ctypes.c_size_t(nbytes)) == 0
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(handle()))
+    try:
+        found["through the host"] = rate()
+        codes = []
+        for here, other in (contexts, contexts[::-1]):
+            assert cuda.cuCtxSetCurrent(here) == 0
+            codes.append(cuda.cuCtxEnablePeerAccess(other, 0))
+        if codes == [0, 0]:
+            found["peer to peer"] = rate()
+    finally:
+        cuda.cuCtxSetCurrent(before)
+        for context in contexts:
+            cuda.cuCtxDestroy_v2(context)
+    return found
 
 
 def _wait_both() -> None:

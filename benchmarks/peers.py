@@ -64,7 +64,10 @@ class Filled:
     def to(self, size: int, share: float) -> int:
         """Fill so far that with one block of `size` the share is reached. Returns what is held then."""
         if size != self._size or share < self._share:
-            self.empty()
+            self.live.clear()
+            self.bytes = 0
+        gc.collect()
+        self.allocator.trim()  # what the last blocks left idle counts as held
         self._size, self._share = size, share
         target, block = int(share * self.cap), self.allocator.take(size)
         self.bytes += size

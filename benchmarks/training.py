@@ -6,8 +6,8 @@ A ResNet-50 on random images, and GPT-2 (small) on random tokens, each in a proc
 pair of them, because two processes differ by more than what is asked for: in where their memory lies, in the kernels
 that cuDNN chose, in their cores. So a block is three short segments of steps, in an order that changes: one with budget
 and monitor, and two without, which are each other's control. Before each of the three `memguard.init` runs, and before
-those without also `memguard.shutdown`; then steps that are not timed, so that each begins with the same GPU. What
-`memguard.init` itself takes is in `light.py`.
+those without also `memguard.shutdown`; then some steps that are not timed, so that each begins with the same GPU, and
+the monitor's samples fall anywhere in the timed ones. What `memguard.init` itself takes is in `light.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from _run import conclude, emit, header, run_scenario
 from checks import TRAINING_PAIRS, training_checks
 
 BLOCKS = int(os.environ.get("MEMGUARD_TRAINING_BLOCKS", str(TRAINING_PAIRS)))
-SECONDS = float(os.environ.get("MEMGUARD_TRAINING_SECONDS", "0.12"))
+SECONDS = float(os.environ.get("MEMGUARD_TRAINING_SECONDS", "0.1"))
 """That a segment takes."""
 INTERVAL = 0.1
 BUDGET = {
@@ -137,30 +137,31 @@ class Segments:
         self.wait()
         return time.perf_counter() - begun
 
-    def segment(self, name: str) -> float:
-        """Seconds for its steps. Only the one called `watched` has a budget and a monitor."""
+    def segment(self, name: str, warm: int) -> float:
+        """Seconds for its steps, after `warm` others. Only the one called `watched` has a budget and a monitor."""
         import memguard
         from memguard import _api
 
         memguard.init(BUDGET, simulate=self.simulate)
-        since = time.perf_counter()
         monitor: Any = _api.current_session().monitor
         if name != "watched":
             memguard.shutdown()
         gc.collect()
-        self.timed(1)
+        self.timed(warm)
+        since = time.time()
         took = self.timed(self.count)
+        until = time.time()
         self.states.setdefault(name, set()).add(active())
         if name == "watched":
-            self.watched += time.perf_counter() - since
-            self.samples += len(monitor.last(3600))
+            self.watched += until - since
+            self.samples += sum(since <= sample.time <= until for sample in monitor.last(60))
             memguard.shutdown()
         return took
 
     def block(self, number: int) -> dict[str, float]:
-        names = ["watched", "without", "again"]
-        random.Random(number).shuffle(names)
-        return {name: self.segment(name) for name in names}
+        names, draw = ["watched", "without", "again"], random.Random(number)
+        draw.shuffle(names)
+        return {name: self.segment(name, 1 + draw.randrange(self.count)) for name in names}
 
 
 def active() -> bool:

@@ -46,7 +46,7 @@ class LedgerReader:
         self._turn = Turn()
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
-        self._settled: dict[str, tuple[Overhead, int, frozenset[str], bool, frozenset[str]]] = {}  # by GPU: what changed nothing
+        self._settled: dict[str, tuple[object, ...]] = {}  # by GPU: what changed nothing
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}

@@ -265,11 +265,12 @@ class DeviceNDArray(Array):
         made.named = found["stream"]
         return made
 
-    @staticmethod
-    def empty(shape: Any, dtype: Any, stream: Any = 0) -> Any:
-        made = now.array("numba", shape, str(dtype))
-        made.named = stream.ptr if stream else None
-        return made
+
+def device_array(shape: Any, dtype: Any, stream: Any = 0) -> Any:
+    """Numba's. It is bound to the stream."""
+    made = now.array("numba", shape, str(dtype))
+    made.named = stream.ptr if stream else None
+    return made
 
 
 CLASSES: dict[str, Any] = {
@@ -291,7 +292,7 @@ class World:
         gpuarray = _module("pycuda.gpuarray", GPUArray=GPUArray, empty=GPUArray.empty)
         cuda = _module(
             "numba.cuda", is_cuda_array=lambda x: hasattr(x, "__cuda_array_interface__"),
-            as_cuda_array=DeviceNDArray.as_cuda_array, device_array=DeviceNDArray.empty,
+            as_cuda_array=DeviceNDArray.as_cuda_array, device_array=device_array,
             external_stream=lambda handle: types.SimpleNamespace(ptr=handle),
             gpus=[contextlib.nullcontext(), contextlib.nullcontext()],
         )  # fmt: skip

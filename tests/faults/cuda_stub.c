@@ -224,12 +224,12 @@ __attribute__((weak)) int cuMemGetInfo_v2(size_t *free, size_t *total) {
     *free = (size_t)number("CUDA_STUB_FREE", 1024) << 20;
     return cuDeviceTotalMem_v2(total, 0);
 }
-int cuMemcpy(unsigned long long to, unsigned long long from, size_t size) {
+__attribute__((weak)) int cuMemcpy(unsigned long long to, unsigned long long from, size_t size) {
     CALL("cuMemcpy");
     memcpy((void *)to, (void *)from, size);
     return 0;
 }
-int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t size, void *stream) {
+__attribute__((weak)) int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t size, void *stream) {
     CALL("cuMemcpyAsync");
     if ((size_t)stream <= 2 && !depth) return NO_CONTEXT;
     memcpy((void *)to, (void *)from, size);

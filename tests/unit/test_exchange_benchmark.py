@@ -73,9 +73,13 @@ def _good() -> dict[str, Any]:
         "routes": {"routes": {name: {"ms": 2.0} for name in ("a", "b", "c", "d", "e")}},
         "peers": {
             "peers": {
-                name: {"right": True, "route": "copied from cuda:0 to cuda:1", "without_copy": "CannotShare: no"}
+                name: {
+                    "right": True, "route": "copied from cuda:0 to cuda:1, peer to peer", "gb_per_s": 280.0,
+                    "without_copy": "CannotShare: no",
+                }
                 for name in SIX
-            }
+            },
+            "by_route_gb_per_s": {"through the host": 50.0, "peer to peer": 380.0},
         },
     }  # fmt: skip
     for source in SIX:
@@ -92,7 +96,7 @@ GOOD = _good()
 def test_what_is_right_passes_every_bar() -> None:
     failed = {name: figure for name, (passed, figure) in exchange_checks(GOOD).items() if not passed}
     assert not failed
-    assert len(exchange_checks(GOOD)) == 23
+    assert len(exchange_checks(GOOD)) == 24
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,13 @@ def test_what_is_right_passes_every_bar() -> None:
         (("routes", "routes", "a"), {"error": "no"}, "routes: each timed"),
         (("peers", "peers", "jax", "right"), False, "two GPUs: copied"),
         (("peers", "peers", "jax", "without_copy"), "shared", "two GPUs: not shared"),
+        (("peers", "peers", "jax", "gb_per_s"), 57.0, "two GPUs: the route that is said"),
+        (("peers", "peers", "jax", "gb_per_s"), None, "two GPUs: the route that is said"),
+        (("peers", "peers", "jax", "route"), "copied from cuda:0 to cuda:1", "two GPUs: the route that is said"),
+        (("peers", "peers", "jax", "route"), "cuda:0 to cuda:1, through the host", "two GPUs: the route that is said"),
+        (("peers", "by_route_gb_per_s"), {"through the host": 50.0}, "two GPUs: the route that is said"),
+        (("peers", "by_route_gb_per_s"), {}, "two GPUs: the route that is said"),
+        (("peers", "by_route_gb_per_s", "through the host"), 300.0, "two GPUs: the route that is said"),
         (("pairs", "open"), 2, "nothing stays lent"),
     ],
 )
@@ -256,9 +267,16 @@ def test_in_short_the_worst_figure_is_named() -> None:
     text = "\n".join(_exchange_tables.in_short(result, None))
     assert "+44 µs to the best way by hand at worst (Numba to JAX)" in text
     assert "| +2 bytes |" in text and "30 of 30" in text and "0 of 30,000 stale" in text
-    assert table.origin("h200-exchange.json", result)[0].startswith("23 of 23 checks passed")
-    two = {"scenarios": {"peers": {"peers": {"torch": {"gb_per_s": 250.0}}}}}
-    assert "PyTorch 250 GB/s" in "\n".join(_exchange_tables.in_short(result, two))
+    assert table.origin("h200-exchange.json", result)[0].startswith("24 of 24 checks passed")
+    way = "torch to jax: 1.00 GiB copied from cuda:0 to cuda:1"
+    rates = {
+        "torch": {"gb_per_s": 250.0, "route": way},
+        "jax": {"gb_per_s": 57.0, "route": f"{way}, through the host"},
+        "cupy": {"gb_per_s": 343.0, "route": f"{way}, peer to peer"},
+    }
+    text = "\n".join(_exchange_tables.in_short(result, {"scenarios": {"peers": {"peers": rates}}}))
+    assert "PyTorch 250 GB/s, CuPy 343 GB/s" in text.replace("JAX 57 GB/s through the host, ", "")
+    assert "JAX 57 GB/s through the host" in text and "CuPy 343 GB/s peer to peer" in text
 
 
 def test_the_committed_results_pass_their_own_checks_again() -> None:

@@ -107,13 +107,13 @@ def test_segments_have_a_budget_when_watched_and_none_otherwise() -> None:
         time.sleep(0.002)
 
     segments = benchmark.Segments(step, lambda: seen.append(benchmark.active()), simulate="h200")
-    found = benchmark.measure(segments, 12, 0.02)
-    assert found["pairs"] == 12 and 5 <= found["steps"] <= 10 and found["step_ms"] >= 2
+    found = benchmark.measure(segments, 12, 0.06)
+    assert found["pairs"] == 12 and 1 <= found["steps"] <= 30 and found["step_ms"] >= 2
     assert found["active"] == {"watched": [True], "without": [False], "again": [False]}
     assert seen.count(True) * 2 == len(seen) - seen.count(True) - 6, (
         "a third of the segments, and none while calibrating"
     )
-    assert found["samples"] >= 12 and found["watched_s"] > 12 * 0.01
+    assert found["watched_s"] > 0.15 and 2 <= found["samples"] / found["watched_s"] <= 20, "of 10 a second"
     assert all(len(found["seconds"][name]) == 12 for name in NAMES)
     assert 0.5 < found["beyond"]["low"] <= found["beyond"]["median"] <= found["beyond"]["high"] < 2
     with pytest.raises(memguard.NotActive):
@@ -125,7 +125,7 @@ def test_the_order_of_the_three_changes() -> None:
     for number in range(100):
         segments = benchmark.Segments(lambda: None, lambda: None)
         order: list[str] = []
-        segments.segment = lambda name, order=order: order.append(name) or 1.0
+        segments.segment = lambda name, warm, order=order: order.append(name) or 1.0
         segments.block(number)
         orders.add(tuple(order))
     assert len(orders) == 6
