@@ -612,6 +612,8 @@ def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
 
 PEERS_CAP, PEERS_GENERATIONS, PEERS_ROUNDS = 4 * GIB, 3, 12
 """What a whole run of `peers.py` has at least; the rounds are those of all generations."""
+PEERS_SERVED = 0.1
+"""A pool serves if no more of its allocations ask the driver."""
 PEERS_ALIKE = 1.10
 """Two processes of one way may differ so much. If they differ more, the run shows nothing."""
 PEERS_SLACK = 8 * MIB
@@ -672,9 +674,11 @@ def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             found[f"PyCUDA's {says} at {share:.1%}: <= 2.5 x its own pool, or 2 us"] = _bar(
                 result, "pycuda", way, where, lambda one, us, _: one["median"] <= 2.5 or us <= 2
             )
-        found[f"Numba at {share:.1%}: <= RMM's pool"] = _bar(
-            result, "numba", "memguard", where, lambda one, us, _: one["median"] <= 1
-        )
+        served = {name for name in where if _asks(result, name) <= PEERS_SERVED}
+        # Near the cap nothing may be kept idle. Elsewhere a pool that does not serve is none.
+        bar = _bar(result, "numba", "memguard", served if share > 0.9 else where, lambda one, us, _: one["median"] <= 1)
+        rest = "".join(f"; {name}: asks the driver {_asks(result, name):.2f} times" for name in sorted(where - served))
+        found[f"Numba at {share:.1%}: <= RMM's pool where its pool serves"] = (bar[0], f"{bar[1]}{rest}".lstrip("; "))
         found[f"CuPy at {share:.1%}: <= 1.10 of plain"] = _bar(
             result, "cupy", "memguard", where, lambda one, us, _: one["median"] <= 1.10
         )
@@ -683,6 +687,12 @@ def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             lambda one, us, control: control is not None and one["median"] <= resolved(control),
         )  # fmt: skip
     return found
+
+
+def _asks(result: dict[str, Any], where: str) -> float:
+    """How often an allocation of Numba's asks the driver under memguard. Never, if nothing excuses it."""
+    ways = result["cells"].get("numba", {}).get(where, {}).get("ways", {})
+    return float(ways.get("memguard", {}).get("asks", 0.0))
 
 
 def _bar(result: dict[str, Any], library: str, way: str, where: set[str], holds: Any) -> tuple[bool, str]:

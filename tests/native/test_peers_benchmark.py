@@ -51,6 +51,7 @@ def test_what_is_here_is_measured_and_what_is_not_is_said(env: dict[str, str], t
     assert numba <= {"rmm", "rmm, again"}, "Numba itself is here, RMM may be"
     for cell in result["cells"]["numba"].values():
         assert {"plain", "plain, again", "memguard"} <= cell["ways"].keys()
+        assert cell["ways"]["plain"]["asks"] == 1, "Numba asks the driver for each array"
     for library in ("pycuda", "numba"):
         for cell in result["cells"][library].values():
             for way, one in cell["ways"].items():

@@ -100,6 +100,18 @@ def test_each_bar_can_fail(passing: dict[str, Any], library: str, way: str, fact
     assert len(wrong) == (3 if bar else 0)
 
 
+def test_near_the_cap_numbas_pool_need_not_serve_and_elsewhere_it_must(passing: dict[str, Any]) -> None:
+    slow = changed(passing, "numba", "memguard", 10)
+    bars = [f"Numba at {share:.1%}: <= RMM's pool where its pool serves" for share in _ways.SHARES]
+    assert failed(slow) == bars
+    for cell in CELLS:
+        slow["cells"]["numba"][cell]["ways"]["memguard"]["asks"] = 0.5
+    assert failed(slow) == bars[:2]
+    assert "1 KiB at 99.9%: asks the driver 0.50 times" in checks.peers_checks(slow)[bars[2]][1]
+    slow["cells"]["numba"][_ways.cell(MIB, 0.999)]["ways"]["memguard"]["asks"] = 0.05
+    assert failed(slow) == bars, "where it serves the bar holds"
+
+
 def test_a_control_that_differs_shows_that_the_run_resolves_nothing(passing: dict[str, Any]) -> None:
     for library, ways in _ways.CONTROLLED.items():
         for way, factor in itertools.product(ways, (0.85, 1.15)):
