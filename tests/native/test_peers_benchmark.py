@@ -28,7 +28,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(nvml), str(source)], check=True)
     scenario = folder / "gpus"
     scenario.write_text("\n".join(f"{key}={value}" for key, value in {**ONE, "driver": "580.0"}.items()) + "\n")
-    more = {"NVML_STUB": str(scenario), "CUDA_STUB_UUIDS": UUIDS[0], "CUDA_STUB_MIB": "65536"}
+    more = {"NVML_STUB": str(scenario), "CUDA_STUB_UUIDS": UUIDS[0], "CUDA_STUB_MIB": "65536", "CUDA_STUB_IDLE": "1"}
     return {**os.environ, **found, **more}
 
 
