@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from _run import put_row_stack_back
+
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 BUFFERS = () if ON_CPU else ("rmm", "cuda.core")
@@ -64,10 +66,7 @@ def start(*names: str, settings: bool = True) -> None:
             context.push()
             atexit.register(context.pop)
         elif name == "numba":
-            import numpy as np
-
-            if not hasattr(np, "row_stack"):
-                np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+            put_row_stack_back()
             from numba import cuda
 
             cuda.current_context()
@@ -482,6 +481,19 @@ def nvml_bytes_of(gpu: int) -> int:
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
+    return _own_bytes(pynvml.nvmlDeviceGetHandleByIndex(gpu))
+
+
+def nvml_bytes_by_uuid(uuid: str) -> int:
+    """The same of the GPU with this UUID."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return _own_bytes(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+
+
+def _own_bytes(handle: Any) -> int:
+    import pynvml
+
     found = [p.usedGpuMemory or 0 for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
     return int(sum(found))

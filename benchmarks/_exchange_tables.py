@@ -22,7 +22,8 @@ def in_short(result: dict[str, Any], two: dict[str, Any] | None) -> list[str]:
     extra, worst = max((one["extra_us"], name) for name, one in speed["speed"].items() if one["extra_us"] is not None)
     slowest = max(one["memguard"]["median_us"] for one in speed["speed"].values())
     host = sorted(host_ms(speed, name) for name in speed["speed"])
-    rounds, stale = sum(one["rounds"] for one in order.values()), sum(one["stale"] for one in order.values())
+    # A round in which nobody saw the kernel running shows nothing.
+    seen, stale = sum(one["running_before"] for one in order.values()), sum(one["stale"] for one in order.values())
     by_hand = max(one["stale"] / one["rounds"] for one in s["order without memguard"]["ways"].values())
     edges = [one for name, one in s.items() if name.startswith("edges from ")]
     cases, deaths = sum(len(one["cases"]) for one in edges), sum(len(one["deaths"]) for one in edges)
@@ -37,8 +38,8 @@ def in_short(result: dict[str, Any], two: dict[str, Any] | None) -> list[str]:
         f"| {gib:.0f} GiB handed over, idle streams | at most {slowest:.0f} µs (median of {speed['rounds']}), "
         f"{extra:+.0f} µs to the best way by hand at worst ({_pair(worst)}); through the host {host[0]:,.0f} to "
         f"{host[-1]:,.0f} ms |",
-        f"| handed over while the producer's kernel runs | {stale} of {rounds:,} stale; by hand without order up to "
-        f"{by_hand:.0%} |",
+        f"| handed over while the producer's kernel was seen running | {stale} of {seen:,} stale; "
+        f"by hand without order up to {by_hand:.0%} |",
         f"| sliced, reversed, misaligned, read-only and other odd arrays | {deaths} processes died in {cases} "
         f"hand-overs; by hand signal {signals[0]} (misaligned, TensorFlow) and {signals[1]} (reversed, PyTorch) |",
         f"| memory of the process after {leak.get('hand_overs', 0):,} hand-overs, by NVML | {_growth(leak)} |",

@@ -56,10 +56,9 @@ class Said:
 
 def main() -> None:
     program, where = sys.argv[1:]
-    import numpy as np
+    from _run import put_row_stack_back
 
-    if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+    put_row_stack_back()
     import memguard
 
     said = Said(where)

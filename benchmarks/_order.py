@@ -7,12 +7,13 @@ a stream that nothing orders) and as a consumer (`right` reads the whole array o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from _arrays import ON_CPU, device, on_gpu, start, wait
+from _arrays import ON_CPU, device, driver, on_gpu, start, wait
 
 SIZE = 65_536
 SECONDS = 0.001
@@ -33,6 +34,32 @@ class Producer:
     def running(self) -> bool | None:
         """Whether it still works; None where the framework does not tell."""
         return None
+
+
+class Busy:
+    """Whether the current context has work under way, by the driver: an event that covers all its streams, and a query.
+
+    For TensorFlow, whose stream nobody is told of: in a round it is the only one at work before the hand-over.
+    """
+
+    _NOT_READY = 600
+    _DISABLE_TIMING = 2
+
+    def __init__(self) -> None:
+        self.event, self.context = ctypes.c_void_p(), ctypes.c_void_p()
+        cuda: Any = None if ON_CPU else driver()
+        there = cuda is not None and hasattr(cuda, "cuCtxRecordEvent")  # CUDA 12.5 has it
+        made = there and not cuda.cuEventCreate(ctypes.byref(self.event), self._DISABLE_TIMING)
+        self.cuda: Any = cuda if made else None
+
+    def __call__(self) -> bool | None:
+        """None if the driver does not tell."""
+        if self.cuda is None or self.cuda.cuCtxGetCurrent(ctypes.byref(self.context)) or not self.context:
+            return None
+        if self.cuda.cuCtxRecordEvent(self.context, self.event):
+            return None
+        code = self.cuda.cuEventQuery(self.event)
+        return None if code not in (0, self._NOT_READY) else bool(code)
 
 
 class TorchProducer(Producer):
@@ -122,7 +149,7 @@ class TensorFlowProducer(Producer):
             self.eye, self.one = tf.eye(_EYE), tf.identity(tf.constant([1.0]))
             self.ones = tf.identity(tf.ones((SIZE,)))
         self.number = 0
-        self.tf = tf
+        self.tf, self.busy = tf, Busy()
 
         def chain(count: int) -> Any:
             @tf.function
@@ -148,6 +175,9 @@ class TensorFlowProducer(Producer):
                 self.count = self.count + self.one
             self.number = number
             return self.produce(self.eye, self.ones, self.count)
+
+    def running(self) -> bool | None:
+        return self.busy()
 
 
 class PyCUDAProducer(Producer):
@@ -278,10 +308,14 @@ PRODUCERS: dict[str, Callable[[], Producer]] = {
 def rounds(
     producer: Producer, consumer: Consumer, hand: Callable[[Any], Any], count: int, within: float = 1e9
 ) -> dict[str, Any]:
-    """Hand-overs of work under way: how many were stale, and what the host waited. `within` seconds, at most."""
+    """Hand-overs of work under way: how many were stale, and what the host waited.
+
+    Goes on until the kernel was seen running just before `count` hand-overs: of another one nothing follows. At most
+    half as many rounds more, and `within` seconds.
+    """
     stale, before, after, took, done = 0, 0, 0, [], 0
     ends = time.monotonic() + within
-    for number in range(1, count + 1):
+    for number in range(1, count + count // 2 + 1):
         with producer.context():
             x = producer.work(number)
             with consumer.context():
@@ -293,7 +327,7 @@ def rounds(
                 stale += not consumer.right(y, number)
                 del y
         done = number
-        if time.monotonic() > ends:
+        if before >= count or time.monotonic() > ends:
             break
     return {
         "rounds": done,
@@ -442,6 +476,19 @@ class LateReader:
             return not bool((out == float(number)).all())
 
 
+AGAIN = 8
+"""Arrays that are made at once after the lender's is gone: one of them takes its memory, if it is free."""
+
+
+class Bare:
+    """The address of an array without anything that keeps it alive, as `torch.as_tensor` takes it."""
+
+    def __init__(self, x: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape), "typestr": "<f4", "data": (_address(x), False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
 def dropped(producer: str, consumer: str, hand: Callable[[Any], Any], count: int) -> dict[str, Any]:
     """The producer deletes its array at once, then allocates memory of the same size and overwrites it."""
     make = _filler(producer)
@@ -457,7 +504,7 @@ def dropped(producer: str, consumer: str, hand: Callable[[Any], Any], count: int
             out = reads.read(y, factor)
             del y
         del x
-        again = [make(-1.0) for _ in range(2)]
+        again = [make(-1.0) for _ in range(AGAIN)]
         reused += address in [_address(one) for one in again]
         wrong += reads.wrong(out, number)
         wait()

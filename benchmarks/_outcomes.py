@@ -12,11 +12,10 @@ import os
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
+from _run import put_row_stack_back
 
-if not hasattr(np, "row_stack"):
-    np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+put_row_stack_back()
 
 
 def write(line: dict[str, Any]) -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 MIB = 1 << 20
 GIB = 1 << 30
 SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
@@ -68,6 +70,22 @@ def versions() -> dict[str, str]:
     return found
 
 
+def put_row_stack_back() -> None:
+    """numba-cuda 0.30 compiles with a name that NumPy 2.5 took away. Results say so: `numba_build`."""
+    import numpy as np
+
+    if not hasattr(np, "row_stack"):
+        np.row_stack = np.vstack
+
+
+def numba_build(versions: Mapping[str, str]) -> str | None:
+    """What was put back for Numba in a run with these versions; None if nothing was."""
+    numpy = re.match(r"(\d+)\.(\d+)", versions.get("numpy", ""))
+    if "numba-cuda" not in versions or numpy is None or (int(numpy[1]), int(numpy[2])) < (2, 5):
+        return None
+    return f"with np.row_stack put back, without which it compiles nothing with NumPy {versions['numpy']}"
+
+
 def header(command: str, *, whole: bool = False) -> dict[str, Any]:
     """What a result begins with. `whole`: commands and doctor are what is measured."""
     about = {
@@ -87,61 +105,42 @@ def header(command: str, *, whole: bool = False) -> dict[str, Any]:
     except Exception as error:  # no GPU: the result says so
         about["gpu"] = None
         about["gpu_missing"] = str(error)
+    if (note := numba_build(about["versions"])) is not None:
+        about["numba_build"] = note
     if "tensorflow" in about["versions"]:
         about["tensorflow_build"] = os.environ.get("MEMGUARD_TF_BUILD", "as it is installed")
     return about
 
 
 class Sampler:
-    """NVML's figure for one PID every 50 ms, from a thread of the parent: the child's GIL cannot slow it."""
+    """NVML's figure for one PID every 50 ms, by `_sampler.py` in a process of its own: no other GIL can slow it."""
 
     def __init__(self, interval: float = 0.05) -> None:
-        self.interval = interval
-        self.pid = 0
-        self.samples: list[tuple[float, int]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("_sampler.py")), str(interval)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it looks from the process's first moment on
 
     def start(self, pid: int) -> None:
-        self.pid = pid
-        self._thread.start()
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{pid}\n")
+        self._process.stdin.flush()
 
     def stop(self) -> dict[str, Any]:
-        self._stop.set()
-        self._thread.join()
-        gaps = [b[0] - a[0] for a, b in zip(self.samples, self.samples[1:])]
-        return {
-            "samples": len(self.samples),
-            "interval_ms": self.interval * 1e3,
-            "longest_gap_ms": round(max(gaps, default=0) * 1e3, 1),
-            "max_bytes": max((size for _, size in self.samples), default=0),
-        }
-
-    def _run(self) -> None:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            by_uuid = shown.startswith("GPU-") and "," not in shown
-            handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:
-            return
-        following = time.monotonic()
-        while not self._stop.is_set():
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                if process.pid == self.pid:
-                    self.samples.append((time.monotonic(), process.usedGpuMemory or 0))
-            following += self.interval
-            self._stop.wait(max(following - time.monotonic(), 0))
+        """What it saw; `_sampler.summary` names the figures."""
+        out, _ = self._process.communicate()
+        found: dict[str, Any] = json.loads(out)
+        return found
 
 
 def run_scenario(script: str, name: str, *, env: dict[str, str] | None = None, timeout: float = 240) -> dict[str, Any]:
     """One scenario in a process of its own: what it printed as RESULT, how it ended, and NVML's view of it."""
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "0", **(env or {})}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    started = time.monotonic()
     sampler = Sampler()
+    started = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, script, "--scenario", name],
         stdout=subprocess.PIPE,
@@ -166,8 +165,9 @@ def run_scenario(script: str, name: str, *, env: dict[str, str] | None = None, t
     if results:
         outcome.update(json.loads(results[-1]))
     else:
-        outcome["stderr_tail"] = err[-1500:]
         outcome["stdout_tail"] = out[-800:]
+    if child.returncode or not results:
+        outcome["stderr_tail"] = err[-1500:]
     outcome["_stderr"] = err
     return outcome
 
@@ -177,12 +177,168 @@ def emit(result: dict[str, Any]) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
+Check = tuple[bool, str]
+Judge = Callable[[Callable[[str, bool, str], None]], None]
+NOT_STARTED = "not started"
+
+
+def died(one: Mapping[str, Any] | None) -> str | None:
+    """What ended a scenario: its exit code and the last line of its stderr. None if it ran to its end."""
+    if one is None:
+        return NOT_STARTED
+    if not one.get("returncode", 0):
+        return None
+    lines = [line.strip() for line in str(one.get("stderr_tail") or "").splitlines()]
+    said = [line for line in lines if line and not line.startswith("Extension modules:")]  # faulthandler's last line
+    return f"rc {one['returncode']}: {said[-1][:200] if said else 'nothing on its stderr'}"
+
+
+def judged(
+    listed: Mapping[str, Sequence[str]],
+    judges: Mapping[str, Judge],
+    scenarios: Mapping[str, Mapping[str, Any]],
+    dies: Sequence[str] = (),
+) -> dict[str, Check]:
+    """Every check of a benchmark's written list, in its order, as (passed, figure). One that did not run has failed.
+
+    listed      the names of the checks that each scenario gives; a scenario may be a pattern, as `order from *`
+    judges      by the same names, what tells each check: name, passed, figure. It may fail where its scenario died
+    scenarios   their outcomes, with `returncode`, and `stderr_tail` if that is not 0
+    dies        scenarios that have to die: their judges look at the code
+
+    A scenario that died fails all its checks, also if it had printed its result. So does a check that is told twice. A
+    check that is not in the list fails under its own name.
+    """
+    told: dict[str, dict[str, Check]] = {key: {} for key in listed}
+    broke: dict[str, str] = {}
+    for key, judge in judges.items():
+        found = told.setdefault(key, {})
+
+        def check(name: str, passed: bool, figure: str, found: dict[str, Check] = found) -> None:
+            found[name] = (False, f"told twice: {figure}") if name in found else (bool(passed), figure)
+
+        try:
+            judge(check)
+        except Exception as error:
+            broke[key] = f"its result cannot be judged: {type(error).__name__}: {error}"
+    checks: dict[str, Check] = {}
+    for key, names in listed.items():
+        of = {name: scenarios.get(name) for name in _matching(key, scenarios)}
+        ends = {
+            name: end
+            for name, one in of.items()
+            if not (one is not None and name in dies) and (end := died(one)) is not None
+        }
+        why = "; ".join(f"{name}: {end}" for name, end in ends.items())
+        found = told[key]
+        for name in names:
+            if set(ends.values()) == {NOT_STARTED}:
+                checks[name] = (False, f"{NOT_STARTED}: {', '.join(ends)}")
+            elif name not in found:
+                checks[name] = (False, f"did not run: {why or broke.get(key, 'nothing told it')}")
+            elif why:
+                checks[name] = (False, f"{why} (it had told: {found[name][1]})")
+            else:
+                checks[name] = found[name]
+    for key, found in told.items():
+        for name, (_, figure) in found.items():
+            if name not in listed.get(key, ()):
+                checks[name] = (False, f"not in the list of checks: {figure}")
+    return checks
+
+
+def _matching(key: str, scenarios: Mapping[str, Any]) -> list[str]:
+    """The scenarios that a key of a list means; the key itself if none is there."""
+    return [name for name in scenarios if fnmatch.fnmatchcase(name, key)] or [key]
+
+
+def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One part of a benchmark that runs in its parent. If it fails, that is told as for a process that died."""
+    try:
+        return call()
+    except Exception as error:
+        text = getattr(error, "stderr", None) or ""
+        return {"returncode": 1, "stderr_tail": f"{text}\n{type(error).__name__}: {error}"[-1500:]}
+
+
 def conclude(result: dict[str, Any], output: Path | None) -> None:
-    """Write the result where that was asked for, and print its checks."""
+    """Write the result where that was asked for, with the earlier runs of the same code, and print its checks."""
     if output:
+        for path in dict.fromkeys((output.resolve(), RESULTS / output.name)):
+            if path.exists():
+                keep_runs(json.loads(path.read_text()), result)
         output.write_text(json.dumps(result, indent=1) + "\n")
     for name, (passed, figure) in result["checks"].items():
         print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}")
+
+
+def keep_runs(before: dict[str, Any], result: dict[str, Any]) -> None:
+    """Note in a result what an earlier run of the same code came to: a rerun does not make a failure undone."""
+    if before["about"]["memguard_hash"] != result["about"]["memguard_hash"]:
+        return
+    ended = [*before.get("earlier_runs", ()), run_of(before)]
+    known = result.setdefault("earlier_runs", [])
+    known += [run for run in ended if run not in known and run["date"] != result["about"]["date"]]
+    known.sort(key=lambda run: run["date"])
+
+
+def run_of(result: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: when, by which command, how many of its checks passed, and which failed."""
+    checks = result["checks"]
+    return {
+        "date": result["about"]["date"],
+        "command": result["about"]["command"],
+        "passed": sum(1 for passed, _ in checks.values() if passed),
+        "failed": {
+            name: figure
+            for name, (passed, figure) in checks.items()
+            if not passed and not figure.startswith(NOT_STARTED)  # of another part of the benchmark
+        },
+    }
+
+
+def with_earlier_tests(
+    before: dict[str, Any] | None, about: dict[str, Any], results: Mapping[str, str]
+) -> dict[str, Any]:
+    """The report of `tests/gpu`: this run's outcomes, and what earlier runs of the same code came to.
+
+    before    the report that is there: of other parts, or of an earlier run of these tests; None if there is none
+    results   outcomes of this run, by test
+
+    `results` has the last outcome of each test, `earlier` those before it, and `runs` every run with what failed in it.
+    """
+    failed = sorted(name for name, outcome in results.items() if outcome != "passed")
+    run = {
+        "date": about["date"],
+        "command": about["command"],
+        "passed": len(results) - len(failed),
+        "failed": failed,
+    }
+    if before is None or before["about"]["memguard_hash"] != about["memguard_hash"]:
+        return {"about": about, "results": dict(sorted(results.items())), "earlier": {}, "runs": [run]}
+    earlier = {name: list(outcomes) for name, outcomes in before.get("earlier", {}).items()}
+    for name in results:
+        if name in before["results"]:
+            earlier.setdefault(name, []).append(before["results"][name])
+    commands = dict.fromkeys([*before["about"]["command"].split(" && "), about["command"]])
+    return {
+        "about": {**about, "command": " && ".join(commands)},
+        "results": dict(sorted({**before["results"], **results}.items())),
+        "earlier": earlier,
+        "runs": [*before.get("runs", ()), run],
+    }
+
+
+def merged(paths: Sequence[Path], *keys: str) -> dict[str, dict[str, Any]]:
+    """What other runs have under these keys, put together. Exits if one was measured on other code than this."""
+    found: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    for path in paths:
+        before = json.loads(path.read_text())
+        if before["about"]["memguard_hash"] not in (source_hash(), source_hash(whole=True)):
+            raise SystemExit(f"{path}: it was measured on memguard {before['about']['memguard_hash']}, not on this one")
+        for key in keys:
+            found[key].update(before[key])
+    return found
 
 
 def main(script: str, scenarios: dict[str, Callable[[], dict[str, Any]]], parent: Callable[[Path], None]) -> None:

@@ -2,7 +2,8 @@
 
     python benchmarks/all_frameworks.py -o benchmarks/results/h200-all-frameworks.json
 
-Every scenario runs in a process of its own, several at once; NVML is sampled every 50 ms from outside, by process.
+Every scenario runs in a process of its own, several at once; for each another one samples NVML, every 50 ms or as often
+as it can. `--only` takes names of scenarios, separated by semicolons, and `--merge` the others from another run's JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +19,22 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, SIX, SIX_LIMIT, budget_of_six, conclude, emit, header, run_scenario
-from main_job import SEED, bfc_refusals, reading, work_pycuda, work_tensorflow, work_torch
+from _independent import by_cupti, counted, emptied, raw_memory, refusals
+from _listed import COUNTED
+from _run import (
+    GIB,
+    MIB,
+    SIX,
+    SIX_LIMIT,
+    budget_of_six,
+    conclude,
+    emit,
+    header,
+    merged,
+    put_row_stack_back,
+    run_scenario,
+)  # fmt: skip
+from main_job import SEED, bfc_refusals, held_of, reading, work_pycuda, work_tensorflow, work_torch
 
 NAMES = tuple(SIX)
 PAIRS = tuple(itertools.permutations(sorted(NAMES), 2))
@@ -61,8 +76,7 @@ def work_numba() -> None:
     import numpy as np
     from numba import cuda
 
-    if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+    put_row_stack_back()
 
     @cuda.jit
     def double(values):  # type: ignore[no-untyped-def]
@@ -142,16 +156,14 @@ class Driven:
         return size or 0
 
     def would_fit(self, size: int) -> bool | None:
-        """By the framework's own figures, at the moment of its refusal; None where it does not say."""
-        if self.name == "tensorflow":
-            return None  # its log says it
-        if self.name == "jax":
-            import jax
+        """By JAX's own figures, at its refusal. TensorFlow's log says it, and `refusals` tries the others."""
+        if self.name != "jax":
+            return None
+        import jax
 
-            stats = jax.local_devices()[0].memory_stats()
-            rounded = -(-size // 256) * 256
-            return rounded <= max(stats["bytes_limit"] - stats["pool_bytes"], stats["largest_free_block_bytes"])
-        return self.held() + self.framework.footprint(size) <= self.cap
+        stats = jax.local_devices()[0].memory_stats()
+        rounded = -(-size // 256) * 256
+        return bool(rounded <= max(stats["bytes_limit"] - stats["pool_bytes"], stats["largest_free_block_bytes"]))
 
     def until_refused(self, low: int, high: int) -> None:
         count = 0
@@ -230,10 +242,16 @@ def together() -> dict[str, Any]:
         one.fill()
         readings.append(reading(f"{name} full again, the other five full"))
     time.sleep(1)
+    in_turn = {}
+    for name in COUNTED:
+        in_turn[name] = emptied(name, lambda name=name: held_of(name), lambda name=name: (
+            driven[name].free(), memguard.trim(name)
+        ))  # fmt: skip
     for one in driven.values():
         one.free()
     returned = memguard.trim()
     readings.append(reading("freed and trimmed"))
+    raw = raw_memory(lambda: reading("raw memory")["unaccounted"])
     for work in WORK.values():
         work()
     readings.append(reading("works on"))
@@ -245,9 +263,22 @@ def together() -> dict[str, Any]:
         "reserve": guard.plan.devices[0].reserve,
         "driven": outcome,
         "readings": readings,
+        "emptied": in_turn,
+        "raw": raw,
         "trim_returned": returned,
         "notes": list(dict.fromkeys(notes)),
         "stays": memguard.shutdown(),
+    }
+
+
+def grown() -> dict[str, Any]:
+    """All six live: large and small arrays of those that give back what is freed, by the ledger and by the driver."""
+    import memguard
+
+    all_live(budget_of_six(growth=False))
+    return {
+        name: counted(name, allocator(name)[0], lambda name=name: held_of(name), lambda name=name: memguard.trim(name))
+        for name in COUNTED
     }
 
 
@@ -393,6 +424,10 @@ def circumstance(name: str, when: str) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "together": together,
     "loop": loop,
+    "counted": grown,
+    "counted by CUPTI": lambda: by_cupti(budget_of_six(growth=False)),
+    **{f"refusals of {n}": (lambda n=n: refusals(n)) for n in COUNTED},
+    **{f"refusals of {n} beside others": (lambda n=n: refusals(n, beside=True)) for n in COUNTED},
     "simulated_hour": hour,
     **{f"{n}, {w}": (lambda n=n, w=w: circumstance(n, w)) for n in ("cupy", "jax", "numba") for w in WHEN},
     **{f"{a}-{b}": (lambda a=a, b=b: pair(a, b)) for a, b in PAIRS},
@@ -416,6 +451,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenario", choices=sorted(SCENARIOS))
     parser.add_argument("--only", help="names of scenarios, separated by semicolons; else all")
+    parser.add_argument("--merge", type=Path, action="append", default=[], help="scenarios from another run's JSON")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     if arguments.scenario:
@@ -423,9 +459,10 @@ def main() -> None:
         return
     from checks import all_frameworks_checks
 
-    names = arguments.only.split(";") if arguments.only else list(SCENARIOS)
+    before = merged(arguments.merge, "scenarios")["scenarios"]
+    names = [n for n in (arguments.only.split(";") if arguments.only else SCENARIOS) if n not in before]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        scenarios = dict(pool.map(run, names))
+        scenarios = {**dict(pool.map(run, names)), **before}
     result: dict[str, Any] = {"about": header("python benchmarks/all_frameworks.py"), "seed": SEED, "limit": SIX_LIMIT}
     result["scenarios"] = scenarios
     result["checks"] = all_frameworks_checks(scenarios)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, ROOT, conclude, emit, header
+from _arrays import nvml_bytes_by_uuid
+from _run import MIB, ROOT, conclude, emit, header
+from checks import ddp_checks
 
 WORLD = 2
 BUDGET = {
@@ -26,7 +28,7 @@ BUDGET = {
 
 
 def reading(label: str, uuid: str) -> dict[str, Any]:
-    """This rank's GPU as the ledger sees it; the sum is checked on every GPU."""
+    """This rank's GPU as the ledger sees it, and this process's bytes of it by NVML."""
     import memguard
 
     parts = memguard.ledger().devices
@@ -36,6 +38,7 @@ def reading(label: str, uuid: str) -> dict[str, Any]:
         "label": label,
         "sums_minus_total": sums,
         "process": mine.process,
+        "nvml": nvml_bytes_by_uuid(uuid),
         "held": mine.row("torch").bytes,
         "overhead": mine.row("overhead").bytes,
         "unaccounted": mine.row("unaccounted").bytes,
@@ -112,45 +115,6 @@ def worker(rank: int) -> dict[str, Any]:
     }
 
 
-def checks(ranks: list[dict[str, Any]]) -> dict[str, tuple[bool, str]]:
-    found: dict[str, tuple[bool, str]] = {}
-    for one in ranks:
-        rank = one.get("rank")
-        if "readings" not in one:
-            found[f"rank {rank}"] = (False, one.get("stderr", "")[-300:])
-            continue
-        readings = one["readings"]
-        at = {r["label"]: r for r in readings}
-        nccl = at["second communicator"]["overhead"] - at["first tensor"]["overhead"]
-        worst = max(readings, key=lambda r: abs(r["unaccounted"]))
-        over = max(r["overhead"] for r in readings)
-        most = max(r["process"] for r in readings)
-        wrong = [r["label"] for r in readings if any(r["sums_minus_total"])]
-        found[f"rank {rank}: ledger sums to NVML's total on both GPUs"] = (
-            not wrong,
-            f"{len(readings)} readings {wrong or ''}",
-        )
-        found[f"rank {rank}: |unaccounted| <= 64 MiB"] = (
-            abs(worst["unaccounted"]) <= 64 * MIB, f"{worst['unaccounted'] / MIB:.1f} MiB ({worst['label']})"
-        )  # fmt: skip
-        found[f"rank {rank}: NCCL's memory is in the reserve"] = (
-            nccl >= GIB and over <= one["reserve"],
-            f"overhead {over / MIB:.0f} of {one['reserve'] / MIB:.0f} MiB, {nccl / MIB:.0f} of it since NCCL",
-        )
-        found[f"rank {rank}: process <= limit"] = (most <= 16 * GIB, f"{most / MIB:,.0f} of {16 * GIB / MIB:,.0f} MiB")
-        held = max(r["held"] for r in readings)
-        found[f"rank {rank}: held <= cap, own error"] = (
-            held <= one["cap"] and one["refused"] == "OutOfMemoryError",
-            f"{held / MIB:,.0f} of {one['cap'] / MIB:,.0f} MiB, {one['refused']}",
-        )
-        learned = one["losses"][1] < one["losses"][0] and one["weights_equal"]
-        found[f"rank {rank}: trains, weights equal on both"] = (
-            learned,
-            f"loss {one['losses'][0]:.3f} to {one['losses'][1]:.3f}",
-        )
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
@@ -180,8 +144,12 @@ def main() -> None:
                 other.kill()
             out, err = child.communicate()
         lines = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
-        ranks.append(json.loads(lines[-1]) if lines else {"rank": rank, "stderr": err[-3000:]})
-    result = {"about": header("python benchmarks/ddp.py"), "ranks": ranks, "checks": checks(ranks)}
+        one = json.loads(lines[-1]) if lines else {"rank": rank}
+        ended = {"returncode": child.returncode}
+        if child.returncode or not lines:
+            ended |= {"stderr": err[-3000:], "stderr_tail": err[-1500:]}
+        ranks.append({**one, **ended})
+    result = {"about": header("python benchmarks/ddp.py"), "ranks": ranks, "checks": ddp_checks(ranks)}
     conclude(result, arguments.output)
     if not all(passed for passed, _ in result["checks"].values()):
         raise SystemExit(1)

@@ -29,7 +29,7 @@ import _arrays
 import _order
 from _arrays import BUFFERS, DTYPES, NAMES, ON_CPU, PAIRS, by_hand, facts, make, nvml_bytes, quiet, raw, read, start
 from _edges import cases, expected
-from _run import GIB, budget_of_six, conclude, emit, header, run_scenario
+from _run import GIB, budget_of_six, conclude, emit, header, merged, run_scenario
 
 ROUNDS = int(os.environ.get("MEMGUARD_EXCHANGE_ROUNDS", "1000"))
 HAND_OVERS = int(os.environ.get("MEMGUARD_EXCHANGE_HAND_OVERS", "10000"))
@@ -358,6 +358,9 @@ def dropped() -> dict[str, Any]:
     }  # fmt: skip
     if not ON_CPU:
         ways["cupy > torch: torch.from_dlpack(x)"] = ("cupy", "torch", torch.from_dlpack)
+        # JAX keeps what it has lent by DLPack. Its memory is taken again only if nothing keeps it.
+        bare = "jax > torch: torch.as_tensor of the address alone"
+        ways[bare] = ("jax", "torch", lambda x: torch.as_tensor(_order.Bare(x), device="cuda"))
     for name, (producer, consumer, call) in ways.items():
         without[name] = _order.dropped(producer, consumer, call, count)
     return {"dropped": found, "without": without, "open": still_open()}
@@ -899,17 +902,15 @@ def main() -> None:
 
     if ON_CPU and arguments.output:
         parser.error("arrays on the host are for trying only, and make no result")
-    merged: dict[str, Any] = {}
-    for path in arguments.merge:
-        merged.update(json.loads(path.read_text())["scenarios"])
-    names = [name for name in chosen(arguments.only) if name not in merged]
+    before = merged(arguments.merge, "scenarios")["scenarios"]
+    names = [name for name in chosen(arguments.only) if name not in before]
     together = [name for name in names if name not in ALONE]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         scenarios = dict(zip(together, pool.map(run, together)))
     for name in names:
         if name in ALONE:
             scenarios[name] = run(name)
-    scenarios.update(merged)
+    scenarios.update(before)
     only = "" if arguments.only is None else f' --only "{arguments.only}"'
     result: dict[str, Any] = {"about": header(f"python benchmarks/exchange.py{only}"), "scenarios": scenarios}
     result["checks"] = exchange_checks(scenarios)

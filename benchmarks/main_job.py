@@ -2,7 +2,7 @@
 
     python benchmarks/main_job.py -o benchmarks/results/h200-main-job.json
 
-Every scenario runs in a process of its own; NVML is sampled every 50 ms from outside.
+Every scenario runs in a process of its own; another one samples NVML, every 50 ms or as often as it can.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, conclude, header, main, run_scenario
+from _independent import emptied, raw_memory, refusals
+from _run import GIB, MIB, attempt, conclude, header, main, run_scenario
 
 SEED = 20261121
 LIMIT = 40 * GIB
@@ -34,7 +35,7 @@ def single(framework: str, cap: str) -> dict[str, Any]:
 
 
 def reading(label: str) -> dict[str, Any]:
-    """One ledger reading, with the sum checked against NVML's total to the byte."""
+    """One ledger reading. Its rows add up to the total whatever they say: `unaccounted` is the remainder."""
     import memguard
 
     part = memguard.ledger().devices[0]
@@ -58,7 +59,7 @@ def drive(
     allocate: Callable[[int], Any],
     native: type[BaseException],
     held: Callable[[], int | None],
-    would_fit: Callable[[int], bool | None],
+    would_fit: Callable[[int], bool | None],  # by rules that are not memguard's; None where others judge it
     cap: int,
     seed: int = SEED,
 ) -> dict[str, Any]:
@@ -137,12 +138,8 @@ def drive_pycuda(cap: int) -> dict[str, Any]:
         usage = framework.usage(device)
         return usage.held if usage is not None else 0
 
-    def would_fit(size: int) -> bool:
-        # In whole pages, as in all_frameworks.py: a piece of up to 1 MiB makes the driver open a slab of 2 MiB
-        # wherever no hole in another takes it (measured), and nobody but the driver knows those of other frameworks.
-        return held() + framework.footprint(size) <= cap
-
-    return drive(lambda n: drv.mem_alloc(n), drv.MemoryError, held, would_fit, cap)
+    # Whether a refused request would have fitted is tried by `refusals`: only the driver knows the holes of its slabs.
+    return drive(lambda n: drv.mem_alloc(n), drv.MemoryError, held, lambda size: None, cap)
 
 
 def work_torch() -> None:
@@ -224,10 +221,12 @@ def together() -> dict[str, Any]:
     churned = churn(driven, seconds=6.0)
     readings.append(reading("churned"))
     time.sleep(0.5)
-    for outcome in driven.values():
-        outcome.pop("live")
+    in_turn = {name: emptied(name, lambda name=name: held_of(name), lambda name=name: give_up(driven[name], name))
+               for name in ("torch", "pycuda")}  # fmt: skip
+    driven["tensorflow"].pop("live")
     returned = memguard.trim()
     readings.append(reading("freed and trimmed"))
+    raw = raw_memory(lambda: reading("raw memory")["unaccounted"])
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     stays = memguard.shutdown()
     return {
@@ -237,11 +236,27 @@ def together() -> dict[str, Any]:
         "driven": driven,
         "churn": churned,
         "readings": readings,
+        "emptied": in_turn,
+        "raw": raw,
         "trim_returned": returned,
         "multiprocessors": multiprocessors,
         "notes": guard.notes,
         "stays": stays,
     }
+
+
+def held_of(name: str) -> int | None:
+    """What the ledger says that a framework holds."""
+    held: int | None = reading("held")["frameworks"][name]["held"]
+    return held
+
+
+def give_up(driven: dict[str, Any], name: str) -> None:
+    """Free all that a framework was driven to, and what it keeps of it."""
+    import memguard
+
+    driven.pop("live").clear()
+    memguard.trim(name)
 
 
 def torch_and_pycuda() -> dict[str, Any]:
@@ -538,6 +553,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "torch_and_pycuda": torch_and_pycuda,
     "torch_expandable": torch_expandable,
     "torch_async": torch_async,
+    "refusals of pycuda": lambda: refusals("pycuda"),
     "without_memguard": without_memguard,
     "order_cured": lambda: order_cured(False),
     "order_cured_tensorflow_first": lambda: order_cured(True),
@@ -594,8 +610,8 @@ def parent(output: Path | None) -> None:
         if outcome["returncode"] != 0 and "stderr_tail" in outcome and name != "order_control":
             print(outcome["stderr_tail"][-500:], file=sys.stderr, flush=True)
     result["scenarios"] = scenarios
-    result["mixed_workload"] = mixed_workload(output)
-    result["checks"] = checks(scenarios)
+    result["mixed_workload"] = attempt(lambda: mixed_workload(output))
+    result["checks"] = checks({**scenarios, "mixed_workload": result["mixed_workload"]})
     conclude(result, output)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _moment import ARRANGED, QUIET, Arranged, Ran, alarms, follow, got_past, judge, verdict, with_call
-from _run import ROOT, Sampler, conclude, header
+from _run import ROOT, Sampler, conclude, header, merged
 
 PROGRAMS = Path(__file__).resolve().parent / "moment_programs"
 CHILD = Path(__file__).resolve().parent / "_moment_child.py"
@@ -210,12 +210,8 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no program {', '.join(unknown)}; there are {', '.join([*ARRANGED, *QUIET])}")
     began = time.monotonic()
-    programs: dict[str, Any] = {}
-    quiet: dict[str, Any] = {}
-    for path in arguments.merge:
-        before = json.loads(path.read_text())
-        programs.update(before["programs"])
-        quiet.update(before["quiet"])
+    before = merged(arguments.merge, "programs", "quiet")
+    programs, quiet = before["programs"], before["quiet"]
     beside = [name for name in names if name in ARRANGED and not ARRANGED[name].alone]
     alone = [name for name in names if name in ARRANGED and ARRANGED[name].alone]
     watched = [] if arguments.no_quiet else [name for name in names if name in QUIET]

@@ -1,7 +1,8 @@
 """README's ledger and table, docs/results.md and the tables of docs/exchange.md, made from the committed results.
 
 python benchmarks/table.py            # write them into those files, between their markers
-python benchmarks/table.py --status   # print which results are stale
+python benchmarks/table.py --status   # print which results are stale; fails if the documents do not say so
+python benchmarks/table.py --release  # the same; fails also if any is stale, or lacks checks of today's list
 
 A result is STALE if `memguard/` has changed since it was measured (`source_hash`).
 """
@@ -16,9 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _exchange_tables
 import _ways
-from _run import ROOT, source_hash
+from _listed import lacking, list_of
+from _run import RESULTS, ROOT, numba_build, source_hash
 
-RESULTS = ROOT / "benchmarks" / "results"
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
@@ -44,14 +45,63 @@ def linked(name: str, folder: str = "../") -> str:
 
 
 def origin(name: str, result: dict[str, Any]) -> list[str]:
-    """What measured the result, when, on which source, and the checks that did not pass."""
-    about, checks = result["about"], result["checks"]
-    passed = sum(1 for ok, _ in checks.values() if ok)
+    """What measured the result, when, on which source, how often, and the checks that did not pass."""
+    about, lacks = result["about"], lacking(result)
     line = (
-        f"{passed} of {len(checks)} checks passed, {about['date'][:10]}: `{about['command']}`, {linked(name)}, "
+        f"{counted(result)} checks passed, {about['date'][:10]}: `{about['command']}`, {linked(name)}, "
         f"of memguard {about['memguard_hash']}."
     )
-    return [line + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
+    if lacks:
+        line += f" It lacks {checks_of(lacks)}, which count as not passed: {'; '.join(lacks)}."
+    return [line + reruns(result) + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
+
+
+def counted(result: dict[str, Any]) -> str:
+    """How many of the checks of today's list passed. A check that a result lacks did not."""
+    checks = result.get("checks", {})
+    listed = list_of(result) or list(checks)
+    return f"{sum(1 for name in listed if name in checks and checks[name][0])} of {len(listed)}"
+
+
+def checks_of(lacks: list[str]) -> str:
+    return f"{len(lacks)} {'check' if len(lacks) == 1 else 'checks'} of today's list"
+
+
+def reruns(result: dict[str, Any]) -> str:
+    """What earlier runs of the same code came to, if there were any."""
+    runs = result.get("earlier_runs", ())
+    if not runs:
+        return ""
+    said = [f"run {number} had {len(run['failed'])} failed" for number, run in enumerate(runs, 1)]
+    return f" This is run {len(runs) + 1} of this code; {', '.join(said)}."
+
+
+def numba_note(about: dict[str, Any]) -> str:
+    """What was put back for Numba, after its version. Older results do not say it themselves; their versions do."""
+    note = about.get("numba_build") or numba_build(about["versions"])
+    return f" {note}" if note else ""
+
+
+def held_to(one: dict[str, Any]) -> str:
+    """How the ledger compares with what others know, if that was measured."""
+    if "raw" not in one or "emptied" not in one:
+        return ""
+    off = max(abs(r["unaccounted"][1] - r["unaccounted"][0] - r["bytes"]) for r in one["raw"])
+    sizes = ", ".join(f"{r['bytes'] / MIB:.0f}" for r in one["raw"])
+    apart = max(abs(e["held"][0] - e["held"][1] - e["nvml"][0] + e["nvml"][1]) for e in one["emptied"].values())
+    names = ", ".join(_exchange_tables.PLAIN[name] for name in one["emptied"])
+    return (
+        f"{sizes} MiB taken past every framework are unaccounted within {off / MIB:.1f} MiB; what {names} held is what "
+        f"the driver has back within {apart / MIB:.1f} MiB"
+    )
+
+
+def samples(nvml: dict[str, Any]) -> str:
+    """The most bytes of a process, and how often and how closely it was looked at."""
+    return (
+        f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']:,} samples, at most "
+        f"{nvml['longest_gap_ms']:.0f} ms apart"
+    )
 
 
 def missed(*results: dict[str, Any]) -> list[str]:
@@ -80,9 +130,9 @@ def main_job() -> list[str]:
         return f"dies: `{short(before[name]['exception'])}`: {text[:60]}"
 
     took, left = before["tensorflow_took"] / MIB, before["left_free"] / GIB
-    samples = f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']} samples, one every 50 ms"
-    ledgers = f"{len(after['readings'] + pair)} ledgers, each summing to NVML's total to the byte"
+    ledgers = f"{len(after['readings'] + pair)} ledgers"
     unaccounted = f"unaccounted {worst / MIB:+.0f} MiB at worst with PyTorch and PyCUDA live"
+    told = "; ".join(part for part in (ledgers, unaccounted, held_to(after)) if part)
     signal, cured = -scenarios["order_control"]["returncode"], scenarios["order_cured"]["multiprocessors"]
     rows = [
         ("", "without memguard", "with memguard, each asked for more until it refused"),
@@ -90,8 +140,8 @@ def main_job() -> list[str]:
         ("TensorFlow ¹", f"takes {took:,.0f} MiB at its first operation", with_it("tensorflow")),
         ("PyTorch", without("torch"), with_it("torch")),
         ("PyCUDA", without("pycuda"), with_it("pycuda")),
-        ("the process, by NVML", f"leaves {left:.1f} GiB of the card", samples),
-        ("who holds the memory", "nothing says", f"{ledgers}; {unaccounted}"),
+        ("the process, by NVML", f"leaves {left:.1f} GiB of the card", samples(nvml)),
+        ("who holds the memory", "nothing says", told),
         (
             "`import tensorflow` before `import torch`",
             f"first matrix product dies of signal {signal}",
@@ -150,9 +200,15 @@ def gpu_tests() -> list[str]:
 
 
 def outcomes(result: dict[str, Any]) -> str:
-    """How many tests passed and failed, and on how many GPUs."""
+    """How many tests passed and failed, how many passed only when they ran again, and on how many GPUs."""
     found, about = list(result["results"].values()), result["about"]
-    return f"{found.count('passed')} passed, {found.count('failed')} failed on {about['gpus']} × {about['gpu']}"
+    later = [
+        name
+        for name, before in result.get("earlier", {}).items()
+        if result["results"][name] == "passed" and set(before) != {"passed"}
+    ]
+    again = f" ({len(later)} of them failed in an earlier run of the same code)" if later else ""
+    return f"{found.count('passed')} passed{again}, {found.count('failed')} failed on {about['gpus']} × {about['gpu']}"
 
 
 def all_frameworks() -> list[str]:
@@ -172,16 +228,16 @@ def all_frameworks() -> list[str]:
     took = [max(r["overhead"] for r in one["readings"]) / MIB for one in ddp["ranks"]]
     kept = ddp["ranks"][0]["reserve"] / MIB
     notes = [
-        f"The process, by NVML every 50 ms: at most {six['nvml']['max_bytes'] / GIB:.2f} GiB in "
-        f"{six['nvml']['samples']} samples.",
-        f"{len(six['readings'])} ledgers sum to NVML's total to the byte; unaccounted "
-        f"{worst['unaccounted'] / MIB:+.0f} MiB at worst (TensorFlow's unseen pool in it).",
+        f"The process, by NVML: {samples(six['nvml'])}.",
+        f"In {len(six['readings'])} ledgers {worst['unaccounted'] / MIB:+.0f} MiB are unaccounted at worst "
+        "(TensorFlow's unseen pool in it).",
+        *([f"{held_to(six)}."] if held_to(six) else ()),
     ]
     if loop:
         notes.append(
             f"In five minutes at the caps ({loop['allocated']:,} allocations, {loop['readings']} ledgers, TensorFlow "
-            f"without growth) the process takes at most {loop['nvml']['max_bytes'] / GIB:.2f} GiB in "
-            f"{loop['nvml']['samples']} samples, and unaccounted drifts by {loop['unaccounted_drift'] / MIB:.0f} MiB."
+            f"without growth) the process takes {samples(loop['nvml'])}, and unaccounted drifts by "
+            f"{loop['unaccounted_drift'] / MIB:.0f} MiB."
         )
     if hour:
         notes.append(f"In a simulated hour unaccounted drifts by {hour['unaccounted_drift'] / MIB:.0f} MiB.")
@@ -200,7 +256,8 @@ def all_frameworks() -> list[str]:
         "",
         *(f"- {note}" for note in notes),
         "",
-        f"JAX {versions['jax']}, CuPy {versions['cupy-cuda13x']}, Numba-CUDA {versions['numba-cuda']}.",
+        f"JAX {versions['jax']}, CuPy {versions['cupy-cuda13x']}, Numba-CUDA {versions['numba-cuda']}"
+        f"{numba_note(result['about'])}.",
         "",
         *origin("h200-all-frameworks.json", result),
         "",
@@ -370,6 +427,7 @@ def their_tests() -> list[str]:
     for name, suite in result["suites"].items():
         package = {"numba": "numba-cuda"}.get(name, name)
         label = f"{'Numba-CUDA' if name == 'numba' else LABELS[name]} {versions.get(package, '')}".strip()
+        label += numba_note(result["about"]) if name == "numba" else ""
         differ = "; ".join(f"`{one['test']}`: {one['reason'] or '**no reason**'}" for one in suite["differences"])
         rows.append(f"| {label} | {suite['run']} | {len(suite['passed'])} | {differ or 'none'} |")
     return [
@@ -482,12 +540,13 @@ def overview() -> list[str]:
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         result = load(path.name)
-        about, checks = result["about"], result.get("checks", {})
+        about, lacks = result["about"], lacking(result)
         gpus = f"{about['gpus']} × {about['gpu']}" if about["gpu"] else "no GPU"
-        passed = sum(1 for ok, _ in checks.values() if ok)
-        counted = f"{passed} of {len(checks)}" if checks else "–"
+        passed = counted(result) if result.get("checks") else "–"
+        passed += f", lacks {len(lacks)}" if lacks else ""
+        passed += f", run {len(result['earlier_runs']) + 1}" if result.get("earlier_runs") else ""
         state = "STALE" if stale(result) else "current"
-        rows.append(f"| {linked(path.name)} | {gpus} | {about['date'][:10]} | {counted} | {state} |")
+        rows.append(f"| {linked(path.name)} | {gpus} | {about['date'][:10]} | {passed} | {state} |")
     return ["| result | on | measured | checks passed | |", "| --- | --- | --- | --- | --- |", *rows]
 
 
@@ -536,8 +595,6 @@ def readme_table() -> str:
     names = ("main-job", "all-frameworks", "watch", "exchange", "light")
     job, six, watched, handed, start = (load(f"h200-{name}.json") for name in names)
     alone, after = job["scenarios"]["without_memguard"], job["scenarios"]["together"]
-    readings = after["readings"] + job["scenarios"]["torch_and_pycuda"]["readings"]
-    exact = sum(1 for reading in readings if reading["sum_minus_total"] == 0)
     together, loop = six["scenarios"]["together"], six["scenarios"].get("loop")
     ops, speed = watched["scenarios"]["small ops"]["ratio"], handed["scenarios"]["speed"]
     slowest = max(one["memguard"]["median_us"] for one in speed["speed"].values())
@@ -546,9 +603,6 @@ def readme_table() -> str:
     def stops(name: str) -> str:
         one = after["driven"][name]
         return f"{_exchange_tables.PLAIN[name]} at {one['most_held'] / MIB:,.0f} of {one['cap'] / MIB:,.0f} MiB"
-
-    def process(nvml: dict[str, Any]) -> str:
-        return f"at most {nvml['max_bytes'] / GIB:.2f} GiB in {nvml['samples']:,} samples"
 
     rows = [
         (
@@ -562,8 +616,8 @@ def readme_table() -> str:
             f"{stops('tensorflow')}, {stops('torch')}, {stops('pycuda')}, each with its own error",
             "main-job",
         ),
-        ("The process meanwhile, by NVML every 50 ms", process(after["nvml"]), "main-job"),
-        ("Ledgers that sum to NVML's total, to the byte", f"{exact} of {len(readings)}", "main-job"),
+        ("The process meanwhile, by NVML", samples(after["nvml"]), "main-job"),
+        *([("The ledger against what others know", held_to(after), "main-job")] if held_to(after) else ()),
         (
             "`import tensorflow` before `import torch`",
             f"PyTorch dies of signal {-job['scenarios']['order_control']['returncode']}; with memguard it sees "
@@ -572,7 +626,7 @@ def readme_table() -> str:
         ),
         (
             f"All six, caps of {together['sum_of_caps'] / GIB:.2f} GiB in a limit of 40 GiB",
-            process(together["nvml"]),
+            samples(together["nvml"]),
             "all-frameworks",
         ),
     ]
@@ -631,6 +685,8 @@ def readme_table() -> str:
     lines.append(f"| The tests in `tests/gpu` | {found} | {links}{old} |")
     everything, about = [load(path.name) for path in RESULTS.glob("*.json")], job["about"]
     failed = sum(1 for result in everything for ok, _ in result.get("checks", {}).values() if not ok)
+    lacks = sum(len(lacking(result)) for result in everything)
+    without = f", and the {lacks} of today's list that these results lack" if lacks else ""
     return "\n".join(
         [
             "| | measured | result |",
@@ -639,7 +695,7 @@ def readme_table() -> str:
             "",
             f"On {about_gpu(job)}. TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.",
             *([STALE] if any(stale(result) for result in everything) else []),
-            f"[docs/results.md](docs/results.md) has all figures, and the {failed} checks that were missed.",
+            f"[docs/results.md](docs/results.md) has all figures, and the {failed} checks that were missed{without}.",
         ]
     )
 
@@ -667,14 +723,38 @@ def status() -> list[str]:
     for path in sorted(RESULTS.glob("*.json")):
         result = load(path.name)
         about, state = result["about"], STALE if stale(result) else "current"
-        lines.append(f"{path.name}: {about['gpu'] or 'no GPU'}, {about['date'][:10]}: {state}")
+        lacks = f" It lacks {checks_of(lacking(result))}." if lacking(result) else ""
+        lines.append(f"{path.name}: {about['gpu'] or 'no GPU'}, {about['date'][:10]}: {state}{lacks}")
     return lines
 
 
+def wrong(release: bool) -> list[str]:
+    """What must not stay as it is, as sentences.
+
+    A document that does not say what the results say: a figure of other code would be shown as current. For a release
+    also each result that is stale or lacks checks.
+    """
+    found = [
+        f"{document} does not say what the results say: run python benchmarks/table.py"
+        for document in PLACES
+        if generated(document, text := (ROOT / document).read_text(encoding="utf-8")) != text
+    ]
+    if release:
+        results = [(path.name, load(path.name)) for path in sorted(RESULTS.glob("*.json"))]
+        found += [f"{name} is stale: measure it again" for name, result in results if stale(result)]
+        found += [f"{name} lacks {checks_of(lacking(result))}" for name, result in results if lacking(result)]
+    return found
+
+
 def main() -> int:
-    if "--status" in sys.argv:
+    if {"--status", "--release"} & set(sys.argv):
         print("\n".join(status()))
-        return 0
+        old = sum(1 for path in RESULTS.glob("*.json") if stale(load(path.name)))
+        if old:
+            print(f"\nSTALE: {old} of {len(list(RESULTS.glob('*.json')))} results are of other code than this one.")
+        problems = wrong("--release" in sys.argv)
+        print("\n".join(f"FAIL  {problem}" for problem in problems))
+        return 1 if problems else 0
     for document in PLACES:
         path = ROOT / document
         path.write_text(generated(document, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, ROOT, conclude, header
+from _run import GIB, ROOT, conclude, header, merged
 from _their_tests import CRASHED, HUNG, Outcome, Read, differing, file_of, parts, read, reason, summary, times
 
 CAP, LIMIT = 16 * GIB, 20 * GIB
@@ -278,7 +278,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.pycuda_tests is not None and not list(arguments.pycuda_tests.glob("test_*.py")):
         parser.error(f"{arguments.pycuda_tests} has no test_*.py: it has to be the folder test/ of PyCUDA's sdist")
-    merged = json.loads(arguments.merge.read_text())["suites"] if arguments.merge else {}
+    before = merged([arguments.merge], "suites")["suites"] if arguments.merge else {}
     known = json.loads(arguments.durations.read_text())["suites"] if arguments.durations else {}
     began = time.monotonic()
     chosen = suites(arguments.pycuda_tests, arguments.only.split(","))
@@ -287,7 +287,7 @@ def main() -> None:
         with ThreadPoolExecutor(max(len(chosen), 1)) as each, ThreadPoolExecutor(arguments.pool) as pool:
             going = {
                 s.name: each.submit(
-                    run_suite, s, runner, pool, merged.get(s.name, {}), known.get(s.name, {}).get("files")
+                    run_suite, s, runner, pool, before.get(s.name, {}), known.get(s.name, {}).get("files")
                 )
                 for s in chosen
             }
@@ -299,7 +299,7 @@ def main() -> None:
         "seconds": round(time.monotonic() - began, 1),
         "cap": CAP,
         "simulated": arguments.simulate,
-        "suites": {**merged, **found},
+        "suites": {**before, **found},
     }
     result["checks"] = their_tests_checks(result)
     conclude(result, arguments.output)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import GIB, MIB, budget_of_six, conclude, emit, header, run_scenario
+from _independent import bytes_now
+from _run import GIB, MIB, budget_of_six, conclude, emit, header, merged, run_scenario
 from all_frameworks import all_live, allocator, load
 
 SAWTOOTH_SECONDS = float(os.environ.get("MEMGUARD_SAWTOOTH_SECONDS", "600"))
@@ -105,7 +105,7 @@ def beside_sibling(kind: str, limit: str, cap: str, siblings_cap: str, held: int
     guard = memguard.init({"version": 1, "device": {"limit": limit}, "frameworks": frameworks})
     beside = idle_sibling(sibling, held, idle)
     outcome = drive(guard, kind, name, allocating_call(kind, name))
-    return {**outcome, "sibling": sibling, "beside": len(beside)}
+    return {**outcome, "sibling": sibling, "idle": idle, "beside": len(beside)}
 
 
 def drive(guard: Any, kind: str, name: str, take: Callable[[int], Any]) -> dict[str, Any]:
@@ -130,10 +130,12 @@ def drive(guard: Any, kind: str, name: str, take: Callable[[int], Any]) -> dict[
         if row.kind == "framework"
     }
     outcome["allocations"] = len(live)
-    returned = {}
+    returned, by_driver = {}, {}
     for other in guard.frameworks:
+        before = bytes_now()
         returned[other] = memguard.trim(other)
-    outcome["returned"] = returned
+        by_driver[other] = before - bytes_now()
+    outcome["returned"], outcome["by_driver"] = returned, by_driver
     return outcome
 
 
@@ -437,10 +439,8 @@ def main() -> None:
         return
     from checks import watch_checks
 
-    merged: dict[str, Any] = {}
-    for path in arguments.merge:
-        merged.update(json.loads(path.read_text())["scenarios"])
-    names = [n for n in (arguments.only.split(";") if arguments.only else SCENARIOS) if n not in merged]
+    before = merged(arguments.merge, "scenarios")["scenarios"]
+    names = [n for n in (arguments.only.split(";") if arguments.only else SCENARIOS) if n not in before]
     scenarios: dict[str, Any] = {}
     with ThreadPoolExecutor(5) as pool:  # in their own caps they do not see each other; the other ones need the card
         together = [name for name in names if name.endswith("own cap") or name in ("leak", "sawtooth")]
@@ -448,7 +448,7 @@ def main() -> None:
     for name in names:
         if name not in scenarios:
             scenarios[name] = run(name)
-    scenarios.update(merged)
+    scenarios.update(before)
     result: dict[str, Any] = {"about": header("python benchmarks/watch.py"), "scenarios": scenarios}
     result["checks"] = watch_checks(scenarios)
     conclude(result, arguments.output)

@@ -2,7 +2,8 @@
 
 With pytest-xdist: `-n 6 -m "not whole_card"`, then `-m whole_card`: those fill the card.
 
-`MEMGUARD_GPU_REPORT=path` writes what ran, with a hash of `memguard/`: committed under `benchmarks/results/`.
+`MEMGUARD_GPU_REPORT=path` writes what ran, with a hash of `memguard/`: committed under `benchmarks/results/`. What ran
+before on the same code is kept beside it: a test that passes when it runs again has failed once all the same.
 """
 
 from __future__ import annotations
@@ -53,16 +54,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     target = os.environ.get("MEMGUARD_GPU_REPORT")
     if not target or MISSING or hasattr(session.config, "workerinput"):  # a worker of pytest-xdist sees only its part
         return
-    from _run import header
+    from _run import RESULTS, header, with_earlier_tests
 
     about = header(f"python -m pytest {' '.join(session.config.invocation_params.args)}")
     path = Path(target)
-    before = json.loads(path.read_text()) if path.exists() else {"about": about, "results": {}}
-    if before["about"]["memguard_hash"] == about["memguard_hash"]:  # a run in parts
-        results.update({name: outcome for name, outcome in before["results"].items() if name not in results})
-        commands = dict.fromkeys([*before["about"]["command"].split(" && "), about["command"]])
-        about["command"] = " && ".join(commands)
-    path.write_text(json.dumps({"about": about, "results": dict(sorted(results.items()))}, indent=1) + "\n")
+    place = next((place for place in (path, RESULTS / path.name) if place.exists()), None)
+    before = json.loads(place.read_text()) if place is not None else None
+    path.write_text(json.dumps(with_earlier_tests(before, about, results), indent=1) + "\n")
 
 
 @pytest.fixture

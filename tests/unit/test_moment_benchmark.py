@@ -435,6 +435,7 @@ def test_the_bars_pass_when_all_is_right_and_name_what_is_not() -> None:
     what = "reason, requester, bytes, holder and advice"
     assert failed == {
         f"backward: {what}", "forward: followed advice helps", f"caught: {what}", f"keras_fit: {what}",
+        "caught: followed advice helps",
         "keras_fit: followed advice helps", "cupy_fft: followed advice helps",
         *(f"{name}: two minutes, no alarm" for name in _moment.QUIET),
     }  # fmt: skip

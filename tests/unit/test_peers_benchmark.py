@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_spread, _ways, benchmark, checks, table = (
-    importlib.import_module(name) for name in ("_spread", "_ways", "peers", "checks", "table")
+_listed, _spread, _ways, benchmark, checks, table = (
+    importlib.import_module(name) for name in ("_listed", "_spread", "_ways", "peers", "checks", "table")
 )
 MIB, GIB = 1 << 20, 1 << 30
 US = {"plain": 2.3, "memguard": 2.3, "rmm": 8.6, "own pool": 0.69, "memguard, pool": 1.2}
@@ -69,6 +69,7 @@ def passing() -> Iterator[dict[str, Any]]:
 
 def test_a_good_run_passes_all_and_an_empty_one_none(passing: dict[str, Any]) -> None:
     assert failed(passing) == []
+    assert list(checks.peers_checks(passing)) == _listed.names(_listed.PEERS)
     for library in _ways.WAYS:
         empty = copy.deepcopy(passing)
         empty["cells"].pop(library)

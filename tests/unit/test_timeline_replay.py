@@ -297,10 +297,11 @@ def test_peaks_that_were_thinned_out_still_decide(tmp_path: Path) -> None:
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "replay.json"
     monkeypatch.setattr(sys, "argv", ["replay.py", "--samples", "200", "2000", "-o", str(output)])
-    assert benchmark.main() == 0, capsys.readouterr().out
+    assert benchmark.main() == 1, capsys.readouterr().out
     result = json.loads(output.read_text())
     assert [run["samples"] for run in result["runs"]] == [200, 2000]
-    assert all(passed for passed, _ in result["checks"].values())
+    failed = [name for name, (passed, _) in result["checks"].items() if not passed]
+    assert failed == ["replay of 1,000,000 samples <= 60 s"], "2,000 are not as many"
     assert all(count > 0 for count in result["runs"][1]["refused"].values()), "the work is not nothing"
 
 

@@ -1,0 +1,325 @@
+"""The checks that each benchmark has to tell, written down: by scenario, in the order of its result.
+
+`_run.judged` holds a result to its list. A check that is not told has failed, and so has one that is not in the list. A
+check whose bar changes gets a new name, so that an older result lacks it and does not pass it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from _ways import SHARES, WAYS
+
+SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
+COUNTED = ("torch", "cupy", "pycuda", "numba")
+"""The frameworks that give back what is freed: the driver's figure without them says what they held."""
+REPORTS = ("torch", "torch async", "tensorflow", "jax", "cupy", "cupy async", "pycuda", "numba")
+PROGRAMS = (
+    "compiled", "keras_fit", "tf1_session", "jax_jit", "jax_donated", "generate", "data_loader", "graph_capture",
+    "comprehension", "forward", "backward", "optimizer_step", "caught", "in_thread", "forked_worker", "cupy_fft",
+    "numba_kernel", "pycuda_expression", "sibling_cache", "other_process", "full_card_cublas",
+)  # fmt: skip
+QUIET = ("quiet_images", "quiet_generate", "quiet_data_set", "quiet_jax")
+
+RAW = "memory that no framework took is unaccounted within 2 MiB, and gone with its free"
+
+
+def of_refusals(name: str) -> str:
+    return f"{name}: no refusal where the driver would have stayed within the cap, by trying"
+
+
+def of_refusals_beside(name: str) -> str:
+    return f"{name}: no refusal where held would have stayed within the cap, beside others' slabs, by trying"
+
+
+def of_emptied(name: str) -> str:
+    return f"{name}: held agrees with what the driver has back when it is emptied"
+
+
+def of_report(kind: str, where: str) -> tuple[str, ...]:
+    return tuple(
+        f"{kind}, {where}: {what}"
+        for what in (
+            "names the requester",
+            "size within 1 MiB",
+            "names the largest holder",
+            "reclaimable is what a trim gives back to the driver",
+            "what lay idle in the sibling's cache is said and comes back",
+            "says why",
+        )
+    )
+
+
+MAIN_JOB: dict[str, tuple[str, ...]] = {
+    "together": (
+        "sum of caps >= 37 GiB",
+        *(f"{name}: {what}" for name in ("tensorflow", "torch", "pycuda") for what in (
+            "held <= cap", "own native type",
+        )),
+        "torch: no refusal where its segment would fit",
+        "tensorflow: no refusal where it would fit",
+        "tensorflow: pool <= cap",
+        "process <= 40 GiB at every sample, at most 100 ms apart",
+        *(f"together, {of_emptied(name)}" for name in ("torch", "pycuda")),
+        f"together: {RAW}",
+        "together: rows add up to the total (plain sanity: unaccounted is the remainder)",
+    ),
+    "torch_and_pycuda": (
+        "torch + PyCUDA: rows add up to the total (plain sanity: unaccounted is the remainder)",
+        "torch + PyCUDA: unaccounted <= 64 MiB",
+    ),
+    **{
+        name: (f"{name}: held <= cap", f"{name}: own native type", f"{name}: no refusal where it would fit")
+        for name in ("torch_expandable", "torch_async")
+    },
+    "refusals of pycuda": (of_refusals("pycuda"),),
+    "order_control": ("TensorFlow before torch, control dies by signal 8",),
+    **{
+        name: (f"{name}: torch matmul, 132 multiprocessors",)
+        for name in ("order_cured", "order_cured_tensorflow_first")
+    },
+    "without_memguard": ("without memguard: torch and PyCUDA die",),
+    "tensorflow-undone": ("tensorflow undone before its first operation",),
+    **{
+        f"{name}-{when}": (f"{name} {when}: as much as the cap, and not more",)
+        for name in ("torch", "tensorflow", "pycuda") for when in ("later", "imported", "live")
+    },
+    "mixed_workload": ("the example of the README runs to its end",),
+}  # fmt: skip
+
+ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
+    "together": (
+        "six: sum of caps >= 36 GiB",
+        *(f"six: {name} {what}" for name in SIX for what in ("held <= cap", "refuses with its own error")),
+        "six: jax no refusal where its own figures have room",
+        "six: tensorflow pool <= cap, by its log",
+        "six: process <= 40 GiB at every sample, at most 100 ms apart",
+        *(f"six, {of_emptied(name)}" for name in COUNTED),
+        f"six: {RAW}",
+        "six: rows add up to the total (plain sanity: unaccounted is the remainder)",
+        "six: overhead within the reserve",
+    ),
+    "counted": tuple(
+        f"{name}: held grows and shrinks as the driver's figure does, within {bound}"
+        for name in COUNTED for bound in ("2 MiB for large arrays", "5 % for small ones")
+    ),
+    "counted by CUPTI": tuple(f"{name}: held is what CUPTI saw its library take" for name in SIX),
+    **{f"refusals of {name}": (of_refusals(name),) for name in COUNTED},
+    **{f"refusals of {name} beside others": (of_refusals_beside(name),) for name in COUNTED},
+    "*-*": ("30 import orders alive and capped",),
+    **{
+        f"{name}, {when}": (f"{name}, {when}: as much as the cap, and not more",)
+        for name in ("cupy", "jax", "numba") for when in ("later", "imported", "live")
+    },
+    "loop": (
+        "loop: five minutes",
+        "loop: drift of unaccounted <= 64 MiB",
+        "loop: each refused",
+        "loop: own errors only",
+        "loop: no refusal of JAX where its own figures have room",
+        "loop: held <= cap",
+        "loop: rows add up to the total (plain sanity: unaccounted is the remainder)",
+        "loop: process <= 40 GiB at every sample, at most 100 ms apart",
+    ),
+    "simulated_hour": ("simulated hour",),
+}  # fmt: skip
+
+WATCH: dict[str, tuple[str, ...]] = {
+    **{
+        f"{kind}, {where}": of_report(kind, where)
+        for where in ("own cap", "card full") for kind in REPORTS
+        if (kind, where) != ("cupy async", "own cap")  # it has no cap of its own
+    },
+    "leak": ("leak: announced >= 5 s before the OOM",),
+    "sawtooth": ("sawtooth: ten minutes, no alarm",),
+    "tick": ("tick: <= 120 us median with all six live",),
+    "small ops": ("small ops: ratio with the monitor at 10 Hz, upper bound <= 1.02",),
+}  # fmt: skip
+
+DOCTOR: dict[str, tuple[str, ...]] = {
+    "as shipped": (
+        "as the machine ships: nothing above info",
+        "as the machine ships: what is true of it, and nothing else",
+    ),
+    "all six": (
+        "with the TensorFlow for CUDA 12: what is true of it, and nothing else",
+        "each probe's time shown",
+    ),
+    **{
+        name: (f"{name}: found and named, and nothing else",)
+        for name in (
+            "no such GPU", "both XLA fractions", "async allocator with a limit", "second context",
+            "two copies of a library", "a full card",
+        )
+    },
+    "TensorFlow before PyTorch": (
+        "TensorFlow before PyTorch: found and named, and nothing else",
+        "TensorFlow before PyTorch: PyTorch dies, and is said to",
+    ),
+    "all six, timed": ("six frameworks <= 20 s",),
+}  # fmt: skip
+
+EXCHANGE: dict[str, tuple[str, ...]] = {
+    "pairs": (
+        "30 pairs: the same pointer",
+        "30 pairs: the right values, a copy's too",
+        "30 pairs: alive after its maker has let go of it",
+        "buffers of RMM and cuda.core into all six: the same pointer",
+    ),
+    "dtypes": ("dtypes: shared or refused as documented, all 30 pairs",),
+    "edges from *": (
+        "odd arrays: no process dies",
+        "odd arrays: the documented answer",
+        "odd arrays: equal values with copy=True",
+    ),
+    "control: misaligned into TensorFlow": ("by hand, misaligned into TensorFlow: the process dies",),
+    "control: reversed into PyTorch": ("by hand, reversed into PyTorch: the process dies",),
+    "order from *": ("30 pairs: none stale in 1,000 rounds in which the producer's kernel was seen running",),
+    "order without memguard": ("by hand without order: stale at least once",),
+    "dropped": (
+        "a view dropped while it is still read: right values",
+        "by hand, dropped while it is still read: wrong for each lender",
+    ),
+    "speed": (
+        "1 GiB, idle: at most 50 us over the best route by hand, 30 pairs",
+        "against the host route, in the same run",
+    ),
+    "lent": ("lent: in the ledger while a view lives, charged once",),
+    "leak": ("10,000 hand-overs: +- 0 bytes",),
+    "killed": ("a process that attached is killed with -9: the memory goes back",),
+    "routes": ("routes: each timed",),
+}
+EXCHANGE_PEERS: dict[str, tuple[str, ...]] = {
+    "peers": (
+        "two GPUs: copied from one to the other, all six",
+        "two GPUs: not shared across them",
+        "two GPUs: the route that is said is the one that the rate shows, all six",
+    ),
+}
+
+
+def of_exchange(scenarios: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The list of a run of `exchange.py`: two GPUs have a run of their own."""
+    one = {} if set(scenarios) == {"peers"} else EXCHANGE
+    return {**one, **(EXCHANGE_PEERS if "peers" in scenarios else {}), "nothing stays lent": ("nothing stays lent",)}
+
+
+MOMENT: dict[str, tuple[str, ...]] = {
+    **{
+        name: (f"{name}: reason, requester, bytes, holder and advice", f"{name}: followed advice helps")
+        for name in PROGRAMS
+    },
+    **{name: (f"{name}: two minutes, no alarm",) for name in QUIET},
+}
+
+THEIR_TESTS: dict[str, tuple[str, ...]] = {
+    name: (
+        f"{name}: every test of its own run both ways",
+        f"{name}: under memguard a budget is active",
+        f"{name}: no difference without a reason",
+    )
+    for name in ("pycuda", "numba")
+}
+
+DDP: dict[str, tuple[str, ...]] = {
+    f"rank {rank}": tuple(
+        f"rank {rank}: {what}"
+        for what in (
+            "rows add up to the total on both GPUs (plain sanity: unaccounted is the remainder)",
+            "|unaccounted| <= 64 MiB",
+            "held agrees with what the driver has back when it is emptied",
+            "NCCL's memory is in the reserve",
+            "process <= limit",
+            "held <= cap, own error",
+            "trains, weights equal on both",
+        )
+    )
+    for rank in range(2)
+}
+
+LIGHT: dict[str, tuple[str, ...]] = {
+    "import": ("import memguard <= 1.5 x import pydantic, yaml",),
+    "init": (
+        "init, no framework imported, its dependencies loaded <= 50 ms",
+        "init in a fresh interpreter, the imports of pydantic, PyYAML and nvidia-ml-py included <= 50 ms",
+    ),
+    "plan": ("a plan of 6 frameworks x 8 GPUs <= 1 ms",),
+}
+
+STARTUP: dict[str, tuple[str, ...]] = {
+    "start": ("a start without MEMGUARD_CONFIG <= 1 ms longer, upper 95 % bound of the median difference",),
+    "alone": ("the file alone <= 1 ms, 95 % of the readings",),
+}
+
+REPLAY: dict[str, tuple[str, ...]] = {
+    "long": ("replay of 1,000,000 samples <= 60 s",),
+    "both": (
+        "memory independent of length, by the process's own peak",
+        "every sample is replayed",
+    ),
+}
+
+PEERS: dict[str, tuple[str, ...]] = {
+    "run": ("a whole run on a GPU",),
+    **{
+        library: (
+            f"{library}: every way measured",
+            f"{library}: filled to its part of the cap",
+            f"{library}: two processes of one way are alike within 10%",
+        )
+        for library in WAYS
+    },
+    **{
+        f"{share:.1%}": (
+            f"PyCUDA's mem_alloc at {share:.1%}: <= 2.5 x its own pool, or 2 us",
+            f"PyCUDA's DeviceMemoryPool at {share:.1%}: <= 2.5 x its own pool, or 2 us",
+            f"Numba at {share:.1%}: <= RMM's pool where its pool serves",
+            f"CuPy at {share:.1%}: <= 1.10 of plain",
+            f"torch at {share:.1%}: within its control",
+        )
+        for share in SHARES
+    },
+}
+
+TRAINING: dict[str, tuple[str, ...]] = {
+    name: (
+        f"{name}: 95 % bound of 100 interleaved pairs <= 1.005 beyond the control",
+        f"{name}: under a budget, with samples at 10 Hz, and in the control without",
+    )
+    for name in ("ResNet-50", "GPT")
+}
+
+BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
+    "main_job": MAIN_JOB,
+    "all_frameworks": ALL_FRAMEWORKS,
+    "watch": WATCH,
+    "doctor": DOCTOR,
+    "exchange": of_exchange(EXCHANGE),
+    "moment": MOMENT,
+    "their_tests": THEIR_TESTS,
+    "ddp": DDP,
+    "light": LIGHT,
+    "startup": STARTUP,
+    "replay": REPLAY,
+    "peers": PEERS,
+    "training": TRAINING,
+}
+"""By the name of the program in `about.command` of a result."""
+
+
+def names(listed: dict[str, tuple[str, ...]]) -> list[str]:
+    return [name for each in listed.values() for name in each]
+
+
+def list_of(result: dict[str, Any]) -> list[str]:
+    """The names of the checks that a result has to have; none if its benchmark has no list, as `tests/gpu`."""
+    program = result["about"]["command"].partition("benchmarks/")[2].partition(".py")[0]
+    if program == "exchange":
+        return names(of_exchange(result["scenarios"]))
+    return names(BY_COMMAND.get(program, {}))
+
+
+def lacking(result: dict[str, Any]) -> list[str]:
+    """The checks of today's list that a result does not have: it was measured before they were written, or in part."""
+    return [name for name in list_of(result) if name not in result.get("checks", {})]
