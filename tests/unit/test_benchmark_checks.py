@@ -253,6 +253,15 @@ def test_the_list_is_of_the_scenarios_that_the_programs_have() -> None:
         assert len(every) == len(set(every)) and all(listed.values())
 
 
+def test_every_benchmark_that_makes_a_result_has_its_list() -> None:
+    """Without one its checks would be collected from what ran."""
+    makers = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py") if "conclude(" in path.read_text()}
+    assert makers == set(_listed.BY_COMMAND)
+    for path in RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        assert _listed.list_of(result) or "pytest" in result["about"]["command"], path.name
+
+
 def test_a_check_that_is_told_twice_or_not_listed_fails() -> None:
     def judge(check: Any) -> None:
         check("a", False, "1")
