@@ -103,8 +103,12 @@ ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
         "six: overhead within the reserve",
     ),
     "counted": tuple(
-        f"{name}: held grows and shrinks as the driver's figure does, within {bound}"
-        for name in COUNTED for bound in ("2 MiB for large arrays", "5 % for small ones")
+        f"{name}: {what}"
+        for name in COUNTED for what in (
+            "held grows and shrinks as the driver's figure does, within 2 MiB for large arrays",
+            "held grows and shrinks as the driver's figure does, within 5 % for small ones",
+            "in use is what its live arrays were asked for with, and what its rounding adds",
+        )
     ),
     "counted by CUPTI": tuple(f"{name}: held is what CUPTI saw its library take" for name in SIX),
     **{f"refusals of {name}": (of_refusals(name),) for name in COUNTED},

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import _listed
-from _independent import agrees, raw_is_unaccounted, refused_rightly, seen_by_cupti
+from _independent import agrees, in_use_is_live, raw_is_unaccounted, refused_rightly, seen_by_cupti
 from _run import Judge, judged
 
 MIB = 1 << 20
@@ -282,6 +282,12 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
                 f"{figure}; emptied: {told}",
             )
 
+            _told(
+                check,
+                f"{name}: in use is what its live arrays were asked for with, and what its rounding adds",
+                lambda one=one: in_use_is_live(one["small"]),
+            )
+
     def cupti(check: Tell) -> None:
         for name in _listed.SIX:
             check(f"{name}: held is what CUPTI saw its library take", *seen_by_cupti(s["counted by CUPTI"], name))
@@ -473,6 +479,7 @@ def _report_checks(name: str, one: dict[str, Any], check: Tell) -> None:
         freed = one["by_driver"]
         figures = [f"{n} {size / MIB:,.1f} said, {freed.get(n, 0) / MIB:,.1f} MiB freed" for n, size in said.items()]
         good = bool(said) and all(_comes_back(size, freed.get(n, 0)) for n, size in said.items())
+        good = good and all(_comes_back(one["returned"][n], size) for n, size in freed.items())
         return good, "; ".join(figures) or "nothing is said"
 
     def idle_comes_back() -> tuple[bool, str]:

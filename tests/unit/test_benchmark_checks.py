@@ -64,7 +64,12 @@ def all_frameworks() -> Result:
     one["raw"] = raw()
     steps = {
         "large": {"held": [800 * MIB, 0], "nvml": [800 * MIB, 0]},
-        "small": {"held": [1000 * MIB, 800 * MIB], "nvml": [1004 * MIB, 800 * MIB]},
+        "small": {
+            "held": [1000 * MIB, 800 * MIB],
+            "nvml": [1004 * MIB, 800 * MIB],
+            "in_use": 980 * MIB,
+            "asked": 970 * MIB,
+        },
         "emptied": {"held": [1000 * MIB, 0], "nvml": [1004 * MIB, 0]},
     }
     s["counted"] = {"returncode": 0, **{name: copy.deepcopy(steps) for name in _listed.COUNTED}}

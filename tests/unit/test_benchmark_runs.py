@@ -194,11 +194,23 @@ def test_only_the_gaps_in_cupys_slabs_may_pass_a_cap() -> None:
 def test_what_is_freed_and_counted_is_compared_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     framework = Capped(GIB)
     monkeypatch.setattr(_independent, "bytes_now", lambda: framework.driver.held() + 600 * MIB)
-    found = _independent.counted("x", framework.take, framework.driver.held, lambda: None)
+    live: list[int] = []
+
+    def take(size: int) -> Any:
+        live.append(size)
+        return framework.take(size)
+
+    def row(part: int = 1) -> Result:
+        return {"held": framework.driver.held() // part, "in_use": sum(live)}
+
+    found = _independent.counted(take, row, lambda: None)
     for step in ("large", "small", "emptied"):
         good, figure = _independent.agrees(found[step], 0, MIB)
         assert good, (step, figure)
-    missing = _independent.counted("x", framework.take, lambda: framework.driver.held() // 2, lambda: None)
+    assert found["emptied"]["nvml"][0] == 600 * MIB and len(live) == 424
+    good, figure = _independent.in_use_is_live(found["small"])
+    assert good and found["small"]["asked"] == sum(live), figure
+    missing = _independent.counted(take, lambda: row(2), lambda: None)
     assert not _independent.agrees(missing["large"], 2 * MIB, MIB)[0]
     block = framework.take(100 * MIB)
     held = framework.driver.held
