@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from _run import numba_note
+
 PLAIN = {
     "tensorflow": "TensorFlow",
     "torch": "PyTorch",
@@ -121,8 +123,14 @@ def whole(result: dict[str, Any], state: str = "") -> list[str]:
         "",
         f"{about['gpu']}, driver {about['driver']}, {about['date'][:10]}: `{about['command']}`, "
         "[h200-exchange.json](../benchmarks/results/h200-exchange.json). "
-        f"TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.{state}",
+        f"TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.{about_numba(about)}{state}",
     ]
+
+
+def about_numba(about: dict[str, Any]) -> str:
+    """A sentence on what was put back for Numba, if anything was."""
+    note = numba_note(about)
+    return f" Numba-CUDA {about['versions'].get('numba-cuda', '')} {note}." if note else ""
 
 
 def _joined(scenarios: dict[str, Any], beginning: str, key: str) -> dict[str, Any]:

@@ -110,22 +110,37 @@ def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
     return good, f"held changed by {said / MIB:,.1f} MiB, the driver's figure by {true / MIB:,.1f}"
 
 
-def counted(name: str, take: Callable[[int], Any], held: Callable[[], int | None], empty: Callable[[], Any]) -> Any:
-    """One framework's large arrays, small arrays and end: the ledger's figure and the driver's after each."""
+def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], empty: Callable[[], Any]) -> Any:
+    """One framework's large arrays, small arrays and end: the ledger's row and the driver's figure around each.
+
+    `asked` is what all live arrays were asked for with, which `in_use` of the row is held to.
+    """
     rng = random.Random(SEED)
     empty()
-    steps: list[tuple[str, int | None, int]] = [("empty", held(), bytes_now())]
-    live = [take(rng.randint(2 * MIB, 64 * MIB)) for _ in range(24)]
-    steps.append(("large", held(), bytes_now()))
-    live += [take(rng.randint(1, MIB)) for _ in range(400)]
-    steps.append(("small", held(), bytes_now()))
-    live.clear()
-    empty()
-    steps.append(("emptied", held(), bytes_now()))
-    return {
-        label: {"held": [after[1], before[1]], "nvml": [after[2], before[2]]}
-        for before, after, label in zip(steps, steps[1:], ("large", "small", "emptied"))
-    }
+    before, found, live, asked = (row(), bytes_now()), {}, [], row()["in_use"] or 0
+    for label, count, low, high in (("large", 24, 2 * MIB, 64 * MIB), ("small", 400, 1, MIB), ("emptied", 0, 0, 0)):
+        sizes = [rng.randint(low, high) for _ in range(count)]
+        if label == "emptied":
+            live.clear()
+            empty()
+        live += [take(size) for size in sizes]
+        asked += sum(sizes)
+        after = row(), bytes_now()
+        found[label] = {
+            "held": [after[0]["held"], before[0]["held"]],
+            "nvml": [after[1], before[1]],
+            "in_use": after[0]["in_use"],
+            "asked": asked if live else None,
+        }
+        before = after
+    return found
+
+
+def in_use_is_live(one: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether `in_use` is what was asked for: not less, and about a sixteenth more at most, as PyCUDA rounds."""
+    asked, said = one["asked"], one["in_use"]
+    good = said is not None and asked <= said <= asked + asked // 16 + 4 * MIB
+    return good, f"{(said or 0) / MIB:,.1f} MiB in use, {asked / MIB:,.1f} asked for"
 
 
 # A refusal, tried

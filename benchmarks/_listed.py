@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from _ways import SHARES, WAYS
+
 SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 COUNTED = ("torch", "cupy", "pycuda", "numba")
 """The frameworks that give back what is freed: the driver's figure without them says what they held."""
@@ -41,10 +43,11 @@ def of_report(kind: str, where: str) -> tuple[str, ...]:
         for what in (
             "names the requester",
             "size within 1 MiB",
-            "names the largest holder",
+            "names the largest holder and its bytes",
             "reclaimable is what a trim gives back to the driver",
             "what lay idle in the sibling's cache is said and comes back",
             "says why",
+            *(["names the other process and its bytes"] if where == "card full" else []),
         )
     )
 
@@ -59,6 +62,8 @@ MAIN_JOB: dict[str, tuple[str, ...]] = {
         "tensorflow: no refusal where it would fit",
         "tensorflow: pool <= cap",
         "process <= 40 GiB at every sample, at most 100 ms apart",
+        "together: freed and asked again at the caps",
+        "together: overhead within the reserve",
         *(f"together, {of_emptied(name)}" for name in ("torch", "pycuda")),
         f"together: {RAW}",
         "together: rows add up to the total (plain sanity: unaccounted is the remainder)",
@@ -74,10 +79,10 @@ MAIN_JOB: dict[str, tuple[str, ...]] = {
     "refusals of pycuda": (of_refusals("pycuda"),),
     "order_control": ("TensorFlow before torch, control dies by signal 8",),
     **{
-        name: (f"{name}: torch matmul, 132 multiprocessors",)
+        name: (f"{name}: the products of both are right, 132 multiprocessors",)
         for name in ("order_cured", "order_cured_tensorflow_first")
     },
-    "without_memguard": ("without memguard: torch and PyCUDA die",),
+    "without_memguard": ("without memguard: TensorFlow takes the card, torch and PyCUDA die",),
     "tensorflow-undone": ("tensorflow undone before its first operation",),
     **{
         f"{name}-{when}": (f"{name} {when}: as much as the cap, and not more",)
@@ -91,6 +96,7 @@ ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
         "six: sum of caps >= 36 GiB",
         *(f"six: {name} {what}" for name in SIX for what in ("held <= cap", "refuses with its own error")),
         "six: jax no refusal where its own figures have room",
+        "six: tensorflow no refusal where its own log has room",
         "six: tensorflow pool <= cap, by its log",
         "six: process <= 40 GiB at every sample, at most 100 ms apart",
         *(f"six, {of_emptied(name)}" for name in COUNTED),
@@ -99,13 +105,17 @@ ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
         "six: overhead within the reserve",
     ),
     "counted": tuple(
-        f"{name}: held grows and shrinks as the driver's figure does, within {bound}"
-        for name in COUNTED for bound in ("2 MiB for large arrays", "5 % for small ones")
+        f"{name}: {what}"
+        for name in COUNTED for what in (
+            "held grows and shrinks as the driver's figure does, within 2 MiB for large arrays",
+            "held grows and shrinks as the driver's figure does, within 5 % for small ones",
+            "in use is what its live arrays were asked for with, and what its rounding adds",
+        )
     ),
     "counted by CUPTI": tuple(f"{name}: held is what CUPTI saw its library take" for name in SIX),
     **{f"refusals of {name}": (of_refusals(name),) for name in COUNTED},
     **{f"refusals of {name} beside others": (of_refusals_beside(name),) for name in COUNTED},
-    "*-*": ("30 import orders alive and capped",),
+    "*-*": ("30 import orders alive and capped, at most 64 MiB unaccounted, overhead within the reserve",),
     **{
         f"{name}, {when}": (f"{name}, {when}: as much as the cap, and not more",)
         for name in ("cupy", "jax", "numba") for when in ("later", "imported", "live")
@@ -129,7 +139,7 @@ WATCH: dict[str, tuple[str, ...]] = {
         for where in ("own cap", "card full") for kind in REPORTS
         if (kind, where) != ("cupy async", "own cap")  # it has no cap of its own
     },
-    "leak": ("leak: announced >= 5 s before the OOM",),
+    "leak": ("leak: announced >= 5 s before the OOM, for about when it came",),
     "sawtooth": ("sawtooth: ten minutes, no alarm",),
     "tick": ("tick: <= 120 us median with all six live",),
     "small ops": ("small ops: ratio with the monitor at 10 Hz, upper bound <= 1.02",),
@@ -184,7 +194,7 @@ EXCHANGE: dict[str, tuple[str, ...]] = {
         "against the host route, in the same run",
     ),
     "lent": ("lent: in the ledger while a view lives, charged once",),
-    "leak": ("10,000 hand-overs: +- 0 bytes",),
+    "leak": ("10,000 hand-overs: +- 0 bytes of the GPU, at most 16 MiB of the host",),
     "killed": ("a process that attached is killed with -9: the memory goes back",),
     "routes": ("routes: each timed",),
 }
@@ -258,6 +268,36 @@ REPLAY: dict[str, tuple[str, ...]] = {
     ),
 }
 
+PEERS: dict[str, tuple[str, ...]] = {
+    "run": ("a whole run on a GPU",),
+    **{
+        library: (
+            f"{library}: every way measured",
+            f"{library}: filled to its part of the cap",
+            f"{library}: two processes of one way are alike within 10%",
+        )
+        for library in WAYS
+    },
+    **{
+        f"{share:.1%}": (
+            f"PyCUDA's mem_alloc at {share:.1%}: <= 2.5 x its own pool, or 2 us",
+            f"PyCUDA's DeviceMemoryPool at {share:.1%}: <= 2.5 x its own pool, or 2 us",
+            f"Numba at {share:.1%}: <= RMM's pool where its pool serves",
+            f"CuPy at {share:.1%}: <= 1.10 of plain",
+            f"torch at {share:.1%}: within its control",
+        )
+        for share in SHARES
+    },
+}
+
+TRAINING: dict[str, tuple[str, ...]] = {
+    name: (
+        f"{name}: 95 % bound of 100 interleaved pairs <= 1.005 beyond the control",
+        f"{name}: under a budget, with samples at 10 Hz, and in the control without",
+    )
+    for name in ("ResNet-50", "GPT")
+}
+
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "main_job": MAIN_JOB,
     "all_frameworks": ALL_FRAMEWORKS,
@@ -270,6 +310,8 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "light": LIGHT,
     "startup": STARTUP,
     "replay": REPLAY,
+    "peers": PEERS,
+    "training": TRAINING,
 }
 """By the name of the program in `about.command` of a result."""
 

@@ -86,6 +86,11 @@ def numba_build(versions: Mapping[str, str]) -> str | None:
     return f"with np.row_stack put back, without which it compiles nothing with NumPy {versions['numpy']}"
 
 
+def numba_note(about: Mapping[str, Any]) -> str | None:
+    """What was put back for Numba in a result. Older ones do not say it themselves; their versions do."""
+    return about.get("numba_build") or numba_build(about["versions"])
+
+
 def header(command: str, *, whole: bool = False) -> dict[str, Any]:
     """What a result begins with. `whole`: commands and doctor are what is measured."""
     about = {
@@ -305,7 +310,7 @@ def with_earlier_tests(
     before    the report that is there: of other parts, or of an earlier run of these tests; None if there is none
     results   outcomes of this run, by test
 
-    `results` has the last outcome of each test, `earlier` those before it, and `runs` every run with what failed in it.
+    `results` has the last outcome of each test, `earlier` those before it, and `runs` every run with what did not pass.
     """
     failed = sorted(name for name, outcome in results.items() if outcome != "passed")
     run = {

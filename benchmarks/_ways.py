@@ -30,12 +30,14 @@ class Allocator(NamedTuple):
     held    the bytes that it has taken from the driver; None if it does not say, so that live bytes are counted
     adds    the most that one more allocation of this size adds to them
     trim    gives idle memory back to the driver
+    asks    how often some work makes it ask the driver for memory; None if that cannot be counted
     """
 
     take: Callable[[int], Any]
     held: Callable[[], int] | None = None
     adds: Callable[[int], int] = lambda size: -(-size // PAGE) * PAGE
     trim: Callable[[], None] = lambda: None
+    asks: Callable[[Callable[[], Any]], int] | None = None
 
 
 class Way(NamedTuple):
@@ -69,6 +71,7 @@ def under_memguard(library: str, found: Allocator) -> Allocator:
         lambda: int(framework.usage(device).held),
         lambda size: max(found.adds(size), framework.footprint(size)),
         trim,
+        found.asks,
     )
 
 
@@ -187,7 +190,18 @@ def _numba() -> Allocator:
         with contextlib.suppress(AttributeError):  # RMM's plugin has no pending frees
             context.memory_manager.deallocations.clear()
 
-    return Allocator(lambda size: cuda.device_array(size, np.uint8), trim=trim)
+    def asks(work: Callable[[], Any]) -> int:
+        from numba.cuda.cudadrv.driver import driver
+
+        real, seen = driver.cuMemAlloc, []
+        driver.cuMemAlloc = lambda size: (seen.append(size), real(size))[1]
+        try:
+            work()
+        finally:
+            driver.cuMemAlloc = real
+        return len(seen)
+
+    return Allocator(lambda size: cuda.device_array(size, np.uint8), trim=trim, asks=asks)
 
 
 def numba_plain(cap: int) -> Allocator:

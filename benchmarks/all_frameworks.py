@@ -33,8 +33,8 @@ from _run import (
     merged,
     put_row_stack_back,
     run_scenario,
-)  # fmt: skip
-from main_job import SEED, bfc_refusals, held_of, reading, work_pycuda, work_tensorflow, work_torch
+)
+from main_job import SEED, bfc_refusals, held_of, reading, row_of, work_pycuda, work_tensorflow, work_torch
 
 NAMES = tuple(SIX)
 PAIRS = tuple(itertools.permutations(sorted(NAMES), 2))
@@ -277,7 +277,7 @@ def grown() -> dict[str, Any]:
 
     all_live(budget_of_six(growth=False))
     return {
-        name: counted(name, allocator(name)[0], lambda name=name: held_of(name), lambda name=name: memguard.trim(name))
+        name: counted(allocator(name)[0], lambda name=name: row_of(name), lambda name=name: memguard.trim(name))
         for name in COUNTED
     }
 

@@ -245,9 +245,14 @@ def together() -> dict[str, Any]:
     }
 
 
+def row_of(name: str) -> dict[str, Any]:
+    """What the ledger says of a framework."""
+    row: dict[str, Any] = reading(name)["frameworks"][name]
+    return row
+
+
 def held_of(name: str) -> int | None:
-    """What the ledger says that a framework holds."""
-    held: int | None = reading("held")["frameworks"][name]["held"]
+    held: int | None = row_of(name)["held"]
     return held
 
 

@@ -44,6 +44,8 @@ PARTS = 5
 """In which a block of work is divided. The median of them counts, so that one interruption does not."""
 LONGEST = 4000
 """Allocations in one part, at most."""
+ASKED = 100
+"""Allocations of which it is counted how many ask the driver."""
 
 
 # The child
@@ -122,7 +124,10 @@ def measure(filled: Filled, size: int, share: float, seconds: float) -> dict[str
         first = statistics.median(alone(take, size, count) for _ in range(PARTS))
     finally:
         gc.enable()
-    return {"both_us": found * 1e6, "allocate_us": first * 1e6, "reached": reached / filled.cap, "count": count}
+    told = {"both_us": found * 1e6, "allocate_us": first * 1e6, "reached": reached / filled.cap, "count": count}
+    if filled.allocator.asks is not None:  # afterwards: counting takes time
+        told["asks"] = filled.allocator.asks(lambda: both(take, size, ASKED)) / ASKED
+    return told
 
 
 def child(library: str, way: str, cap: int) -> None:
@@ -221,7 +226,7 @@ def _keep(found: dict[str, Any], library: str, where: str, way: str, number: int
         found["failed"][library].setdefault(f"{way}, {where}", said)
         return
     values = found["values"][library].setdefault(where, {}).setdefault(way, {})
-    for name in ("both_us", "allocate_us", "reached"):
+    for name in {"both_us", "allocate_us", "reached", "asks"} & told.keys():
         groups = values.setdefault(name, [])
         while len(groups) <= number:
             groups.append([])
@@ -238,6 +243,8 @@ def summary(values: dict[str, Any]) -> dict[str, Any]:
                 one["ways"][way] = {name: round(_spread.median(kept[name]), 4) for name in ("both_us", "allocate_us")}
                 reached = [value for group in kept["reached"] for value in group]
                 one["ways"][way]["reached"] = [min(reached), max(reached)]
+                if "asks" in kept:
+                    one["ways"][way]["asks"] = _spread.median(kept["asks"])
             for way, other in pairs(library).items():
                 if way in ways and other in ways and _alike(ways[way]["both_us"], ways[other]["both_us"]):
                     for name in ("both_us", "allocate_us"):

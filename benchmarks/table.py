@@ -20,7 +20,7 @@ import _exchange_tables
 import _figures
 import _ways
 from _listed import lacking, list_of
-from _run import RESULTS, ROOT, numba_build, source_hash
+from _run import RESULTS, ROOT, numba_note, source_hash
 
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
@@ -76,12 +76,6 @@ def reruns(result: dict[str, Any]) -> str:
         return ""
     said = [f"run {number} had {len(run['failed'])} failed" for number, run in enumerate(runs, 1)]
     return f" This is run {len(runs) + 1} of this code; {', '.join(said)}."
-
-
-def numba_note(about: dict[str, Any]) -> str:
-    """What was put back for Numba, after its version. Older results do not say it themselves; their versions do."""
-    note = about.get("numba_build") or numba_build(about["versions"])
-    return f" {note}" if note else ""
 
 
 def held_to(one: dict[str, Any]) -> str:
@@ -210,7 +204,11 @@ def outcomes(result: dict[str, Any]) -> str:
         if result["results"][name] == "passed" and set(before) != {"passed"}
     ]
     again = f" ({len(later)} of them failed in an earlier run of the same code)" if later else ""
-    return f"{found.count('passed')} passed{again}, {found.count('failed')} failed on {about['gpus']} × {about['gpu']}"
+    others = [f", {count} {outcome}" for outcome in ("skipped", "not run") if (count := found.count(outcome))]
+    return (
+        f"{found.count('passed')} passed{again}, {found.count('failed')} failed{''.join(others)} on "
+        f"{about['gpus']} × {about['gpu']}"
+    )
 
 
 def all_frameworks() -> list[str]:
@@ -243,7 +241,7 @@ def all_frameworks() -> list[str]:
         )
     if hour:
         notes.append(f"In a simulated hour unaccounted drifts by {hour['unaccounted_drift'] / MIB:.0f} MiB.")
-    orders = result["checks"].get("30 import orders alive and capped")
+    orders = next((one for name, one in result["checks"].items() if name.startswith("30 import orders")), None)
     if orders:
         notes.append(f"Orders of importing two frameworks, with both alive and capped: {orders[1]}.")
     return [
@@ -259,7 +257,7 @@ def all_frameworks() -> list[str]:
         *(f"- {note}" for note in notes),
         "",
         f"JAX {versions['jax']}, CuPy {versions['cupy-cuda13x']}, Numba-CUDA {versions['numba-cuda']}"
-        f"{numba_note(result['about'])}.",
+        f"{' ' + note if (note := numba_note(result['about'])) else ''}.",
         "",
         *origin("h200-all-frameworks.json", result),
         "",
@@ -429,7 +427,8 @@ def their_tests() -> list[str]:
     for name, suite in result["suites"].items():
         package = {"numba": "numba-cuda"}.get(name, name)
         label = f"{'Numba-CUDA' if name == 'numba' else LABELS[name]} {versions.get(package, '')}".strip()
-        label += numba_note(result["about"]) if name == "numba" else ""
+        note = numba_note(result["about"]) if name == "numba" else None
+        label += f" {note}" if note else ""
         differ = "; ".join(f"`{one['test']}`: {one['reason'] or '**no reason**'}" for one in suite["differences"])
         rows.append(f"| {label} | {suite['run']} | {len(suite['passed'])} | {differ or 'none'} |")
     return [
@@ -695,7 +694,8 @@ def readme_table() -> str:
             "| --- | --- | --- |",
             *lines,
             "",
-            f"On {about_gpu(job)}. TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}.",
+            f"On {about_gpu(job)}. TensorFlow {about['versions']['tensorflow']}, {about['tensorflow_build']}."
+            f"{_exchange_tables.about_numba(about)}",
             *([STALE] if any(stale(result) for result in everything) else []),
             f"[docs/results.md](docs/results.md) has all figures, and the {failed} checks that were missed{without}.",
         ]

@@ -18,7 +18,8 @@ from memguard.errors import DeviceError
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_CAPTURED = (900, 901, 906)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INVALIDATED, _IMPLICIT
+_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+_CAPTURED = (900, 901, _IMPLICIT)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INVALIDATED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 PER_THREAD = _NAMED = 2
 """CU_STREAM_PER_THREAD. A handle up to this one names a default stream of the current context."""
@@ -126,7 +127,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
         return
     captured = first is not None and capturing(ordinal, first)
     if captured != (then is not None and capturing(ordinal, then)):
-        raise Captured("a CUDA graph is being captured: a capture and streams outside it cannot wait for each other")
+        raise _apart()
     if first is not None and not captured and idle(ordinal, first, context):
         return
     with Mark(ordinal, first, context) as mark:
@@ -137,9 +138,11 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
 
 
 def capturing(ordinal: int, stream: int) -> bool:
-    """Whether the stream is recording a CUDA graph. Asking does not disturb it. The legacy default stream never is."""
-    if stream in (0, LEGACY):
-        return False
+    """Whether the stream is recording a CUDA graph. Asking does not disturb it.
+
+    The legacy default stream never is. Captured, if it may not even be asked whether it is idle: a stream that it waits
+    for is recording, and any use of the default stream would end that (documented of `cuStreamIsCapturing`).
+    """
     status = c_int()
     if stream > _NAMED:
         code = contexts.driver().cuStreamIsCapturing(stream, status)
@@ -149,6 +152,8 @@ def capturing(ordinal: int, stream: int) -> bool:
         return False
     with contexts.entered(primary):
         code = contexts.driver().cuStreamIsCapturing(stream, status)
+    if code == _IMPLICIT and stream in (0, LEGACY):
+        raise _apart()
     return bool(code == 0 and status.value)
 
 
@@ -210,6 +215,10 @@ def _event(cuda: libcuda.DriverAPI, context: int) -> int:
         event = c_void_p()
         _check("cuEventCreate", cuda.cuEventCreate(event, _NO_TIMING))
         return event.value or 0
+
+
+def _apart() -> Captured:
+    return Captured("a CUDA graph is being captured: a capture and streams outside it cannot wait for each other")
 
 
 def _check(call: str, code: int) -> None:

@@ -96,7 +96,7 @@ class _Parked:
 
     __slots__ = ("mark", "offer", "thread")
 
-    def __init__(self, offer: Offer, mark: Mark | None) -> None:
+    def __init__(self, offer: Offer, mark: Mark | _Later | None) -> None:
         self.offer: Offer | None = offer
         self.mark, self.thread = mark, offer.thread
 
@@ -175,17 +175,17 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | None:
+def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | None:
     """The consumer's work that still runs, if the producer has no stream that could wait for it; else None."""
     device = offer.view.device
     if device is None or not offer.view.size:
         return None
     stream = None if stream == PER_THREAD else stream  # a thread other than this one may have used it
     try:
-        if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
-            return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # it is one stream, so whatever uses the memory next comes after that work anyway
+        if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
+            return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
         if stream is not None and streams.idle(device, stream, context):
             return None
         mark = Mark(device, stream, context)
@@ -197,18 +197,43 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
                 # legacy default stream, whichever stream was current at the hand-over.
                 for then in dict.fromkeys((offer.stream or LEGACY, LEGACY)):
                     if stream is None or (stream or LEGACY) != then:
+                        streams.capturing(device, then)  # raises if the default stream may not be used now
                         mark.before(then)
         return None
     except DeviceError as error:
         _log.debug("exchange: %s", error)
-    try:  # no stream can be made to wait, so the work is polled until it is done
-        mark = Mark(device, stream, context)
+    # No stream can be made to wait, so the work is polled until it is done.
+    if stream is not None:
+        later = _Later(device, stream, context)
+        return None if _passed(later) else later
+    try:
+        mark = Mark(device, None, context)
     except DeviceError:
         return None
     return None if _passed(mark) else mark
 
 
-def _passed(mark: Mark) -> bool:
+class _Later:
+    """Like a `Mark` of a stream, recorded as soon as that ends no capture of a CUDA graph."""
+
+    def __init__(self, device: int, stream: int, context: int | None) -> None:
+        self._device, self._stream, self._context = device, stream, context
+        self._mark: Mark | None = None
+
+    def passed(self) -> bool:
+        try:
+            if self._mark is None and not streams.capturing(self._device, self._stream):
+                self._mark = Mark(self._device, self._stream, self._context)
+        except streams.Captured:
+            return False
+        return self._mark is not None and self._mark.passed()
+
+    def close(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
+
+
+def _passed(mark: Mark | _Later) -> bool:
     """Whether the work is done; closes the mark if so. An error counts as done: the context is gone, and its memory."""
     try:
         if not mark.passed():

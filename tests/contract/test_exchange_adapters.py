@@ -612,6 +612,63 @@ def test_a_captured_stream_is_refused_for_a_frameworks_own_array(world: Any, nam
     world.driver.capturing.clear()
 
 
+@pytest.mark.parametrize("producer", NAMES)
+@pytest.mark.parametrize("consumer", NAMES)
+def test_the_default_stream_is_not_used_while_a_stream_that_it_waits_for_is_captured(
+    world: Any, producer: str, consumer: str
+) -> None:
+    """Asking it whether it is idle ends the capture as recording on it does, and making it wait."""
+    driver = world.driver
+    if producer == consumer or not TELLS & {producer, consumer}:
+        return
+    x = world.array(producer)
+    for name in TELLS & {producer, consumer}:
+        world.own[name] = 0
+    captured = driver.stream()
+    driver.capturing.add(captured)
+    driver.blocking.add(captured)
+    if {producer, consumer} == TELLS or producer == "tensorflow":  # one stream, or nobody waits
+        to(x, consumer)
+    else:
+        with pytest.raises(CannotShare, match="CUDA graph is being captured"):
+            to(x, consumer)
+    assert driver.capturing == {captured} and not lifetimes._open, "the capture goes on"
+    driver.capturing.clear()
+    y = to(x, consumer)
+    y.look()
+    assert driver.wrong == []
+    del x, y
+    gc.collect()
+    settle(driver)
+
+
+@pytest.mark.parametrize("default", ["producer", "consumer", "neither"])
+def test_a_view_that_ends_beside_such_a_capture_keeps_its_memory_until_its_work_is_done(
+    world: Any, default: str
+) -> None:
+    """Also the default stream, on which the memory was allocated, is not made to wait."""
+    driver = world.driver
+    if default != "neither":
+        world.own["torch" if default == "producer" else "cupy"] = 0
+    x = world.array("torch")
+    address, captured = x.ptr, driver.stream()
+    y = to(x, "cupy")
+    work = y.look()
+    driver.capturing.add(captured)
+    driver.blocking.add(captured)
+    del x, y
+    gc.collect()
+    lifetimes.sweep()
+    assert driver.capturing == {captured} and driver.freed == [], "the capture goes on, and the memory is kept"
+    driver.finish(work)
+    lifetimes.sweep()
+    if default == "consumer":  # its work cannot be marked before
+        assert driver.freed == []
+        driver.capturing.clear()
+        lifetimes.sweep()
+    assert driver.freed == [address] and driver.wrong == [] and not lifetimes._parked
+
+
 def test_two_captured_streams_of_one_graph_may_wait_for_each_other(world: Any) -> None:
     world.driver.capturing |= {world.own["torch"], world.own["cupy"]}
     x = world.array("torch")

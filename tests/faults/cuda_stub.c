@@ -4,7 +4,8 @@
  * CUDA_STUB_INIT is cuInit's code, CUDA_STUB_COUNT the number of GPUs, CUDA_STUB_DOES what cuInit does before it
  * returns: crash or hang. CUDA_STUB_VERSION is the driver's CUDA. GPU 1 cannot reach GPU 0's memory. If CUDA_STUB_UUIDS is
  * set, it has the UUIDs of the GPUs (none: CUDA_ERROR_NO_DEVICE), and no device is counted before cuInit.
- * CUDA_STUB_INTEGRATED=1: they use the machine's memory; CUDA_STUB_TOTAL and _FREE are MiB, of each. */
+ * CUDA_STUB_INTEGRATED=1: they use the machine's memory; CUDA_STUB_TOTAL and _FREE are MiB, of each. CUDA_STUB_IDLE=1:
+ * all work is done at once, else when somebody waits for it. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -143,6 +144,10 @@ int cuThreadExchangeStreamCaptureMode(int *wanted) {
     return 0;
 }
 
+static int streams_idle;
+void stub_idle(int now) { streams_idle = now; }
+static int idle(void) { return streams_idle || number("CUDA_STUB_IDLE", 0); }
+
 static int number_of(void *event) {
     size_t at = (size_t)event - 0x7f0000100000;
     return at % 64 == 0 && at / 64 > 0 && at / 64 < EVENTS && event_state[at / 64] ? (int)(at / 64) : 0;
@@ -169,7 +174,7 @@ int cuEventDestroy_v2(void *event) {
 static int record(void *event) {
     int i = number_of(event);
     if (!i) return INVALID;
-    event_state[i] = 2;
+    event_state[i] = idle() ? 3 : 2;
     return 0;
 }
 int cuEventRecord(void *event, void *stream) { (void)stream; CALL("cuEventRecord"); return record(event); }
@@ -201,13 +206,11 @@ int cuStreamIsCapturing(void *stream, int *out) {
     *out = (size_t)stream == 0x7f0000ca0000;
     return 0;
 }
-static int streams_idle;
-void stub_idle(int idle) { streams_idle = idle; }
 int cuStreamQuery(void *stream) {
     CALL("cuStreamQuery");
     if ((size_t)stream <= 2 && !depth) return NO_CONTEXT;
     if ((size_t)stream == 0x7f0000ca0000) return 900; /* a captured one: asking ends the capture */
-    return streams_idle ? 0 : NOT_READY;
+    return idle() ? 0 : NOT_READY;
 }
 /* What is weak tests/native/memory_stub.c, which keeps count of memory, has its own of. */
 __attribute__((weak)) int cuPointerGetAttribute(void *out, int which, unsigned long long address) {

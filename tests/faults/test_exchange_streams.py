@@ -250,6 +250,24 @@ def test_every_code_of_a_capture_is_said_as_one(stubbed: Stubbed, code: int) -> 
     assert all("ended the capture of a CUDA graph" in text for text in found.values()), found
 
 
+def test_the_default_stream_is_not_used_beside_the_capture_of_one_that_it_waits_for(stubbed: Stubbed) -> None:
+    """The driver says so when it is asked whether the default stream is captured. Of another stream it does not."""
+    found = stubbed("""
+    for name, first in {"null": 0, "legacy": 1, "other": SIDE}.items():
+        result[name] = fails("cuStreamIsCapturing", 906, lambda: streams.follow(0, first, OTHER))
+    stub.stub_fail(b"cuStreamIsCapturing", 906, 1)
+    try:
+        streams.follow(0, 0, OTHER)
+    except streams.Captured:
+        result["asked"] = asked()
+    result["live"] = live()
+    """)
+    for name in ("null", "legacy"):
+        assert "a CUDA graph is being captured" in found[name], name
+    assert found["other"] is None and found["live"] == CLEAN
+    assert not {"cuStreamQuery", "cuEventRecord", "cuStreamWaitEvent"} & set(found["asked"])
+
+
 def test_which_gpu_reaches_which_memory(stubbed: Stubbed) -> None:
     found = stubbed("""
     result["known"] = [copies.reaches(0, AT), copies.reaches(0, 64), copies.reaches(1, AT)]

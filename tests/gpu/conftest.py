@@ -36,6 +36,8 @@ def gpu_missing() -> str | None:
 MISSING = gpu_missing()
 HERE = Path(__file__).parent
 results: dict[str, str] = {}
+chosen: set[str] = set()
+"""The tests that were to run: one that the run ends before is reported as `not run`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    chosen.update(item.nodeid for item in session.items if HERE in item.path.parents)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """With pytest-xdist only the workers collect."""
+    chosen.update(name for name in ids if "tests/gpu/" in name)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -56,6 +68,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     from _run import RESULTS, header, with_earlier_tests
 
+    results.update(dict.fromkeys(chosen - set(results), "not run"))
     about = header(f"python -m pytest {' '.join(session.config.invocation_params.args)}")
     path = Path(target)
     place = next((place for place in (path, RESULTS / path.name) if place.exists()), None)

@@ -106,14 +106,17 @@ def test_none_is_stale_while_the_producer_still_works(run: Run) -> None:
         + """
 result["torch"] = bench.order("torch")["order"]
 result["numba"] = bench.order("numba")["order"]
+result["tensorflow"] = bench.order("tensorflow")["order"]
 import _order
 result["by hand"] = _order.controls(20)["ways"]
 """,
         env=SOME,
         timeout=200,
     )
-    for name, one in {**found["torch"], **found["numba"]}.items():
-        assert one["stale"] == 0 and one["rounds"] == 60 and one["running_before"] >= 54, (name, one)
+    pairs = {**found["torch"], **found["numba"], **found["tensorflow"]}
+    assert len(pairs) == 15
+    for name, one in pairs.items():  # rounds in which the kernel was not seen running do not count
+        assert one["stale"] == 0 and one["running_before"] == 60, (name, one)
     # The host does not wait where both tell their streams.
     assert found["torch"]["torch > cupy"]["running_after"] >= 54
     assert any(one["stale"] for one in found["by hand"].values()), found["by hand"]
@@ -124,7 +127,8 @@ def test_memory_is_not_used_again_while_a_dropped_view_is_still_read(run: Run) -
     assert len(found["dropped"]) == 5
     for name, one in found["dropped"].items():
         assert one["wrong"] == 0 and one["rounds"] == 60, (name, one)
-    assert any(one["wrong"] for one in found["without"].values()), found["without"]
+    lenders = {name.partition(" > ")[0] for name, one in found["without"].items() if one["wrong"]}
+    assert lenders == {"torch", "cupy", "jax"}, ("the control: by hand each of them goes wrong", found["without"])
     assert found["open"] == 0
 
 

@@ -100,6 +100,53 @@ for flags in (BLOCKING, NON_BLOCKING):
     assert found["record 0"][0] in (0, 900, 901, 906), "what is said as a capture that was ended"
 
 
+def test_the_driver_tells_that_the_legacy_stream_may_not_be_used_and_the_capture_goes_on(run: Run) -> None:
+    """`cuStreamIsCapturing` of the legacy stream is asked before any other use of it."""
+    found = run(
+        CAPTURE
+        + """
+legacy = pointer(1)
+def asks(stream):
+    return cuda.cuStreamIsCapturing(legacy, ctypes.byref(ctypes.c_int()))
+for mode in (GLOBAL, 1, RELAXED):
+    for flags in (BLOCKING, NON_BLOCKING):
+        result[f"{mode} {flags}"] = during(flags, mode, True, asks)
+"""
+    )
+    found.pop("stderr")
+    for key, (code, ended) in found.items():
+        assert (code, ended) == (906 if key.endswith("0") else 0, 0), (key, code, ended)
+
+
+def test_a_hand_over_on_the_default_stream_ends_no_capture_of_a_blocking_stream(run: Run) -> None:
+    found = run(
+        CAPTURE
+        + """
+import cupy
+from memguard import exchange
+x, kept = torch.ones(1 << 20, device="cuda"), cupy.ones(4)
+side, said = torch.cuda.Stream(), []
+y = exchange.to(x, "cupy")
+torch.cuda.synchronize()
+
+def hand(stream):
+    global y
+    with torch.cuda.stream(side):
+        try:
+            exchange.to(x, "cupy")  # its stream is the default one
+        except exchange.CannotShare as error:
+            said.append(str(error))
+    y = None
+    return 0
+
+result["ended"] = during(BLOCKING, GLOBAL, True, hand)
+result["said"] = said
+"""
+    )
+    assert found["ended"] == [0, 0] and len(found["said"]) == 1, found
+    assert "CUDA graph is being captured" in found["said"][0]
+
+
 @pytest.mark.parametrize("consumer", ["cupy", "jax", "numba"])
 def test_none_is_stale_when_the_producers_work_ends_just_then(run: Run, consumer: str) -> None:
     """Work of any length, from none to 200 us: the stream is idle at some hand-overs and busy at others."""

@@ -28,7 +28,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(nvml), str(source)], check=True)
     scenario = folder / "gpus"
     scenario.write_text("\n".join(f"{key}={value}" for key, value in {**ONE, "driver": "580.0"}.items()) + "\n")
-    more = {"NVML_STUB": str(scenario), "CUDA_STUB_UUIDS": UUIDS[0], "CUDA_STUB_MIB": "65536"}
+    more = {"NVML_STUB": str(scenario), "CUDA_STUB_UUIDS": UUIDS[0], "CUDA_STUB_MIB": "65536", "CUDA_STUB_IDLE": "1"}
     return {**os.environ, **found, **more}
 
 
@@ -51,6 +51,7 @@ def test_what_is_here_is_measured_and_what_is_not_is_said(env: dict[str, str], t
     assert numba <= {"rmm", "rmm, again"}, "Numba itself is here, RMM may be"
     for cell in result["cells"]["numba"].values():
         assert {"plain", "plain, again", "memguard"} <= cell["ways"].keys()
+        assert cell["ways"]["plain"]["asks"] == 1, "Numba asks the driver for each array"
     for library in ("pycuda", "numba"):
         for cell in result["cells"][library].values():
             for way, one in cell["ways"].items():

@@ -14,7 +14,7 @@ from collections import defaultdict
 from typing import Any
 
 PRIMARY = 0x1000
-NOT_READY, INVALID, NO_CONTEXT, CAPTURE = 600, 1, 201, 900
+NOT_READY, INVALID, NO_CONTEXT, CAPTURE, IMPLICIT = 600, 1, 201, 900, 906
 
 
 class Driver:
@@ -31,6 +31,7 @@ class Driver:
         self.freed: list[int] = []
         self.over: set[int] = set()
         self.capturing: set[int] = set()
+        self.blocking: set[int] = set()  # streams that the legacy stream waits for, as it does for none at first
         self.peers: set[tuple[int, int]] = set()
         self.contexts = {PRIMARY + ordinal: ordinal for ordinal in range(gpus)}
         self.events: dict[int, set[int]] = {}
@@ -191,8 +192,9 @@ class Driver:
     def cuEventDestroy_v2(self, event: int) -> None:  # noqa: N802
         del self.events[event]
 
-    def cuEventRecord(self, event: int, stream: int) -> None:  # noqa: N802
+    def cuEventRecord(self, event: int, stream: int) -> int:  # noqa: N802
         self.events[event] = set(self._at(stream))
+        return self._uses(stream)
 
     def cuCtxRecordEvent(self, context: int, event: int) -> int:  # noqa: N802
         if self.capturing:
@@ -218,10 +220,18 @@ class Driver:
         if stream in (0, 1, 2) and not self.stack:
             return NO_CONTEXT
         self._at(stream).update(self.events[event])
-        return 0
+        return self._uses(stream)
 
-    def cuStreamIsCapturing(self, stream: int, out: Any) -> None:  # noqa: N802
+    def cuStreamIsCapturing(self, stream: int, out: Any) -> int:  # noqa: N802
         out.value = int(stream in self.capturing)
+        return IMPLICIT if stream in (0, 1) and self.capturing & self.blocking else 0
+
+    def _uses(self, stream: int) -> int:
+        """A capture of a stream that the legacy stream waits for ends when that is used. The code."""
+        if stream not in (0, 1) or not self.capturing & self.blocking:
+            return 0
+        self.capturing.clear()
+        return IMPLICIT
 
     def cuStreamQuery(self, stream: int) -> int:  # noqa: N802
         if stream in (0, 1, 2) and not self.stack:
@@ -229,7 +239,7 @@ class Driver:
         if stream in self.capturing:
             self.capturing.clear()
             return CAPTURE
-        return 0 if self._at(stream) <= self.over else NOT_READY
+        return self._uses(stream) or (0 if self._at(stream) <= self.over else NOT_READY)
 
     def cuPointerGetAttribute(self, out: Any, which: int, address: int) -> int:  # noqa: N802
         start = max((start for start in self._memory if start <= address), default=0)

@@ -64,7 +64,12 @@ def all_frameworks() -> Result:
     one["raw"] = raw()
     steps = {
         "large": {"held": [800 * MIB, 0], "nvml": [800 * MIB, 0]},
-        "small": {"held": [1000 * MIB, 800 * MIB], "nvml": [1004 * MIB, 800 * MIB]},
+        "small": {
+            "held": [1000 * MIB, 800 * MIB],
+            "nvml": [1004 * MIB, 800 * MIB],
+            "in_use": 980 * MIB,
+            "asked": 970 * MIB,
+        },
         "emptied": {"held": [1000 * MIB, 0], "nvml": [1004 * MIB, 0]},
     }
     s["counted"] = {"returncode": 0, **{name: copy.deepcopy(steps) for name in _listed.COUNTED}}
@@ -251,6 +256,15 @@ def test_the_list_is_of_the_scenarios_that_the_programs_have() -> None:
     for listed in _listed.BY_COMMAND.values():
         every = _listed.names(listed)
         assert len(every) == len(set(every)) and all(listed.values())
+
+
+def test_every_benchmark_that_makes_a_result_has_its_list() -> None:
+    """Without one its checks would be collected from what ran."""
+    makers = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py") if "conclude(" in path.read_text()}
+    assert makers == set(_listed.BY_COMMAND)
+    for path in RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        assert _listed.list_of(result) or "pytest" in result["about"]["command"], path.name
 
 
 def test_a_check_that_is_told_twice_or_not_listed_fails() -> None:

@@ -194,11 +194,23 @@ def test_only_the_gaps_in_cupys_slabs_may_pass_a_cap() -> None:
 def test_what_is_freed_and_counted_is_compared_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     framework = Capped(GIB)
     monkeypatch.setattr(_independent, "bytes_now", lambda: framework.driver.held() + 600 * MIB)
-    found = _independent.counted("x", framework.take, framework.driver.held, lambda: None)
+    live: list[int] = []
+
+    def take(size: int) -> Any:
+        live.append(size)
+        return framework.take(size)
+
+    def row(part: int = 1) -> Result:
+        return {"held": framework.driver.held() // part, "in_use": sum(live)}
+
+    found = _independent.counted(take, row, lambda: None)
     for step in ("large", "small", "emptied"):
         good, figure = _independent.agrees(found[step], 0, MIB)
         assert good, (step, figure)
-    missing = _independent.counted("x", framework.take, lambda: framework.driver.held() // 2, lambda: None)
+    assert found["emptied"]["nvml"][0] == 600 * MIB and len(live) == 424
+    good, figure = _independent.in_use_is_live(found["small"])
+    assert good and found["small"]["asked"] == sum(live), figure
+    missing = _independent.counted(take, lambda: row(2), lambda: None)
     assert not _independent.agrees(missing["large"], 2 * MIB, MIB)[0]
     block = framework.take(100 * MIB)
     held = framework.driver.held
@@ -288,6 +300,9 @@ def test_a_test_that_passes_when_it_runs_again_has_failed_once() -> None:
     )
     worse = _run.with_earlier_tests(again, {**about, "date": "4"}, {"b": "failed"})
     assert worse["earlier"]["b"] == ["passed", "passed"] and worse["results"]["b"] == "failed"
+    cut = _run.with_earlier_tests(None, about, {"a": "passed", "b": "not run", "c": "skipped", "d": "not run"})
+    assert table.outcomes(cut) == "1 passed, 0 failed, 1 skipped, 2 not run on 1 × H"
+    assert cut["runs"][0]["failed"] == ["b", "c", "d"]
     other = _run.with_earlier_tests(worse, {**about, "memguard_hash": "new"}, {"a": "passed"})
     assert other["results"] == {"a": "passed"} and other["earlier"] == {} and len(other["runs"]) == 1
 
@@ -333,8 +348,9 @@ def test_a_result_says_what_was_put_back_for_numba(numpy: str, numba: str | None
     versions = {"numpy": numpy, **({"numba-cuda": numba} if numba else {})}
     note = _run.numba_build(versions)
     assert (note is not None) == said
-    assert ("np.row_stack put back" in table.numba_note({"versions": versions})) == said
-    assert table.numba_note({"versions": versions, "numba_build": "so"}) == " so"
+    about = {"versions": versions}
+    assert ("np.row_stack put back, without" in table._exchange_tables.about_numba(about)) == said
+    assert _run.numba_note({**about, "numba_build": "so"}) == "so"
 
 
 def test_a_document_that_shows_a_stale_result_as_current_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -381,3 +397,39 @@ print(json.dumps([inherited, run["peak_rss_kib"], run["peak_rss_of"]]))
     inherited, own, of = json.loads(done.stdout.splitlines()[-1])
     assert of == "VmHWM" and own < 200 << 10
     assert inherited >= 400 << 10, "the control: this figure is the parent's"
+
+
+GPU_TESTS = """
+import pytest
+def test_first(): pass
+def test_second(): assert not __import__("os").environ.get("BREAKS")
+def test_third(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["one process", "pytest-xdist"])
+def test_a_run_on_a_gpu_that_ends_early_says_what_did_not_run(tmp_path: Path, workers: list[str]) -> None:
+    """The plugin of `tests/gpu` over a made-up NVML: a run that is cut short, and the same code once more."""
+    here = tmp_path / "tests" / "gpu"
+    here.mkdir(parents=True)
+    (here / "conftest.py").write_text((ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    (here / "test_some.py").write_text(GPU_TESTS)
+    (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\ndef nvmlDeviceGetCount(): return 1\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    report = tmp_path / "report.json"
+    paths = [str(tmp_path), str(ROOT / "benchmarks"), str(ROOT)]
+
+    def run(**more: str) -> Result:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MEMGUARD_GPU_REPORT": str(report), **more}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-x", *workers]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+        assert report.exists(), done.stdout + done.stderr
+        found: Result = json.loads(report.read_text())
+        return {**found, "results": {name.rpartition("::")[2]: how for name, how in found["results"].items()}}
+
+    cut = run(BREAKS="1")
+    assert cut["results"] == {"test_first": "passed", "test_second": "failed", "test_third": "not run"}
+    assert len(cut["runs"]) == 1 and len(cut["runs"][0]["failed"]) == 2
+    whole = run()
+    assert set(whole["results"].values()) == {"passed"} and len(whole["runs"]) == 2
+    assert sorted(outcomes for outcomes in whole["earlier"].values()) == [["failed"], ["not run"], ["passed"]]

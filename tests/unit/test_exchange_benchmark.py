@@ -129,6 +129,7 @@ def test_what_is_right_passes_every_bar() -> None:
         (("lent", "lent", "torch > jax", "nvml_growth"), 4096, "lent: in the ledger"),
         (("lent", "lent", "torch > jax", "nvml"), -1, "lent: in the ledger"),
         (("leak", "nvml_after"), 10, "10,000 hand-overs"),
+        (("leak", "rss_growth_kib"), 20_000, "10,000 hand-overs"),
         (("leak", "nvml_before"), -1, "10,000 hand-overs"),
         (("leak", "hand_overs"), 9_999, "10,000 hand-overs"),
         (("killed", "nvml_after"), 6, "a process that attached is killed"),

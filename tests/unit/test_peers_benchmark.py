@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_spread, _ways, benchmark, checks, table = (
-    importlib.import_module(name) for name in ("_spread", "_ways", "peers", "checks", "table")
+_listed, _spread, _ways, benchmark, checks, table = (
+    importlib.import_module(name) for name in ("_listed", "_spread", "_ways", "peers", "checks", "table")
 )
 MIB, GIB = 1 << 20, 1 << 30
 US = {"plain": 2.3, "memguard": 2.3, "rmm": 8.6, "own pool": 0.69, "memguard, pool": 1.2}
@@ -69,6 +69,7 @@ def passing() -> Iterator[dict[str, Any]]:
 
 def test_a_good_run_passes_all_and_an_empty_one_none(passing: dict[str, Any]) -> None:
     assert failed(passing) == []
+    assert list(checks.peers_checks(passing)) == _listed.names(_listed.PEERS)
     for library in _ways.WAYS:
         empty = copy.deepcopy(passing)
         empty["cells"].pop(library)
@@ -98,6 +99,18 @@ def test_each_bar_can_fail(passing: dict[str, Any], library: str, way: str, fact
     wrong = failed(changed(passing, library, way, factor))
     assert wrong == [name for name in checks.peers_checks(passing) if bar and name.startswith(f"{bar} at ")]
     assert len(wrong) == (3 if bar else 0)
+
+
+def test_near_the_cap_numbas_pool_need_not_serve_and_elsewhere_it_must(passing: dict[str, Any]) -> None:
+    slow = changed(passing, "numba", "memguard", 10)
+    bars = [f"Numba at {share:.1%}: <= RMM's pool where its pool serves" for share in _ways.SHARES]
+    assert failed(slow) == bars
+    for cell in CELLS:
+        slow["cells"]["numba"][cell]["ways"]["memguard"]["asks"] = 0.5
+    assert failed(slow) == bars[:2]
+    assert "1 KiB at 99.9%: asks the driver 0.50 times" in checks.peers_checks(slow)[bars[2]][1]
+    slow["cells"]["numba"][_ways.cell(MIB, 0.999)]["ways"]["memguard"]["asks"] = 0.05
+    assert failed(slow) == bars, "where it serves the bar holds"
 
 
 def test_a_control_that_differs_shows_that_the_run_resolves_nothing(passing: dict[str, Any]) -> None:
