@@ -30,9 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import startup
 from _run import ROOT, SIX, conclude, header
+from checks import init_checks
 
-INIT_MS, FRESH_MS = 50, 60
-"""The bars: for `init` with its dependencies loaded, and for what a fresh interpreter takes beyond their imports."""
 IMPORTS = ("tensorflow", "torch", "jax", "cupy", "pycuda.driver", "numba.cuda")
 UUID = "GPU-11111111-1111-1111-1111-111111111111"
 STUB = {"count": 1, "uuid0": UUID, "name0": "NVIDIA H200", "arch0": 9, "total0": 150_754_820_096,
@@ -210,42 +209,6 @@ def summary(kept: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"ways": ways, "difference": differences}
 
 
-def checks(result: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Each check by name: whether it passed, and its figure. One whose way did not run has failed."""
-    ways, differences, where = result["ways"], result["difference"], f"; the GPU is {result['about']['gpus_are']}"
-
-    def alone(way: str, control: str) -> list[Any]:
-        one, nvml = ways[way]["without_nvml_init"], ways[way]["nvml_init"]
-        beside = f", the same again {differences[control]['median_ms']:+.1f} ms" if control else ""
-        figure = f"median {one['median_ms']:.1f} ms, p95 {one['p95_ms']:.1f} ms in {one['n']} rounds{beside}; nvmlInit "
-        return [one["p95_ms"] <= INIT_MS, f"{figure}{nvml['median_ms']:.1f} ms{where}"]
-
-    def fresh() -> list[Any]:
-        more, control = differences["fresh"], differences["their imports again"]
-        figure = f"{more['median_ms']:+.1f} ms ({more['low_ms']:+.1f} to {more['high_ms']:+.1f}) in {more['n']} rounds"
-        again = (
-            f"their imports again {control['median_ms']:+.1f} ({control['low_ms']:+.1f} to {control['high_ms']:+.1f})"
-        )
-        return [more["high_ms"] <= FRESH_MS, f"{figure}; {again}{where}"]
-
-    def told(judge: Callable[[], list[Any]]) -> list[Any]:
-        try:
-            return judge()
-        except KeyError as missing:
-            return [False, f"did not run: {missing.args[0]}"]
-
-    return {
-        f"init of six frameworks, its dependencies loaded, nvmlInit apart <= {INIT_MS} ms, 95 % of the readings": told(
-            lambda: alone("init", "init again")
-        ),
-        f"init in a fresh interpreter <= {FRESH_MS} ms more than the imports of pydantic, PyYAML and nvidia-ml-py, "
-        "nvmlInit apart, upper 95 % bound of the median difference": told(fresh),
-        f"init of six frameworks that are imported, nvmlInit apart <= {INIT_MS} ms, 95 % of the readings": told(
-            lambda: alone("imported", "")
-        ),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("-o", "--output", type=Path)
@@ -261,7 +224,7 @@ def main() -> None:
             del rounds["one GPU visible"]
         about = {**header("python benchmarks/init.py"), "gpus_are": place.gpus_are, "cpus": os.cpu_count()}
         result: dict[str, Any] = {"about": about, **summary(measured(place.run, rounds))}
-    result["checks"] = checks(result)
+    result["checks"] = init_checks(result)
     conclude(result, arguments.output)
     for way, one in result["ways"].items():
         value, nvml = one["without_nvml_init"], one["nvml_init"]["median_ms"]
