@@ -948,6 +948,41 @@ def training_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
     return found
 
 
+INIT_MS, FRESH_MS = 50, 60
+"""For `init` with its dependencies loaded, and for what a fresh interpreter takes beyond their imports."""
+
+
+def init_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    """The bars of `init.py`. A check whose way did not run has failed."""
+    ways, differences, where = result["ways"], result["difference"], f"; the GPU is {result['about']['gpus_are']}"
+    found: dict[str, tuple[bool, str]] = {}
+    for what, way in (("six frameworks, its dependencies loaded", "init"), ("six that are imported", "imported")):
+        name = f"init of {what}, nvmlInit apart <= {INIT_MS} ms, 95 % of the readings"
+        control = differences.get("init again")
+        if way not in ways or (way == "init" and control is None):
+            found[name] = (False, "did not run")
+            continue
+        one, nvml = ways[way]["without_nvml_init"], ways[way]["nvml_init"]["median_ms"]
+        again = f", the same again {control['median_ms']:+.1f} ms" if way == "init" else ""
+        figure = f"median {one['median_ms']:.1f} ms, p95 {one['p95_ms']:.1f} ms in {one['n']} rounds{again}"
+        absent = [name for name, cap in ways[way]["caps"].items() if cap == "absent"]
+        missing = f"; not installed for a GPU: {', '.join(absent)}" if absent else ""
+        found[name] = (one["p95_ms"] <= INIT_MS, f"{figure}; nvmlInit {nvml:.1f} ms{missing}{where}")
+    name = (
+        f"init in a fresh interpreter <= {FRESH_MS} ms more than the imports of pydantic, PyYAML and nvidia-ml-py, "
+        "nvmlInit apart, upper 95 % bound of the median difference"
+    )
+    more, control = differences.get("fresh"), differences.get("their imports again")
+    if more is None or control is None:
+        found[name] = (False, "did not run")
+    else:
+        figure = f"{more['median_ms']:+.1f} ms ({more['low_ms']:+.1f} to {more['high_ms']:+.1f}) in {more['n']} rounds"
+        span = f"{control['low_ms']:+.1f} to {control['high_ms']:+.1f}"
+        figure += f"; their imports again {control['median_ms']:+.1f} ({span})"
+        found[name] = (more["high_ms"] <= FRESH_MS, f"{figure}{where}")
+    return found
+
+
 QUIET_SECONDS = 120
 
 

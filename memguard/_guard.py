@@ -9,8 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard import _policy
@@ -62,16 +61,16 @@ _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
 
-@dataclass
 class _Entry:
     """A framework of the budget, and how its cap holds.
 
     `drift`: what was changed after the cap was set, so that it no longer holds. `enforcement` is `watched` meanwhile.
     """
 
-    framework: Framework
-    enforcement: Enforcement = Enforcement.PENDING
-    drift: tuple[str, ...] = ()
+    def __init__(self, framework: Framework) -> None:
+        self.framework = framework
+        self.enforcement = Enforcement.PENDING
+        self.drift: tuple[str, ...] = ()
 
     @property
     def drift_reason(self) -> str:
@@ -79,14 +78,13 @@ class _Entry:
         return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
 
 
-@dataclass
 class _Refused:
     """How often a framework was refused memory on one GPU, and the last time. Counted without a lock."""
 
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    count: int = 0
-    last: float = 0.0
-    size: int | None = None
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.count, self.last = 0, 0.0
+        self.size: int | None = None
 
 
 class Guard:

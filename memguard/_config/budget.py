@@ -5,7 +5,7 @@ each raises ConfigError and nothing else. What the keys mean is in `docs/budget.
 first used (`defer_build`): importing this builds none.
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, which makes pydantic compile the annotations again for each model.
 
 import os
 import stat
@@ -218,7 +218,7 @@ class Budget(_Model):
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Budget:
+    def load(cls, path: str | os.PathLike[str]) -> "Budget":
         """The budget in a file. Raises ConfigError, also if the file cannot be read."""
         from memguard._config.positions import MAX_BYTES
 
@@ -235,14 +235,14 @@ class Budget(_Model):
         return _in_folder(cls.from_text(raw, source), os.path.dirname(os.path.abspath(source)))
 
     @classmethod
-    def from_text(cls, text: str | bytes, source: str = "budget") -> Budget:
+    def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
         """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
         from memguard._config.positions import read  # imports yaml, which a budget of Python values does not need
 
         return _budget(read(text), _printable(source))
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Budget:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "Budget":
         """The budget in plain Python values, as `yaml.safe_load` would give them. Raises ConfigError, without lines."""
         return _budget(of_mapping(mapping), "budget")
 
@@ -311,7 +311,7 @@ def _budget(document: Document, source: str) -> Budget:
     return budget
 
 
-def _fields() -> Fields:
+def _fields() -> "Fields":
     """The fields of each level by key."""
     models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
     models["doctor"] = DoctorConfig

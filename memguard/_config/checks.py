@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
-from memguard._config import fitting, values
+from memguard._config import values
 from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
@@ -93,6 +93,8 @@ def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: li
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
+    from memguard._config import fitting  # suggests numbers: a budget that fits needs none
+
     numbers = fitting.as_text(_lowered(shares, limits, rooms))
     if total > 1:
         message = f"the shares add up to {percent_text(total)} ({_sum(shares)}); at most 100% can be given out"
@@ -107,6 +109,8 @@ def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: li
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
     """What to lower shares to that are too large by themselves: they have to be, even if a limit has to be raised."""
+    from memguard._config import fitting
+
     return fitting.fitting(shares, limits, min(rooms, default=None)) or fitting.fitting(shares, limits, None)
 
 
@@ -174,6 +178,8 @@ def _fits(
         return
     over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
+        from memguard._config import fitting
+
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
         message = f"{_sum({**limits, **shares})} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"

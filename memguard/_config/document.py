@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fractions import Fraction
 
 from memguard._units import short
@@ -23,18 +22,23 @@ Loc = tuple[str | int, ...]
 """The keys and indexes that lead to a value."""
 
 
-@dataclass(eq=False, repr=False)
 class Document:
     """One document as plain values, the marks of its keys and values in file order, and its problems of form.
 
     A mark is None if there is no file. What lies at or below a place in `bad` was reported already.
     """
 
-    data: object = None
-    keys: dict[Loc, Mark | None] = field(default_factory=dict)
-    values: dict[Loc, Mark | None] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    bad: set[Loc] = field(default_factory=set)
+    def __init__(
+        self,
+        values: dict[Loc, Mark | None] | None = None,
+        problems: list[Problem] | None = None,
+        bad: set[Loc] | None = None,
+    ) -> None:
+        self.data: object = None
+        self.keys: dict[Loc, Mark | None] = {}
+        self.values = {} if values is None else values
+        self.problems = [] if problems is None else problems
+        self.bad = set() if bad is None else bad
 
 
 class Opaque:

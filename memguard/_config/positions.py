@@ -9,7 +9,6 @@ look like: `true` and `false`, decimal whole numbers, nothing; everything else i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -29,11 +28,12 @@ _WORDS: dict[str, bool | None] = {
 }
 
 
-@dataclass(eq=False)
 class Unreadable(Exception):
     """Reading cannot go on: the problem is the reason."""
 
-    problem: Problem
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
 
 
 def decode(raw: bytes | str) -> str:

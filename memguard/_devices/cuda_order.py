@@ -42,7 +42,8 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
     path = importable()
     try:
         answer = subprocess.run(
-            [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
+            # -S: `path` is all that it needs of `site`, which may read many files
+            [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
             capture_output=True,
             text=True,
             timeout=_CHILD_TIMEOUT,

@@ -8,7 +8,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -40,14 +39,11 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-@dataclass(eq=False, repr=False)
 class _Part:
     """A file that is full. `mine` is False if an earlier run wrote it."""
 
-    number: int
-    path: str
-    size: int
-    mine: bool = True
+    def __init__(self, number: int, path: str, size: int, mine: bool = True) -> None:
+        self.number, self.path, self.size, self.mine = number, path, size, mine
 
 
 class Writer:

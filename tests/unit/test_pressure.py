@@ -457,7 +457,7 @@ SAMPLES = st.lists(
 def test_any_samples(samples: list[Sample], in_order: bool) -> None:
     to = Settings(on_pressure=("trim", "raise"))
     state = START
-    for one in sorted(samples) if in_order else samples:
+    for one in sorted(samples, key=lambda one: one.time) if in_order else samples:
         kept = state
         before = dict(state._tracks)
         state, actions = decide(to, one, state)

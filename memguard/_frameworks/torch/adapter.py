@@ -27,17 +27,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memguard._devices.pools import CappedPool
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.replacements import Replacements
-from memguard._frameworks.torch import history, settings
+from memguard._frameworks.torch import settings
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
 from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
+
+if TYPE_CHECKING:
+    from memguard._devices.pools import CappedPool
 
 _log = logging.getLogger("memguard")
 
@@ -232,6 +234,8 @@ class Torch(Framework):
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
+        from memguard._frameworks.torch import history
+
         try:
             torch.cuda.memory._record_memory_history(max_entries=history.ENTRIES, context=None, stacks="python")
         except (AttributeError, RuntimeError, TypeError):
@@ -472,6 +476,8 @@ class Torch(Framework):
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
             return
+        from memguard._devices.pools import CappedPool
+
         try:
             self._pools[uuid] = CappedPool(ordinal, allowed)
         except DeviceError as error:
