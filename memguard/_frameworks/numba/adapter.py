@@ -207,8 +207,6 @@ class Numba(Framework):
         self._manager.pooling = False
         for bank in self._manager.banks.values():
             bank.lock = threading.RLock()  # another thread of the parent may have held the old one
-            for manager in list(bank.members):
-                manager.pool.forget()
 
     def tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the count's lock is free again."""

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol
 
 from memguard._devices import contexts, streams
 from memguard._frameworks.base import with_size
-from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.numba.pool import Block, Mark, Pool, whole
+from memguard._frameworks.driver_pages import DriverPages, slabs, whole
+from memguard._frameworks.numba.pool import Block, Mark, Pool
 from memguard._frameworks.numba.watch import Addresses, covered, ended
 from memguard._units import format_size
 from memguard.errors import DeviceError
@@ -292,7 +292,7 @@ def capped(driver: Any) -> type:
                 held += self.bank.elsewhere(self)
             block = take(whole(size)) if held <= cap else None
             if block is not None:
-                block.asked, block.exported = size, False
+                block.asked = size
                 self._log.append((figures.used, block))
                 figures.apply()
             return block
