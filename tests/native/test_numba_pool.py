@@ -248,6 +248,45 @@ result["over"] = [len(watch.ended.under_way()), manager.pooling]
     assert found == {"marks": 1, "of the flush": 2, "over": [0, True]}
 
 
+def test_nothing_is_recorded_while_a_blocking_stream_captures(beside: Run) -> None:
+    """The driver answers the question about the legacy stream with CUDA_ERROR_STREAM_CAPTURE_IMPLICIT then."""
+    found = beside(
+        LIVE
+        + """
+array = bytes_of(4 * MIB)
+del array
+stub.stub_fail(b"cuStreamIsCapturing", 906, 2)
+flush()
+result["first"] = [len(manager.pool.unmarked), len(manager.pool._marked)]
+flush()
+result["second"] = [len(manager.pool.unmarked), len(manager.pool._marked)]
+flush()
+result["third"] = [len(manager.pool.unmarked), len(manager.pool._marked)]
+"""
+    )
+    assert found == {"first": [1, 0], "second": [1, 0], "third": [0, 1]}
+
+
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuThreadExchangeStreamCaptureMode"])
+def test_where_cuda_refuses_a_mark_blocks_are_not_handed_out_and_nothing_is_lost(beside: Run, call: str) -> None:
+    found = beside(
+        LIVE
+        + f"""
+live = [bytes_of(8 * MIB) for _ in range(8)]
+where = {{at(array) for array in live}}
+live.clear()
+stub.stub_fail({call!r}.encode(), 700, 100)
+flush()
+result["held"] = [manager.held() >> 20, stub.stub_taken() >> 20]
+array = bytes_of(8 * MIB)
+result["after"] = [manager.held() >> 20, stub.stub_taken() >> 20]
+manager.give_back()
+result["given"] = [manager.held() >> 20, stub.stub_taken() >> 20]
+"""
+    )
+    assert found == {"held": [64, 64], "after": [64, 64], "given": [8, 8]}
+
+
 def test_derived_pointers_count_as_numbas_own_tests_expect(beside: Run) -> None:
     found = beside(
         LIVE
