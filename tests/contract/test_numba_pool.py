@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_numba_model import Model, Setting, forget, model
 
+from memguard._devices import streams
 from memguard._frameworks.numba import watch
 from memguard._frameworks.numba.adapter import Numba
 from memguard._units import MIB
@@ -293,6 +294,24 @@ def test_a_stream_that_cannot_be_marked_at_its_end_ends_the_pool(
     monkeypatch.setattr(setting.driver.Mark, "__init__", failing)
     del stream
     assert not manager(setting).pooling
+
+
+@pytest.mark.parametrize("how", ["closed", "undone"])
+def test_a_stream_that_outlives_its_context_or_the_budget_is_not_marked(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The driver crashes on the handle of a stream that is no more; the next context may have the same handle."""
+    marked: list[Any] = []
+    monkeypatch.setattr(streams, "Mark", lambda *place: marked.append(place))
+    stream = setting.cuda.stream()
+    if how == "closed":
+        setting.cuda.close()
+        setting.cuda.current_context()
+    else:
+        setting.applied.undo()  # type: ignore[attr-defined]
+    marked.clear()
+    del stream
+    assert marked == [] and manager(setting).pooling == (how == "closed")
 
 
 def test_a_kernel_of_another_gpu_may_read_it(model: Model) -> None:
