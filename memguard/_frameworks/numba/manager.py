@@ -101,8 +101,8 @@ def capped(driver: Any) -> type:
         def __copy__(self) -> Any:
             return self
 
-        def __del__(self) -> None:
-            if not self._freed and not sys.is_finalizing():
+        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
+            if not self._freed and not ends():
                 self._manager.drop(self._block)
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
