@@ -436,6 +436,7 @@ def test_everything_goes_back_to_the_driver(setting: Setting, end: str) -> None:
     if end == "trim":
         setting.framework.trim(setting.gpu)
     elif end == "undo":
+        flush(setting)
         setting.applied.undo()  # type: ignore[attr-defined]
     elif end == "reset":
         held.reset()
@@ -580,6 +581,26 @@ def test_a_signal_handler_allocates_within_an_allocation(setting: Setting) -> No
     setting.framework.trim(setting.gpu)
     usage = setting.usage()
     assert (usage.held, usage.in_use, setting.taken()) == (0, 0, 0)
+
+
+def test_a_block_that_another_thread_frees_within_an_allocation_is_counted_with_its_own_size(setting: Setting) -> None:
+    """It comes into the pool after the log was applied, and is handed out for another size that is rounded equally."""
+    kept = [setting.cuda.device_array(4 * MIB)]
+    first = setting.cuda.device_array(3 * MIB)
+    del first
+    flush(setting)
+    held = manager(setting)
+    take = held.pool.take
+
+    def freed_meanwhile(size: int) -> Any:
+        kept.clear()
+        flush(setting)
+        return take(size)
+
+    held.pool.take = freed_meanwhile
+    array = setting.cuda.device_array(3 * MIB + 1)
+    assert setting.usage().in_use == 3 * MIB + 1 and setting.usage().peak == 7 * MIB
+    del array
 
 
 def test_threads_never_share_a_block(model: Model) -> None:

@@ -239,6 +239,6 @@ def _give_back(banks: Mapping[str, Bank]) -> None:
         with bank.lock, contexts.beside_captures():
             for manager in list(bank.members):
                 try:
-                    manager.give_back()
+                    manager.drain()
                 except Exception as error:
                     _log.debug("numba: its pool was not given back: %s", error)

@@ -36,7 +36,7 @@ class Figures:
     def __init__(self, uuid: str) -> None:
         self.pages = DriverPages(slabs[uuid])
         self.in_use = self.peak = 0
-        self.log: deque[tuple[Callable[[Block], None], Block]] = deque()
+        self.log: deque[tuple[Callable[[Block, int], None], Block, int]] = deque()
         self._resting: dict[Block, None] = {}  # those that no array has: their free is pending, or they are pooled
         self._reclaimable: int | None = None  # None: it has to be added up
         self._applying = False
@@ -48,28 +48,30 @@ class Figures:
         log = self.log
         try:
             while log:
-                step, block = log.popleft()
-                step(block)
+                step, block, size = log.popleft()
+                step(block, size)
         finally:
             self._applying = False
 
-    def taken(self, block: Block) -> None:
-        self.pages.add(block.address, block.size)
-        self.used(block)
+    # What the log is made of: `size` is what the array asked for, as it was then.
 
-    def used(self, block: Block) -> None:
+    def taken(self, block: Block, size: int) -> None:
+        self.pages.add(block.address, block.size)
+        self.used(block, size)
+
+    def used(self, block: Block, size: int) -> None:
         self._resting.pop(block, None)
         self._reclaimable = None
-        self.in_use += block.asked
+        self.in_use += size
         if self.in_use > self.peak:
             self.peak = self.in_use
 
-    def left(self, block: Block) -> None:
+    def left(self, block: Block, size: int) -> None:
         self._resting[block] = None
         self._reclaimable = None
-        self.in_use -= block.asked
+        self.in_use -= size
 
-    def gone(self, block: Block) -> None:
+    def gone(self, block: Block, size: int) -> None:
         self._resting.pop(block, None)
         self._reclaimable = None
         self.pages.gone(block.address, block.size)

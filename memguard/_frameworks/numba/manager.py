@@ -214,7 +214,7 @@ def capped(driver: Any) -> type:
             block = take(whole(size)) if held <= cap else None
             if block is not None:
                 block.asked = size
-                self._log.append((figures.used, block))
+                self._log.append((figures.used, block, size))
                 figures.apply()
             return block
 
@@ -236,9 +236,11 @@ def capped(driver: Any) -> type:
                 raise
             block = Block(int(getattr(pointer, "value", pointer)), pointer, taken)
             block.asked, block.pooled = size, pooled
-            self._log.append((self.figures.taken, block))
+            self._log.append((self.figures.taken, block, size))
             if cap is not None and self.held() + elsewhere > cap:
-                self._log.append((self.figures.left, block))  # it fitted no hole in a slab: the driver opened another
+                self._log.append(
+                    (self.figures.left, block, size)
+                )  # it fitted no hole in a slab: the driver opened another
                 self._back(block)
                 return None
             return block
@@ -291,7 +293,7 @@ def capped(driver: Any) -> type:
             self._pend(block)
 
         def _pend(self, block: Block) -> None:
-            self._log.append((self.figures.left, block))
+            self._log.append((self.figures.left, block, block.asked))
             self.deallocations.add_item(self._freed, block, block.asked)
 
         def _freed(self, block: Block) -> None:
@@ -303,11 +305,15 @@ def capped(driver: Any) -> type:
 
         def _back(self, block: Block) -> None:
             driver.driver.cuMemFree(block.pointer)
-            self._log.append((self.figures.gone, block))
+            self._log.append((self.figures.gone, block, block.asked))
 
         def give_back(self) -> None:
             """Flush the pending frees and give every pooled block to the driver, with the lock held."""
             self.deallocations.clear()
+            self.drain()
+
+        def drain(self) -> None:
+            """Give every pooled block to the driver, which needs no current context, with the lock held."""
             for block in self.pool.drain():
                 self._back(block)
 

@@ -45,7 +45,7 @@ class Pool:
     """`put` and `mark` may be called by finalizers, on any thread at any time; the rest under the GPU's lock.
 
     `record` returns marks that cover all work given so far; None if they cannot be recorded now. What `idle` lacks is
-    no longer in the pool, so an interrupted call can lose a block's place in a queue, and never the block.
+    no longer in the pool: so a call that is interrupted can lose a block's place in a queue, and `drain` still has it.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
