@@ -22,6 +22,11 @@ TINY = MIB // 8
 UNIT = 512
 
 
+def whole(size: int) -> int:
+    """What the driver makes of `size` bytes: whole pages above 1 MiB, else whole units of a slab."""
+    return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // UNIT) * UNIT
+
+
 def whole_share(size: int, unit: int = UNIT) -> int:
     """`size` rounded up so that the driver wastes nothing: to whole pages, or to an even part of a slab."""
     if size <= TINY:

@@ -585,8 +585,12 @@ def test_a_context_with_another_manager_is_told_and_trimmed_only_where_that_can(
 
 
 @pytest.mark.parametrize(
-    "name", ["set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError"]
-)
+    "name",
+    [
+        "set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError",
+        "MemoryPointer", "OwnedPointer",
+    ],
+)  # fmt: skip
 def test_a_numba_without_what_is_needed_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     setting = model()
     setting.bring()

@@ -248,6 +248,45 @@ result["over"] = [len(watch.ended.under_way()), manager.pooling]
     assert found == {"marks": 1, "of the flush": 2, "over": [0, True]}
 
 
+def test_nothing_is_recorded_while_a_blocking_stream_captures(beside: Run) -> None:
+    """The driver answers the question about the legacy stream with CUDA_ERROR_STREAM_CAPTURE_IMPLICIT then."""
+    found = beside(
+        LIVE
+        + """
+array = bytes_of(4 * MIB)
+del array
+stub.stub_fail(b"cuStreamIsCapturing", 906, 2)
+flush()
+result["first"] = [len(manager.pool.unmarked), len(manager.pool._marked)]
+flush()
+result["second"] = [len(manager.pool.unmarked), len(manager.pool._marked)]
+flush()
+result["third"] = [len(manager.pool.unmarked), len(manager.pool._marked)]
+"""
+    )
+    assert found == {"first": [1, 0], "second": [1, 0], "third": [0, 1]}
+
+
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuThreadExchangeStreamCaptureMode"])
+def test_where_cuda_refuses_a_mark_blocks_are_not_handed_out_and_nothing_is_lost(beside: Run, call: str) -> None:
+    found = beside(
+        LIVE
+        + f"""
+live = [bytes_of(8 * MIB) for _ in range(8)]
+where = {{at(array) for array in live}}
+live.clear()
+stub.stub_fail({call!r}.encode(), 700, 100)
+flush()
+result["held"] = [manager.held() >> 20, stub.stub_taken() >> 20]
+array = bytes_of(8 * MIB)
+result["after"] = [manager.held() >> 20, stub.stub_taken() >> 20]
+manager.give_back()
+result["given"] = [manager.held() >> 20, stub.stub_taken() >> 20]
+"""
+    )
+    assert found == {"held": [64, 64], "after": [64, 64], "given": [8, 8]}
+
+
 def test_derived_pointers_count_as_numbas_own_tests_expect(beside: Run) -> None:
     found = beside(
         LIVE
@@ -297,3 +336,50 @@ result["pooled"] = len(new.pool.idle)
 """
     )
     assert found == {"closed": [0, 0], "new": [True, 4 << 20, 4 << 20], "pooled": 1}
+
+
+def test_threads_and_cycles_lose_no_byte_and_share_no_block(beside: Run) -> None:
+    found = beside(
+        LIVE
+        + """
+import gc, random, threading
+live, wrong = {}, []
+def work(seed):
+    choose, own = random.Random(seed), []
+    with cuda.gpus[0]:
+        for step in range(2500):
+            if own and choose.random() < 0.5:
+                array = own.pop(choose.randrange(len(own)))
+                del live[at(array)]
+                if choose.random() < 0.3:
+                    cycle = [array]; cycle.append(cycle); del cycle
+                del array
+            try:
+                array = bytes_of(choose.choice((2 * MIB, 3 * MIB, 4 * MIB)))
+            except module.CudaAPIError:
+                continue
+            if live.setdefault(at(array), seed) != seed: wrong.append(at(array))
+            if step % 50 == 0: array[5:9].copy_to_host()
+            if step % 400 == 0: array.__cuda_array_interface__
+            own.append(array)
+            del array
+            if len(own) > 4:
+                del live[at(own[0])]
+                del own[0]
+            if step % 7 == 0: stub.stub_finish()
+            if stub.stub_taken() > 64 * MIB: wrong.append(stub.stub_taken())
+        while own:
+            del live[at(own[0])]
+            del own[0]
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+for thread in threads: thread.start()
+for _ in range(200):
+    framework.usage(host.gpus[0])
+    if len(threads) % 3: gc.collect(0)
+for thread in threads: thread.join()
+gc.collect()
+manager.give_back()
+result["wrong"], result["left"] = wrong[:3], [manager.held(), stub.stub_taken(), manager.figures.in_use]
+"""
+    )
+    assert found == {"wrong": [], "left": [0, 0, 0]}

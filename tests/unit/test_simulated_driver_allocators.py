@@ -299,6 +299,37 @@ class TestNumba:
         memory.allocate(10 * MIB)
         assert memory.held == 20 * MIB, "what is pending is not used again"
 
+    def test_under_a_cap_what_is_flushed_is_pooled(self) -> None:
+        driver = Driver()
+        memory = numba(driver, GIB)
+        blocks = [memory.allocate(4 * MIB) for _ in range(12)]
+        for block in blocks[:11]:
+            memory.free(block)
+        assert (memory.held, memory.in_use, memory.reclaimable) == (48 * MIB, 4 * MIB, 44 * MIB)
+        memory.allocate(2 * MIB + 1)
+        assert memory.held == driver.taken == 48 * MIB, "the driver would round it up to that"
+        memory.allocate(2 * MIB)
+        assert memory.held == driver.taken == 50 * MIB
+        assert memory.trim() == 40 * MIB and memory.held == driver.taken == 10 * MIB
+
+    def test_at_the_cap_no_more_of_the_pool_goes_back_than_has_to(self) -> None:
+        memory = numba(Driver(), 100 * MIB)
+        for block in [memory.allocate(4 * MIB) for _ in range(22)]:
+            memory.free(block)
+        memory.allocate(20 * MIB)
+        assert memory.held == 100 * MIB and memory.reclaimable == 80 * MIB
+        memory.cap = 40 * MIB
+        with pytest.raises(AllocationRefused):
+            memory.allocate(21 * MIB)
+        assert memory.held == 20 * MIB and memory.reclaimable == 0
+
+    def test_the_manager_of_an_undone_budget_pools_nothing(self) -> None:
+        memory = numba(Driver(), GIB)
+        memory.cap = None
+        for block in [memory.allocate(4 * MIB) for _ in range(11)]:
+            memory.free(block)
+        assert memory.held == 0
+
     def test_at_the_cap_what_is_pending_is_freed_first(self) -> None:
         driver = Driver()
         memory = numba(driver, 100 * MIB)

@@ -266,8 +266,12 @@ def test_numba_holds_what_is_pending() -> None:
     framework.trim(gpu)
     assert framework.usage(gpu) == Usage(8 * MIB, 6 * MIB, 0, peak=9 * MIB)
     framework.resize({gpu.uuid: 100 * GIB})
-    framework.free(framework.allocate(gpu.usable // 5 + MIB))  # more than a fifth of the card: freed at once
-    assert framework.usage(gpu) == Usage(8 * MIB, 6 * MIB, 0, peak=gpu.usable // 5 + 7 * MIB)
+    large = gpu.usable // 5 + MIB
+    framework.free(framework.allocate(large))  # more than a fifth of the card: flushed at once, into the pool
+    pooled = -(-large // (2 * MIB)) * 2 * MIB
+    assert framework.usage(gpu) == Usage(8 * MIB + pooled, 6 * MIB, pooled, peak=6 * MIB + large)
+    framework.trim(gpu)
+    assert framework.usage(gpu) == Usage(8 * MIB, 6 * MIB, 0, peak=6 * MIB + large)
 
 
 def test_numba_live_before_the_first_cap_keeps_its_memory_manager() -> None:

@@ -27,7 +27,9 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.numba import watch
-from memguard._frameworks.numba.manager import ARRAYS, DRIVER, Bank, capped, numba_contexts, uuid_of
+from memguard._frameworks.numba.figures import Bank
+from memguard._frameworks.numba.manager import capped
+from memguard._frameworks.numba.places import ARRAYS, DRIVER, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
 from memguard._specs import SPECS
@@ -67,7 +69,10 @@ class Numba(Framework):
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         driver: Any = sys.modules.get(DRIVER)
-        needed = ("set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError")
+        needed = (
+            "set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError",
+            "MemoryPointer", "OwnedPointer",
+        )  # fmt: skip
         lacking = [name for name in needed if not hasattr(driver, name)]
         if driver is None or lacking:
             raise CapNotApplied(
@@ -207,8 +212,6 @@ class Numba(Framework):
         self._manager.pooling = False
         for bank in self._manager.banks.values():
             bank.lock = threading.RLock()  # another thread of the parent may have held the old one
-            for manager in list(bank.members):
-                manager.pool.forget()
 
     def tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the count's lock is free again."""
@@ -236,6 +239,6 @@ def _give_back(banks: Mapping[str, Bank]) -> None:
         with bank.lock, contexts.beside_captures():
             for manager in list(bank.members):
                 try:
-                    manager.give_back()
+                    manager.drain()
                 except Exception as error:
                     _log.debug("numba: its pool was not given back: %s", error)

@@ -8,22 +8,21 @@ finds the log being applied; what it adds follows.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from memguard._devices import contexts, streams
 from memguard._frameworks.base import with_size
-from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.numba.pool import Block, Mark, Pool, whole
+from memguard._frameworks.driver_pages import whole
+from memguard._frameworks.numba.figures import Bank, Figures
+from memguard._frameworks.numba.places import ARRAYS, current_uuid, handle_of, numba_contexts, uuid_of
+from memguard._frameworks.numba.pool import Block, Mark, Pool
 from memguard._frameworks.numba.watch import Addresses, covered, ended
 from memguard._units import format_size
 from memguard.errors import DeviceError
 
-DRIVER = "numba.cuda.cudadrv.driver"
-ARRAYS = "numba.cuda.cudadrv.devicearray"
 _OUT_OF_MEMORY = 2
 
 
@@ -35,90 +34,12 @@ class Owner(Protocol):
     def tell(self, error: BaseException, uuid: str, size: int) -> None: ...
 
 
-class Bank:
-    """The capped managers of one GPU, whose contexts share its cap."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.members: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that have allocated since their last reset."""
-        self.single = True
-
-    def add(self, manager: Any) -> None:
-        self.members.add(manager)
-        self.single = len(self.members) == 1
-
-    def elsewhere(self, manager: Any) -> int:
-        """The bytes that the other contexts of the GPU hold."""
-        return sum(other.held() for other in list(self.members) if other is not manager)
-
-
-class Figures:
-    """What one manager holds, in bytes. Call with the lock held; only `log` may be appended to without it."""
-
-    def __init__(self, uuid: str) -> None:
-        self.pages = DriverPages(slabs[uuid])
-        self.in_use = self.peak = 0
-        self.log: deque[tuple[Callable[[Block], None], Block]] = deque()
-        self._resting: dict[Block, None] = {}  # those that no array has: their free is pending, or they are pooled
-        self._reclaimable: int | None = None  # None: it has to be added up
-        self._applying = False
-
-    def apply(self) -> None:
-        if self._applying:
-            return
-        self._applying = True
-        log = self.log
-        try:
-            while log:
-                step, block = log.popleft()
-                step(block)
-        finally:
-            self._applying = False
-
-    def taken(self, block: Block) -> None:
-        self.pages.add(block.address, block.size)
-        self.used(block)
-
-    def used(self, block: Block) -> None:
-        self._resting.pop(block, None)
-        self._reclaimable = None
-        self.in_use += block.asked
-        if self.in_use > self.peak:
-            self.peak = self.in_use
-
-    def left(self, block: Block) -> None:
-        self._resting[block] = None
-        self._reclaimable = None
-        self.in_use -= block.asked
-
-    def gone(self, block: Block) -> None:
-        self._resting.pop(block, None)
-        self._reclaimable = None
-        self.pages.gone(block.address, block.size)
-
-    def reclaimable(self) -> int:
-        if self._reclaimable is None:
-            self._reclaimable = self.pages.returned_by((block.address, block.size) for block in self._resting)
-        return self._reclaimable
-
-
-def numba_contexts() -> list[Any]:
-    """Numba's existing primary contexts. Never makes one."""
-    module = sys.modules.get(DRIVER)
-    devices = getattr(getattr(module, "driver", None), "devices", None) or {}
-    return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
-
-
 def capped(driver: Any) -> type:
     """The class of memory managers that ask the adapter in `memguard` before they take memory."""
     addresses = Addresses(driver, sys.modules.get(ARRAYS))
     exported = addresses.exported
-    pointer_of, ctypes_of, value_of = (
-        driver.MemoryPointer.memset,
-        driver.MemoryPointer.device_ctypes_pointer.fget,
-        driver.MemoryPointer.device_pointer_value.fget,
-    )
+    ctypes_of = driver.MemoryPointer.device_ctypes_pointer.fget
+    value_of = driver.MemoryPointer.device_pointer_value.fget
 
     class Memory(driver.MemoryPointer):  # type: ignore[misc]
         """A block that an array has. It ends as Numba's own pointers do: its free becomes pending.
@@ -166,7 +87,7 @@ def capped(driver: Any) -> type:
         def memset(self, byte: int, count: int | None = None, stream: Any = 0) -> None:
             if not covered(stream):
                 self._block.exported = True
-            pointer_of(self, byte, count, stream)
+            super().memset(byte, count, stream)
 
         def view(self, start: int, stop: int | None = None) -> Any:
             return _cut(super().view(start, stop))
@@ -180,8 +101,8 @@ def capped(driver: Any) -> type:
         def __copy__(self) -> Any:
             return self
 
-        def __del__(self) -> None:
-            if not self._freed and not sys.is_finalizing():
+        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
+            if not self._freed and not ends():
                 self._manager.drop(self._block)
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
@@ -292,8 +213,8 @@ def capped(driver: Any) -> type:
                 held += self.bank.elsewhere(self)
             block = take(whole(size)) if held <= cap else None
             if block is not None:
-                block.asked, block.exported = size, False
-                self._log.append((figures.used, block))
+                block.asked = size
+                self._log.append((figures.used, block, size))
                 figures.apply()
             return block
 
@@ -315,9 +236,11 @@ def capped(driver: Any) -> type:
                 raise
             block = Block(int(getattr(pointer, "value", pointer)), pointer, taken)
             block.asked, block.pooled = size, pooled
-            self._log.append((self.figures.taken, block))
+            self._log.append((self.figures.taken, block, size))
             if cap is not None and self.held() + elsewhere > cap:
-                self._log.append((self.figures.left, block))  # it fitted no hole in a slab: the driver opened another
+                self._log.append(
+                    (self.figures.left, block, size)
+                )  # it fitted no hole in a slab: the driver opened another
                 self._back(block)
                 return None
             return block
@@ -370,7 +293,7 @@ def capped(driver: Any) -> type:
             self._pend(block)
 
         def _pend(self, block: Block) -> None:
-            self._log.append((self.figures.left, block))
+            self._log.append((self.figures.left, block, block.asked))
             self.deallocations.add_item(self._freed, block, block.asked)
 
         def _freed(self, block: Block) -> None:
@@ -382,11 +305,15 @@ def capped(driver: Any) -> type:
 
         def _back(self, block: Block) -> None:
             driver.driver.cuMemFree(block.pointer)
-            self._log.append((self.figures.gone, block))
+            self._log.append((self.figures.gone, block, block.asked))
 
         def give_back(self) -> None:
             """Flush the pending frees and give every pooled block to the driver, with the lock held."""
             self.deallocations.clear()
+            self.drain()
+
+        def drain(self) -> None:
+            """Give every pooled block to the driver, which needs no current context, with the lock held."""
             for block in self.pool.drain():
                 self._back(block)
 
@@ -425,47 +352,3 @@ def _record() -> Sequence[Mark] | None:
             mark.close()
         return None
     return made
-
-
-def handle_of(context: Any) -> int:
-    """The driver's handle of one of Numba's contexts; 0 if it has none."""
-    try:
-        return int(context.handle)
-    except (AttributeError, TypeError, ValueError):
-        return 0
-
-
-def uuid_of(context: Any) -> str:
-    """The UUID of a context's GPU; "" if it cannot be known.
-
-    Its device is Numba's own object, or what somebody else made the context with: a `CUdevice` of cuda-python, a
-    number of ctypes or a plain one. These are CUDA's ordinals, as are Numba's numbers.
-    """
-    device = context.device
-    try:
-        known = getattr(device, "uuid", None)
-        if known:
-            return _as_nvml(known)
-        ordinal = int(getattr(device, "value", getattr(device, "id", device)))
-    except (AttributeError, ReferenceError, TypeError, ValueError):  # a device that is gone, or no device at all
-        return ""
-    return _of_ordinal(ordinal)
-
-
-def _of_ordinal(ordinal: int) -> str:
-    driver = getattr(sys.modules.get(DRIVER), "driver", None)
-    known = getattr((getattr(driver, "devices", None) or {}).get(ordinal), "uuid", None)
-    if known:
-        return _as_nvml(known)
-    return next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
-
-
-def current_uuid() -> str:
-    """The UUID of the GPU whose context is current on this thread; "" if there is none."""
-    ordinal = contexts.current()
-    return "" if ordinal is None else _of_ordinal(ordinal)
-
-
-def _as_nvml(uuid: Any) -> str:
-    text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
-    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

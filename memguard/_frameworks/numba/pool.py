@@ -14,11 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from memguard._frameworks.driver_pages import SMALL
-from memguard._units import GRANULE
 from memguard.errors import DeviceError
-
-_UNIT = 512
 
 
 class Mark(Protocol):
@@ -29,17 +25,11 @@ class Mark(Protocol):
     def close(self) -> None: ...
 
 
-def whole(size: int) -> int:
-    """What the driver makes of `size` bytes: whole pages above 1 MiB, else whole units of a slab.
-
-    Blocks of equal whole size serve for each other, so a block that is handed out again wastes nothing of the cap.
-    """
-    return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // _UNIT) * _UNIT
-
-
 class Block:
     """One allocation from the driver: `size` bytes, of which the array in it asked for `asked`.
 
+    In the pool `size` is whole (`driver_pages.whole`), and a block serves for requests of its own whole size alone: so
+    one that is handed out again wastes nothing of the cap.
     `pointer` is Numba's own object. `pooled`: it may come into the pool. `exported`: code outside Numba knows its
     address, and may use it on any stream.
     """
@@ -55,7 +45,7 @@ class Pool:
     """`put` and `mark` may be called by finalizers, on any thread at any time; the rest under the GPU's lock.
 
     `record` returns marks that cover all work given so far; None if they cannot be recorded now. What `idle` lacks is
-    no longer in the pool, so an interrupted call can lose a block's place in a queue, and never the block.
+    no longer in the pool: so a call that is interrupted can lose a block's place in a queue, and `drain` still has it.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
@@ -122,11 +112,6 @@ class Pool:
         self._ready.clear()
         while self._marked:
             _close(self._marked.popleft()[0])
-
-    def forget(self) -> None:
-        """In a forked child: hand out nothing more, without touching CUDA."""
-        for kept in (self.idle, self.unmarked, self._marked, self._ready):
-            kept.clear()
 
     def _collect(self, wait: bool = False) -> None:
         """Make ready what is done. With `wait`, wait for the oldest marks."""

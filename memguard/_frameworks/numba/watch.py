@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -48,11 +49,24 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
         def init(self: Any, handle: Any, finalizer: Any = None, *args: Any, **kwargs: Any) -> None:
             # Numba's own have a finalizer: their handle lives as long as they do.
             own = finalizer is not None and streams.blocking(int(handle))
-            original(self, handle, ended.leaving(int(handle), finalizer, end) if own else finalizer, *args, **kwargs)
+            original(self, handle, leaving(int(handle), finalizer) if own else finalizer, *args, **kwargs)
             if own:
                 setattr(self, _BLOCKING, True)
 
         return init
+
+    def leaving(handle: int, finalizer: Callable[[], Any]) -> Callable[[], Any]:
+        mark = ended.stream(handle)
+
+        def finish() -> Any:
+            try:
+                if driver not in _lost:
+                    mark()
+            except DeviceError:
+                end()
+            return finalizer()
+
+        return finish
 
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
@@ -73,27 +87,30 @@ def lose(driver: Any) -> None:
 
 def covered(stream: Any) -> bool:
     """Whether an event on the legacy default stream covers the work of a stream as Numba is given it."""
-    if isinstance(stream, int) or getattr(stream, _BLOCKING, False):
-        return stream in (0, streams.LEGACY) if isinstance(stream, int) else True
+    if stream is None or getattr(stream, _BLOCKING, False):
+        return True
+    if isinstance(stream, int):
+        return stream in (0, streams.LEGACY)
     try:
         return int(stream.handle) in (0, streams.LEGACY)
     except (AttributeError, TypeError, ValueError):
-        return stream is None
+        return False
 
 
 class Ended:
     """The work of streams that were destroyed. Whether the legacy stream still waits for it is not documented.
 
-    So each stream is marked by itself before Numba destroys it. `leaving` is called by finalizers.
+    So each stream is marked by itself before Numba destroys it, in a finalizer.
     """
 
     def __init__(self) -> None:
         self._marks: list[Ended.Kept] = []
+        self._lives = Counter[int]()  # by a context's handle, which the next one may have again
 
     class Kept:
         """A mark that several flushes wait for: it is closed when its work is done, not with the first of them."""
 
-        def __init__(self, mark: streams.Mark, context: int | None) -> None:
+        def __init__(self, mark: streams.Mark, context: int) -> None:
             self.mark, self.context = mark, context
 
         def passed(self) -> bool:
@@ -104,20 +121,17 @@ class Ended:
 
         def close(self) -> None: ...
 
-    def leaving(self, handle: int, finalizer: Callable[[], Any], failed: Callable[[], None]) -> Callable[[], Any]:
-        """The finalizer of a stream made in the current context, which marks its work first. `failed`: it cannot."""
-        ordinal, context = contexts.current(), contexts.current_handle()
+    def stream(self, handle: int) -> Callable[[], None]:
+        """Marks the work of a stream of the current context, when it ends before that. May raise DeviceError."""
+        ordinal, context = contexts.current() or 0, contexts.current_handle() or 0
+        life = self._lives[context]
 
-        def finish() -> Any:
-            try:
+        def mark() -> None:
+            if self._lives[context] == life:  # else the handle is of a stream that is no more: the driver would crash
                 with contexts.beside_captures():
-                    mark = streams.Mark(ordinal or 0, handle, context)
-                self._marks.append(self.Kept(mark, context))
-            except DeviceError:
-                failed()
-            return finalizer()
+                    self._marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
 
-        return finish
+        return mark
 
     def under_way(self) -> list[Ended.Kept]:
         """The marks whose work is not known to be done. Raises DeviceError if CUDA does not say."""
@@ -129,7 +143,8 @@ class Ended:
         return self._marks.copy()
 
     def forget(self, context: int) -> None:
-        """A context ends, and all work in it."""
+        """A context ends, and all work and all streams in it."""
+        self._lives[context] += 1
         self._marks = [kept for kept in self._marks if kept.context != context]
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from memguard._frameworks.driver_pages import SMALL, whole_share
+from memguard._frameworks.driver_pages import SMALL, whole, whole_share
 from memguard._frameworks.simulated.allocators import Allocator
 from memguard._frameworks.simulated.arena import Arena, Chunk
 from memguard._units import GRANULE, round_up
@@ -131,10 +131,11 @@ class CuPyPool(Allocator):
 
 
 class NumbaMemory(Allocator):
-    """Numba's memory manager under memguard's cap: no pool, each array is one allocation from the driver.
+    """Numba's memory manager. Without a cap: no pool, each array is one allocation from the driver.
 
     What is freed stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
-    pending. `managed` says whether it began with a cap: the memory manager cannot be changed afterwards.
+    pending. Under a cap memguard then pools it, and hands it out again to requests that the driver rounds up equally.
+    `managed` says whether it began with a cap: the memory manager cannot be changed afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -149,33 +150,63 @@ class NumbaMemory(Allocator):
         self._blocks: dict[int, tuple[Piece, int]] = {}  # with the bytes asked for
         self._pending: list[Piece] = []
         self._pending_bytes = 0
+        self._pooled: dict[int, list[Piece]] = {}
 
     @property
     def reclaimable(self) -> int:
-        return self._pages.returned_by(self._pending)
+        return self._pages.returned_by([*self._pending, *(piece for kept in self._pooled.values() for piece in kept)])
 
     def trim(self) -> int:
-        """`deallocations.clear()`: runs the pending frees."""
+        """`deallocations.clear()`, which runs the pending frees; and the pool is given back."""
         before = self.held
-        for piece in self._pending:
-            self._pages.free(piece)
-        self._pending, self._pending_bytes = [], 0
+        self._flush()
+        while self._give_one_back():
+            pass
         return before - self.held
 
+    def _flush(self) -> None:
+        for piece in self._pending:
+            if self.managed and self.cap is not None:
+                self._pooled.setdefault(whole(piece.size), []).append(piece)
+            else:
+                self._pages.free(piece)
+        self._pending, self._pending_bytes = [], 0
+
+    def _give_one_back(self) -> bool:
+        if not self._pooled:
+            return False
+        size = next(reversed(self._pooled))
+        self._pages.free(self._pooled[size].pop())
+        if not self._pooled[size]:
+            del self._pooled[size]
+        return True
+
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
-        piece = self._pages.allocate(nbytes)
+        piece = self._from_pool(nbytes) or self._pages.allocate(nbytes)
         if piece is None:
-            self.trim()
+            self._flush()
+            piece = self._from_pool(nbytes) or self._pages.allocate(nbytes)
+        while piece is None and self._give_one_back():
             piece = self._pages.allocate(nbytes)
         if piece is None:
             raise self._refused(nbytes)
         self._blocks[block] = piece, nbytes
         return nbytes
 
+    def _from_pool(self, nbytes: int) -> Piece | None:
+        """None above the cap too: then it has to be given back."""
+        kept = self._pooled.get(whole(nbytes))
+        if not kept or self.cap is None or self.held > self.cap:
+            return None
+        piece = kept.pop()
+        if not kept:
+            del self._pooled[whole(nbytes)]
+        return piece
+
     def _free(self, block: int) -> int:
         piece, nbytes = self._blocks.pop(block)
         self._pending.append(piece)
         self._pending_bytes += nbytes
         if len(self._pending) > self.MOST_PENDING or self._pending_bytes > self._most:
-            self.trim()
+            self._flush()
         return nbytes

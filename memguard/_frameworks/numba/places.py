@@ -1,0 +1,62 @@
+"""Numba's contexts, and the GPUs that they are on. Reading only: no context is made."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from memguard._devices import contexts
+
+DRIVER = "numba.cuda.cudadrv.driver"
+ARRAYS = "numba.cuda.cudadrv.devicearray"
+
+
+def numba_contexts() -> list[Any]:
+    """Numba's existing primary contexts. Never makes one."""
+    module = sys.modules.get(DRIVER)
+    devices = getattr(getattr(module, "driver", None), "devices", None) or {}
+    return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
+
+
+def handle_of(context: Any) -> int:
+    """The driver's handle of one of Numba's contexts; 0 if it has none."""
+    try:
+        return int(context.handle)
+    except (AttributeError, TypeError, ValueError):
+        return 0
+
+
+def uuid_of(context: Any) -> str:
+    """The UUID of a context's GPU; "" if it cannot be known.
+
+    Its device is Numba's own object, or what somebody else made the context with: a `CUdevice` of cuda-python, a
+    number of ctypes or a plain one. These are CUDA's ordinals, as are Numba's numbers.
+    """
+    device = context.device
+    try:
+        known = getattr(device, "uuid", None)
+        if known:
+            return _as_nvml(known)
+        ordinal = int(getattr(device, "value", getattr(device, "id", device)))
+    except (AttributeError, ReferenceError, TypeError, ValueError):  # a device that is gone, or no device at all
+        return ""
+    return _of_ordinal(ordinal)
+
+
+def _of_ordinal(ordinal: int) -> str:
+    driver = getattr(sys.modules.get(DRIVER), "driver", None)
+    known = getattr((getattr(driver, "devices", None) or {}).get(ordinal), "uuid", None)
+    if known:
+        return _as_nvml(known)
+    return next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
+
+
+def current_uuid() -> str:
+    """The UUID of the GPU whose context is current on this thread; "" if there is none."""
+    ordinal = contexts.current()
+    return "" if ordinal is None else _of_ordinal(ordinal)
+
+
+def _as_nvml(uuid: Any) -> str:
+    text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
