@@ -128,10 +128,15 @@ class DriverPages:
         self._changing = False
 
     def growth(self, size: int) -> int:
-        """The least by which `held` grows with one more allocation of `size`. A slab's room may be in holes."""
+        """The least by which `held` grows with one more allocation of `size`.
+
+        A slab's room may be in holes, and a slab that somebody else opened may have room for it, unseen from here.
+        """
         if size > SMALL:
             return round_up(size)
-        return 0 if any(GRANULE - slab.bytes >= size for slab in self._slabs.values() if slab.whole) else GRANULE
+        if any(GRANULE - slab.bytes >= size for slab in self._slabs.values() if slab.whole):
+            return 0
+        return round_up(size, UNIT)
 
     def fits(self, size: int, cap: int) -> bool:
         """Whether `held` may stay within the cap with one more allocation. Searches the slabs only if it is close."""
@@ -191,6 +196,11 @@ class DriverPages:
         """Freed at once: no longer in use, and the driver has it back."""
         self.going(address, size)
         self.remove(address, size)
+
+    def in_slab_of_others(self, address: int, size: int) -> bool:
+        """Whether this allocation counts as what it is, because somebody else opened its slab."""
+        slab = self._slabs.get(address // GRANULE)
+        return size <= SMALL and slab is not None and not slab.whole
 
     def held(self) -> int:
         return self._large + self._small

@@ -182,12 +182,29 @@ class Pool:
         pool = self.reference()
         if pool is None:
             return
-        self.close()
-        self._within(call or self._raw.free_held, pool)
-        self._forget_gone()
+        self._within(self._empty, pool, call or self._raw.free_held)
         self._stale = False
         self._keep_one_idle()
         self._known = pool.managed_bytes
+
+    def _empty(self, pool: Any, free_held: Callable[[Any], None]) -> None:
+        """Give the idle blocks back. The small one stays if it lies in a slab of somebody else and there are live
+        ones: the one that takes its place might open a slab, and pass the cap."""
+        self.close()
+        kept: Any = None
+        if self._small and self._holds and pool.active_bytes:
+            try:
+                kept = self._raw.allocate(pool, 1)
+            except Exception as error:  # without a current context, where PyCUDA frees all the same
+                _log.debug("pycuda: the pool's idle block goes too: %s", error)
+        address = index(kept) if kept is not None else 0
+        where = self._where.get(address)
+        if where is not None and self._pages.in_slab_of_others(address, where.size):
+            where.hand_out(address, kept)
+        else:
+            kept = None
+        free_held(pool)
+        self._forget_gone()
 
     def stop_holding(self, call: Callable[[Any], None]) -> None:
         self._stop()
@@ -242,16 +259,15 @@ class Pool:
         found = self._bins.setdefault(bin_size, Bin(bin_size))
         if grown and address in self._where and self._ids[address] != contexts.buffer(address):
             self._forget(address)  # of a block that went unseen
-        if not (grown == bin_size if address not in self._where else grown == 0 and address in found.held):
-            # PyCUDA gave back some idle blocks, unknown which, because the driver refused once; or the block was there
-            # before the budget. Then all idle ones go.
-            self.close()
-            self._within(self._raw.free_held, pool)
-            self._forget_gone()
+        as_foreseen = grown == bin_size if address not in self._where else grown == 0 and address in found.held
         if address not in found.held:
             self._forget(address)
             self._add(address, found)
         found.hand_out(address, allocation)
+        if not as_foreseen:
+            # PyCUDA gave back some idle blocks, unknown which, because the driver refused once; or the block was there
+            # before the budget. Then all idle ones go.
+            self.free_held()
         self._known = pool.managed_bytes
         return allocation
 
