@@ -8,9 +8,10 @@ serves every framework in its context, and goes back to the driver with its last
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from memguard._units import GRANULE, MIB, round_down, round_up
@@ -127,16 +128,21 @@ class DriverPages:
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self.in_use = 0
         self._shared, self._whole = shared, whole
-        self._large = self._small = self._going = 0
+        self._large = self._small = self._going = self._queued = self._expected = 0
         self._slabs: dict[int, _Own] = {}
         self._changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
         self._changing = False
 
     def growth(self, size: int) -> int:
-        """The least by which `held` grows with one more allocation of `size`. A slab's room may be in holes."""
+        """The least by which `held` grows with one more allocation of `size`.
+
+        A slab's room may be in holes, and a slab that somebody else opened may have room for it, unseen from here.
+        """
         if size > SMALL:
             return round_up(size)
-        return 0 if any(GRANULE - slab.bytes >= size for slab in self._slabs.values() if slab.whole) else GRANULE
+        if any(GRANULE - slab.bytes >= size for slab in list(self._slabs.values()) if slab.whole):
+            return 0
+        return round_up(size, UNIT)
 
     def fits(self, size: int, cap: int) -> bool:
         """Whether `held` may stay within the cap with one more allocation. Searches the slabs only if it is close."""
@@ -154,6 +160,8 @@ class DriverPages:
         self._in_turn(self._remove, address, size)
 
     def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
+        coming = round_up(size) if change == self._add else 0
+        self._queued += coming  # counts already: the next request of a signal handler must not take its room
         self._changes.append((change, address, size))
         if self._changing:
             return
@@ -161,7 +169,11 @@ class DriverPages:
         try:
             while self._changes:
                 change, address, size = self._changes.popleft()
-                change(address, size)
+                coming = round_up(size) if change == self._add else 0
+                try:
+                    change(address, size)
+                finally:
+                    self._queued -= coming
         finally:
             self._changing = False
 
@@ -206,8 +218,30 @@ class DriverPages:
         """Freed at once: no longer in use, and the driver has it back."""
         self._in_turn(self._set_gone, address, size)
 
+    def in_slab_of_others(self, address: int, size: int) -> bool:
+        """Whether this allocation counts as what it is, because somebody else opened its slab."""
+        slab = self._slabs.get(address // GRANULE)
+        return size <= SMALL and slab is not None and not slab.whole
+
+    @contextlib.contextmanager
+    def expecting(self, size: int) -> Iterator[None]:
+        """In this block so much more counts as held: what a request under way may take before it is counted.
+
+        A signal handler or a finalizer that allocates meanwhile must not take its room.
+        """
+        before = self._expected
+        try:
+            self._expected = before + round_up(size)
+            yield
+        finally:
+            self._expected = before  # an interruption before it was set changes nothing
+
     def held(self) -> int:
-        return self._large + self._small
+        return self.counted() + self._expected
+
+    def counted(self) -> int:
+        """`held` without what is expected."""
+        return self._large + self._small + self._queued
 
     def reclaimable(self) -> int:
         """The bytes that go back once all pending frees are done. A slab goes back with its last piece."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from memguard._devices import contexts
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
@@ -171,9 +172,7 @@ class PyCUDA(Framework):
             current = current_context(drv) if replaced.active else None
             if current is None or size <= 0:
                 return raw_alloc(size)  # PyCUDA's own error
-            pool = self._pool_here(drv, current, raw_pool)
-            allocation = pool.hit(pool.own, size)
-            return self._allocate(drv, pool, size) if allocation is None else allocation
+            return self._allocate(drv, lambda: self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
             # The driver chooses the pitch, a multiple of 512 bytes at least.
@@ -227,7 +226,7 @@ class PyCUDA(Framework):
                     tracked = Pool(weakref.ref(pool), current.handle, uuid, self._pages_of(uuid), raw_pool)
                     tracked.on_rise = self._rose
                     others[id(pool)] = tracked
-            return self._allocate(drv, tracked, size)
+            return self._allocate(drv, lambda: tracked, size)
 
         def free_held(pool: Any) -> None:
             with self._lock:
@@ -301,6 +300,8 @@ class PyCUDA(Framework):
             if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
                 self._bury(handle)
                 pool = None
+            elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
+                pool = None  # perhaps so too: there is no memory to tell by, and none to lose
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
@@ -322,11 +323,16 @@ class PyCUDA(Framework):
     def _all(self) -> list[Pool]:
         return [*self._own.values(), *self._others.values()]
 
-    def _allocate(self, drv: Any, pool: Pool, size: int) -> Any:
+    def _allocate(self, drv: Any, find: Callable[[], Pool], size: int) -> Any:
+        """From the pool that `find` gives, with the lock held."""
+        uuid = ""
         try:
-            return self._counted(drv, pool, size)
+            with self._lock:
+                pool = find()
+                uuid = pool.uuid
+                return self._counted(drv, pool, size)
         except drv.MemoryError as error:
-            self._tell(error, pool.uuid, size)
+            self._tell(error, uuid, size)
             raise
 
     def _tell(self, error: BaseException, uuid: str, size: int) -> None:
@@ -336,34 +342,31 @@ class PyCUDA(Framework):
             self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
 
     def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
-        with self._lock:
-            self._settle()
-            pool.tidy()
-            bin_size = pool.bin_size(size)
-            if self._events is None:
-                pool.open(size, bin_size)
-                allocation = pool.hit(pool.reference(), size)
-                if allocation is not None:
-                    return allocation
-            pages = self._pages_of(pool.uuid)
-            allocation = self._within_cap(
-                drv,
-                pool.uuid,
-                size,
-                lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
-                lambda: pool.take(size, bin_size),
-                pool.give_back,
-            )
-            self._grant(pool.uuid, pool)
-            if self._events is None:
-                pool.open(size, bin_size)
+        self._settle()
+        pool.tidy()
+        bin_size = pool.bin_size(size)
+        if self._events is None:
+            pool.open(size, bin_size)
+            allocation = pool.hit(pool.reference(), size)
+            if allocation is not None:
                 return allocation
-            self._serial += 1
-            serial = self._serial
-            self._recorded.add(serial)
-            self._events.append(
-                TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid))
-            )
+        pages = self._pages_of(pool.uuid)
+        allocation = self._within_cap(
+            drv,
+            pool.uuid,
+            size,
+            lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
+            lambda: pool.take(size, bin_size),
+            pool.give_back,
+        )
+        self._grant(pool.uuid, pool)
+        if self._events is None:
+            pool.open(size, bin_size)
+            return allocation
+        self._serial += 1
+        serial = self._serial
+        self._recorded.add(serial)
+        self._events.append(TraceEvent(time.time(), self.name, "alloc", serial, size, device=self._position(pool.uuid)))
         weakref.finalize(allocation, self._released, pool.uuid, serial).atexit = False
         return allocation
 
@@ -379,14 +382,14 @@ class PyCUDA(Framework):
         """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it, even with nothing idle."""
         cap = self._caps.get(uuid)
         for _ in range(2):
-            held = self._held(uuid)
+            held = self._counted_bytes(uuid)
             if cap is None or fits(cap):
                 try:
                     taken = take()
                 except drv.MemoryError as error:  # the driver's error, whose text names no size
                     with_size(error, asked)
                     raise
-                if cap is None or self._held(uuid) <= max(cap, held):
+                if cap is None or self._counted_bytes(uuid) <= max(cap, held):
                     return taken
                 give_back(taken)  # it fitted no hole in a slab, so the driver opened another slab
                 del taken
@@ -395,10 +398,11 @@ class PyCUDA(Framework):
             for pool in self._pools(uuid):
                 if current is not None and pool.context == current.handle:
                     pool.free_held()
+        held = self._counted_bytes(uuid)
         raise with_size(
             drv.MemoryError(
                 f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
-                f"{format_size(self._held(uuid))} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+                f"{format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
             ),
             asked,
         )
@@ -406,10 +410,10 @@ class PyCUDA(Framework):
     def _pages_of(self, uuid: str) -> DriverPages:
         return self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
 
-    def _held(self, uuid: str) -> int:
+    def _counted_bytes(self, uuid: str) -> int:
         for pool in self._pools(uuid):
             pool.look()
-        return self._pages_of(uuid).held()
+        return self._pages_of(uuid).counted()
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
         """Bytes of live allocations. Also updates the peak."""
@@ -460,6 +464,10 @@ class PyCUDA(Framework):
         events = self._events
         if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
+
+    def _primary(self, handle: int) -> bool:
+        """Whether it may be a primary context, which PyCUDA has several objects of."""
+        return not contexts.initialised() or handle in map(contexts.primary, self._by_ordinal)
 
     def _position(self, uuid: str) -> int:
         return list(self._by_ordinal.values()).index(uuid)

@@ -12,7 +12,9 @@ from weakref import ref
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
 from memguard._logs import log as _log
+from memguard._units import GRANULE
 
+_MOST_TIMES = 8
 _MOST_SIZES = 4096
 """So many sizes of requests are remembered with their bin. More than a program repeats, and less than a megabyte."""
 
@@ -104,8 +106,13 @@ class Pool:
         # Whoever gives idle blocks back puts another dictionary in its place: a `hit` under way then gives up.
         self._ready: dict[int, Bin] = {}
         self._small: list[object] = []
-        self._stale, self._holds = False, True
-        self._known: int = pool().managed_bytes
+        self._holds, self._emptying, self._again, self._keeping = True, False, False, False
+        self._sum = 0
+        """Bytes of the known blocks, as PyCUDA counts them."""
+        self._looked = -1, -1
+        """What PyCUDA and `_sum` said when `look` last found that they differ."""
+        self._others: int = pool().managed_bytes
+        """Those of blocks from before the budget. None is handed out here without being found."""
 
     def hit(self, pool: Any, size: int) -> Any:
         """An idle block for the request, of PyCUDA's `pool`; None if there is none, or something is not as known."""
@@ -128,8 +135,8 @@ class Pool:
             return None
         reference = ref(allocation, found.freed)
         address, held = index(allocation), found.held
-        if address not in held:
-            self._stale = True
+        if address not in held:  # `tidy` finds that the pool has more than is known, or gets it as a new one
+            self._others = -1
             return None
         held[address] = reference
         if pool.active_bytes > self.allowed:
@@ -138,7 +145,16 @@ class Pool:
 
     def dead(self) -> bool:
         """Whether the context is gone, and its memory with it. The addresses may then belong to others."""
-        return self._witness is not None and not self.lives()
+        while self._witness is not None:
+            lives = self.lives
+            if lives():
+                return False
+            if self.lives is lives:  # else a signal handler gave back the block that was asked for
+                return True
+        return False
+
+    def empty(self) -> bool:
+        return not self._where and not self.reference().managed_bytes
 
     def bin_size(self, size: int) -> int:
         pool = self.reference()
@@ -151,7 +167,7 @@ class Pool:
 
     def tidy(self) -> None:
         """Before a request that idle blocks may not serve: make sure that all blocks are known."""
-        if self._stale or self.reference().managed_bytes != self._known:
+        if self.reference().managed_bytes != self._others + self._sum:
             self.free_held()
 
     def take(self, size: int, bin_size: int) -> Any:
@@ -171,7 +187,7 @@ class Pool:
     def open(self, size: int, bin_size: int) -> None:
         """From now on requests of this size may be a `hit`, if the pool has blocks for it."""
         found = self._bins.get(bin_size)
-        if found is None or not self._holds:
+        if found is None or not self._holds or self._emptying:
             return
         if len(self._ready) >= _MOST_SIZES:
             self._ready = {}
@@ -182,12 +198,41 @@ class Pool:
         pool = self.reference()
         if pool is None:
             return
+        if self._emptying:  # a signal handler or a finalizer came into another one, which then begins again
+            self._again = True
+            return
+        try:
+            self._emptying = True
+            with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
+                for _ in range(_MOST_TIMES):
+                    self._again = False
+                    self._within(self._empty, pool, call or self._raw.free_held)
+                    self._keep_one_idle()
+                    self._others = pool.managed_bytes - self._sum
+                    if not self._again:
+                        break
+        finally:
+            self._emptying = False
+
+    def _empty(self, pool: Any, free_held: Callable[[Any], None]) -> None:
+        """Give the idle blocks back. The small one stays if it lies in a slab of somebody else and there are live
+        ones: the one that takes its place might open a slab, and pass the cap."""
         self.close()
-        self._within(call or self._raw.free_held, pool)
+        kept: Any = None
+        if self._small and self._holds and pool.active_bytes:
+            try:
+                kept = self._raw.allocate(pool, 1)
+            except Exception as error:  # without a current context, where PyCUDA frees all the same
+                _log.debug("pycuda: the pool's idle block goes too: %s", error)
+        address = index(kept) if kept is not None else 0
+        where = self._where.get(address)
+        if where is not None and self._pages.in_slab_of_others(address, where.size):
+            where.hand_out(address, kept)
+        else:
+            kept = None
+        free_held(pool)
+        self._clear()
         self._forget_gone()
-        self._stale = False
-        self._keep_one_idle()
-        self._known = pool.managed_bytes
 
     def stop_holding(self, call: Callable[[Any], None]) -> None:
         self._stop()
@@ -209,10 +254,10 @@ class Pool:
         managed = pool.managed_bytes if pool is not None else 0
         if not managed:
             self.forget()
-        elif managed != self._known:
-            self.close()
+        elif managed != self._others + self._sum and (managed, self._sum) != self._looked:
+            self._clear()
             self._forget_gone()
-            self._known, self._stale = managed, True
+            self._looked = managed, self._sum
 
     def active_bytes(self) -> int:
         pool = self.reference()
@@ -230,6 +275,10 @@ class Pool:
             self._forget(address)
 
     def _take(self, size: int, bin_size: int) -> Any:
+        with self._pages.expecting(bin_size):
+            return self._grow(size, bin_size)
+
+    def _grow(self, size: int, bin_size: int) -> Any:
         pool = self.reference()
         before = pool.managed_bytes
         try:
@@ -242,17 +291,15 @@ class Pool:
         found = self._bins.setdefault(bin_size, Bin(bin_size))
         if grown and address in self._where and self._ids[address] != contexts.buffer(address):
             self._forget(address)  # of a block that went unseen
-        if not (grown == bin_size if address not in self._where else grown == 0 and address in found.held):
-            # PyCUDA gave back some idle blocks, unknown which, because the driver refused once; or the block was there
-            # before the budget. Then all idle ones go.
-            self.close()
-            self._within(self._raw.free_held, pool)
-            self._forget_gone()
+        as_foreseen = grown == bin_size if address not in self._where else grown == 0 and address in found.held
         if address not in found.held:
             self._forget(address)
             self._add(address, found)
         found.hand_out(address, allocation)
-        self._known = pool.managed_bytes
+        if not as_foreseen:
+            # PyCUDA gave back some idle blocks, unknown which, because the driver refused once; or the block was there
+            # before the budget. Then all idle ones go.
+            self.free_held()
         return allocation
 
     def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -269,28 +316,35 @@ class Pool:
 
     def _keep_one_idle(self) -> None:
         pool = self.reference()
-        if self._holds and pool.held_blocks == 0 and pool.managed_bytes:
-            size = self.bin_size(1)
-            try:
-                self._take(1, size)  # dropped at once, so the block stays in the pool
-            except Exception as error:  # the GPU is full, which must not fail this allocation
-                _log.debug("pycuda: no idle block for the pool: %s", error)
-                return
-            self._small = self._bins[size].idle
-            if pool.held_blocks == 0:  # its user made it stop in a way that is not seen here
-                self._stop()
-                self._forget_gone()
-                self._known = pool.managed_bytes
+        if self._keeping or not self._holds or pool.held_blocks or not pool.managed_bytes:
+            return
+        size = self.bin_size(1)
+        try:
+            self._keeping = True
+            self._take(1, size)  # dropped at once, so the block stays in the pool
+        except Exception as error:  # the GPU is full, which must not fail this allocation
+            _log.debug("pycuda: no idle block for the pool: %s", error)
+            return
+        finally:
+            self._keeping = False
+        self._small = self._bins[size].idle
+        if pool.held_blocks == 0:  # its user made it stop in a way that is not seen here
+            self._stop()
+            self._forget_gone()
 
     def _stop(self) -> None:
         """The pool keeps nothing any more: what is freed goes back to the driver at once."""
         self._holds = False
+        self._clear()
+
+    def _clear(self) -> None:
+        """Nothing is known to lie idle. What does is found when it is handed out again."""
         self.close()
+        for found in list(self._bins.values()):
+            found.idle.clear()
 
     def _forget_gone(self) -> None:
         """Forget the blocks that the pool has given back. The driver says which: a `hit` may be under way with one."""
-        for found in list(self._bins.values()):
-            found.idle.clear()  # those that were freed meanwhile are found when they are handed out again
         for address in list(self._where):
             where = self._where.get(address)
             if where is not None and where.free(address) and not self._there(address):
@@ -310,6 +364,7 @@ class Pool:
         self._ids[address] = contexts.buffer(address)
         self._where[address] = found
         found.held[address] = None
+        self._sum += found.size
         self._pages.add(address, found.size)
         if self._witness is None:
             self._choose_witness()
@@ -322,15 +377,19 @@ class Pool:
         self._ids.pop(address, None)
         if self._witness == address:
             self._choose_witness()
+        self._sum -= found.size
         self._pages.gone(address, found.size)
 
     def _choose_witness(self) -> None:
         """The driver's id of a block tells, as long as the block is there, that the context is the same."""
         self._witness, self.lives = None, _unknown
-        for address, known in self._ids.items():
+        for address in list(self._ids):
+            known = self._ids.get(address)
             if known is not None:
-                self._witness, self.lives = address, contexts.watch(address, known)
-                return
+                lives = contexts.watch(address, known)
+                if address in self._ids and self._ids[address] == known:  # no signal handler has given it back since
+                    self._witness, self.lives = address, lives
+                    return
 
 
 def _unknown() -> bool:
