@@ -325,8 +325,7 @@ def watch() -> list[str]:
         "the error |",
         f"| a sawtooth workload, up to {max(saw['most'].values()):.0%} of its cap, at 10 Hz | {len(saw['alarms'])} "
         f"alarms in {saw['seconds_run'] / 60:.0f} minutes |",
-        f"| one sample with all six live | {tick['tick_us']['median']:.0f} µs median (90 %: "
-        f"{tick['tick_us']['p90']:.0f}); the probes alone {sum(tick['probes_us'].values()):.0f} |",
+        f"| one tick at work (sample, decision, ring, timeline, actions), all six live, 10 Hz | {a_tick(tick)} |",
         "| small PyTorch operations with the monitor at 10 Hz: their time as a ratio to without | "
         f"{ratio['median']:.4f} (95 %: {ratio['low']:.4f}–{ratio['high']:.4f}); without against without "
         f"{control['median']:.4f} ({control['low']:.4f}–{control['high']:.4f}), {ops['pairs']} pairs |",
@@ -347,6 +346,46 @@ def watch() -> list[str]:
         *origin("replay.json", timeline),
         "",
         *origin("startup.json", startup),
+    ]
+
+
+def a_tick(tick: dict[str, Any]) -> str:
+    """What a tick costs a program at work. A result from before that was measured has the ticks of an idle one only."""
+    if "at_work" not in tick:
+        return "not measured: the result has samples of an idle process, without ring, timeline and actions"
+    cpu, wall = tick["at_work"]["cpu_us"], tick["at_work"]["wall_us"]
+    return (
+        f"{cpu['median']:.0f} µs of CPU (90 %: {cpu['p90']:.0f}); {wall['median']:.0f} ({wall['p90']:.0f}) with what "
+        "it waits for the GIL"
+    )
+
+
+def readings() -> list[str]:
+    if not measured("h200-readings.json"):
+        return []
+    result = load("h200-readings.json")
+
+    def us(value: dict[str, float]) -> str:
+        return f"{value['median']:.1f} ({value['low']:.1f}–{value['high']:.1f})"
+
+    rows = [
+        f"| {name} | {one['us']['median']:.1f} | {one['bare_us']['median']:.1f} | {us(one['above_us'])} | "
+        f"{us(one['control_us'])} |"
+        for name, one in result["scenarios"]["readings"]["readings"].items()
+    ]
+    return [
+        "## Readings",
+        "",
+        "All six live and holding arrays. A bare probe is what must be asked whatever memguard does: NVML, the",
+        "counters of each framework, the driver's context. Medians in µs, in brackets the 95 % interval:",
+        "",
+        "| reading | in all | its bare probes | above them | control: the probes to themselves |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        f"A tick of the monitor at 10 Hz, of a program at work: {a_tick(result['scenarios']['ticking'])}.",
+        "",
+        *origin("h200-readings.json", result),
     ]
 
 
@@ -589,6 +628,7 @@ def results() -> str:
         main_job,
         all_frameworks,
         watch,
+        readings,
         moment,
         exchange,
         doctor,

@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _independent import bytes_now
-from _run import GIB, MIB, budget_of_six, conclude, emit, header, merged, run_scenario
-from all_frameworks import all_live, allocator, load
+from _run import GIB, MIB, conclude, emit, header, merged, run_scenario
+from all_frameworks import allocator, load
 
 SAWTOOTH_SECONDS = float(os.environ.get("MEMGUARD_SAWTOOTH_SECONDS", "600"))
 PAIRS = int(os.environ.get("MEMGUARD_PAIRS", "60"))
@@ -290,56 +290,10 @@ def sawtooth() -> dict[str, Any]:
 
 
 def tick() -> dict[str, Any]:
-    """One tick with all six live: the sample, the decision, and the parts that it is made of."""
-    from memguard import _api
-    from memguard._monitor import pressure
+    """The ticks of the monitor while all six are live and the program allocates: see `readings.py`."""
+    from readings import at_work
 
-    guard, _ = all_live(budget_of_six(growth=False))
-    take = [allocator(name)[0] for name in guard.frameworks]
-    kept = [one(64 * MIB) for one in take]
-    time.sleep(5)  # what compiles in the background has to be over: it is a tick of a program at work that is asked for
-    settings, state = pressure.Settings(interval=0.1), pressure.START
-    part = guard.plan.devices[0]
-    live: list[Any] = []
-
-    def work() -> None:
-        """Something has changed since the last tick: what is in use, not what is held."""
-        if len(live) < 8:
-            live.append(take[list(guard.frameworks).index("torch")](MIB))
-        else:
-            live.clear()
-
-    def once() -> None:
-        nonlocal state
-        state, _ = pressure.decide(settings, guard.sample(), state)
-
-    def timed(call: Callable[[], Any], count: int = 1000, before: Callable[[], Any] = lambda: None) -> dict[str, float]:
-        for _ in range(50):
-            call()
-        spent = []
-        for _ in range(count):
-            before()
-            begun = time.perf_counter_ns()
-            call()
-            spent.append((time.perf_counter_ns() - begun) / 1e3)
-        spent.sort()
-        return {"median": spent[count // 2], "p10": spent[count // 10], "p90": spent[count * 9 // 10]}
-
-    outcome: dict[str, Any] = {
-        "tick_us": timed(once),
-        "tick_while_arrays_come_and_go_us": timed(once, before=work),
-        "sample_us": timed(guard.sample),
-        "ledger_us": timed(guard.ledger),
-    }
-    probes: dict[str, Callable[[], Any]] = {
-        "nvml memory": lambda: guard.host.memory(part.device),
-        "nvml processes": lambda: guard.host.processes(part.device),
-    }
-    for name, framework in guard.frameworks.items():
-        probes[name] = lambda framework=framework: framework.usage(part.device)
-    outcome["probes_us"] = {name: timed(probe)["median"] for name, probe in probes.items()}
-    assert _api.current() is guard and len(kept) == 6
-    return outcome
+    return {"at_work": at_work()}
 
 
 def small_ops() -> dict[str, Any]:

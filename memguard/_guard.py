@@ -611,8 +611,11 @@ class Guard:
         return [entry.framework.usage(part.device) for part in self.plan.devices]
 
     def _all_notes(self) -> list[str]:
-        entries = self._entries.values()
-        return [*self.notes, *(note for entry in entries for note in (*entry.framework.notes, *entry.drift))]
+        notes = [*self.notes]
+        for entry in self._entries.values():
+            notes += entry.framework.notes
+            notes += entry.drift
+        return notes
 
     def _used_by(self, framework: str) -> Sequence[DevicePlan]:
         """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""

@@ -109,11 +109,13 @@ class RealHost:
         return self._nvml.processes(device.uuid)
 
     def context_active(self, device: Device) -> bool | None:
-        asked = self._ask(child=False)
+        asked = self._cuda or self._ask(child=False)  # once known, it needs no lock
         if asked is None:  # nothing has initialised CUDA
             return False
-        ordinal = next((c.ordinal for c in asked if c.uuid == device.uuid), None)
-        return None if ordinal is None else contexts.active(ordinal)
+        for gpu in asked:
+            if gpu.uuid == device.uuid:
+                return contexts.active(gpu.ordinal)
+        return None
 
     def libraries(self) -> frozenset[str]:
         return loaded.libraries()

@@ -247,7 +247,7 @@ def gap_of(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> i
     """This process's bytes less what its frameworks are known to hold and the gaps in the driver's slabs."""
     if own is None:
         return None
-    known = (u.held if u.held is not None else u.held_at_least or 0 for u in usages if u is not None)
+    known = [u.held if u.held is not None else u.held_at_least or 0 for u in usages if u is not None]
     return own - sum(known) - slabs
 
 

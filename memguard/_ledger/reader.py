@@ -32,6 +32,7 @@ _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
 _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
+_CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
 _SECOND_LOOK = 1.0
@@ -147,16 +148,15 @@ class LedgerReader:
             moved = (memory, processes.get(pid)) != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
-        usages.update(_usages(self.unnamed(), device))
+        if unnamed := self.unnamed():
+            usages.update(_usages(unnamed, device))
         live = frozenset([name for name, usage in usages.items() if usage is not None])
         active = self._host.context_active(device)
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         known = {**self._created, **frameworks}
-        appeared = live.union(*[known[name].libraries() for name in live])
-        if active or own:
-            appeared |= {"context"}
+        appeared = live.union(*[known[name].libraries() for name in live], _CONTEXT if active or own else ())
         slabs = driver_pages.slabs[device.uuid].gaps
-        state = self._overhead.get(device.uuid, Overhead())
+        state = self._overhead.get(device.uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
         usages.update(self._kept(device))
         gap = gap_of(own, usages.values(), slabs)
@@ -164,12 +164,13 @@ class LedgerReader:
             gap = None
         owners = self._contexts(device, known.values(), 0 if gap is None else state.last - gap)
         if gap is not None:
-            appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
-            exact = all(usage is None or usage.held is not None for usage in usages.values())
+            if owners:
+                appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
+            exact = None not in [usage.held for usage in usages.values() if usage is not None]
             state = self._after(device.uuid, state, gap, appeared, exact, charge)
         self._warn_of_overhead(state, part)
-        past = {name: what for name in live if (what := known[name].uncounted()) is not None}
-        uncounted = tuple(past[name] for name in sorted(past))
+        past = sorted([(name, what) for name in live if (what := known[name].uncounted()) is not None])
+        uncounted = tuple([what for _, what in past])
         return Reading(device, memory, own, usages, state, moved, owners, self._lent(device), uncounted)
 
     def _after(
@@ -191,7 +192,8 @@ class LedgerReader:
         device = part.device
         uuid = device.uuid
         usages = _usages(frameworks, device)
-        usages.update(_usages(self.unnamed(), device))
+        if unnamed := self.unnamed():
+            usages.update(_usages(unnamed, device))
         memory = self._host.memory(device)
         own = self._own(device, memory.used, bool(usages))
         usages.update(self._kept(device))

@@ -25,15 +25,17 @@ PRIMARY = 0x7F0000001000
 """The stub's primary context of GPU 0."""
 asked: Counter[str] = Counter()
 """How often each counter of a framework was asked for."""
-held = {"torch": 2 * GIB, "tensorflow": GIB}
-"""The bytes that torch and TensorFlow say to hold. Half of torch's idles."""
+in_use = {"torch": GIB, "tensorflow": GIB}
+"""The bytes that live arrays of torch and TensorFlow occupy."""
+RESERVED = 8 * GIB
+"""What torch holds all the time, as a program has it that has run for a while."""
 
 
 def scenario(uuid: str) -> dict[str, object]:
-    """An H200 for the stub of NVML, on which this process has 12 GiB and another one 1 GiB. See `this_process`."""
+    """An H200 for the stub of NVML, on which this process has 26 GiB and another one 1 GiB. See `this_process`."""
     return {
         "count": 1, "uuid0": uuid, "name0": "NVIDIA H200", "arch0": 9, "total0": 143_771 * MIB, "reserved0": 615 * MIB,
-        "used0": 13 * GIB, "processes0": f"PID:{12 * GIB},4711:{GIB}",
+        "used0": 27 * GIB, "processes0": f"PID:{26 * GIB},4711:{GIB}",
     }  # fmt: skip
 
 
@@ -52,6 +54,28 @@ def bring(uuid: str, *names: str) -> list[Callable[[], Any]]:
     cuda = ctypes.CDLL("libcuda.so.1")
     assert cuda.cuInit(0) == 0 and cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(PRIMARY)) == 0
     return [MAKE[name](uuid) for name in names or NAMES]
+
+
+def allocators() -> dict[str, Callable[[int], Any]]:
+    """How each takes n bytes; what is returned gives them back when it dies."""
+
+    class Block:
+        def __init__(self, name: str, size: int) -> None:
+            self.name, self.size = name, size
+            in_use[name] += size
+
+        def __del__(self) -> None:
+            in_use[self.name] -= self.size
+
+    modules = sys.modules
+    return {
+        "tensorflow": lambda size: Block("tensorflow", size),
+        "torch": lambda size: Block("torch", size),
+        "jax": modules["jax"].numpy.empty,
+        "cupy": modules["cupy"].cuda.alloc,
+        "pycuda": modules["pycuda.driver"].mem_alloc,
+        "numba": modules["numba.cuda"].device_array,
+    }
 
 
 def _module(name: str, **content: Any) -> types.ModuleType:
@@ -79,9 +103,9 @@ def _torch(uuid: str) -> Callable[[], Any]:
         return {"all": {"current": size, "peak": size, "allocated": size, "freed": 0}}
 
     def stats(ordinal: int) -> dict[str, Any]:
-        size = held["torch"]
+        size = in_use["torch"]
         return {
-            "reserved_bytes": figure(size), "allocated_bytes": figure(size // 2), "active_bytes": figure(size // 2),
+            "reserved_bytes": figure(RESERVED), "allocated_bytes": figure(size), "active_bytes": figure(size),
             "inactive_split_bytes": figure(0),
         }  # fmt: skip
 
@@ -131,7 +155,7 @@ def _tensorflow(uuid: str) -> Callable[[], Any]:
         "tensorflow.python.eager.context", Context=Context, context_safe=lambda: context,
         LogicalDeviceConfiguration=LogicalDeviceConfiguration,
     )  # fmt: skip
-    info = _counted("tensorflow memory", lambda device: {"current": held["tensorflow"], "peak": held["tensorflow"]})
+    info = _counted("tensorflow memory", lambda device: dict.fromkeys(("current", "peak"), in_use["tensorflow"]))
     _module(
         "tensorflow.config", list_physical_devices=_counted("tensorflow devices", lambda kind: [gpu]),
         get_visible_devices=lambda kind: [gpu], LogicalDeviceConfiguration=LogicalDeviceConfiguration,

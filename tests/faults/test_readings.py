@@ -5,6 +5,10 @@ The real adapters, guard and reader, over stand-ins of six live frameworks and s
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +20,7 @@ from stub_gpus import UUIDS, Run
 
 FOUR = ("tensorflow", "torch", "jax", "cupy")
 """Those that ask the driver for nothing but the context."""
+ROOT = Path(__file__).resolve().parents[2]
 LIVE = """
 sys.path.insert(0, {here!r})
 import collections, six_live
@@ -48,7 +53,7 @@ def probes(call):
                 driver=dict(driver_calls()))
 
 for _ in range(3):  # what is found out once
-    memguard.ledger()
+    memguard.ledger(), guard.sample()
 """
 EACH = dict.fromkeys(NAMES, 1)
 COUNTERS = {"torch statistics": 1, "tensorflow memory": 1, "jax statistics": 1, "cupy total_bytes": 1,
@@ -74,25 +79,23 @@ def test_what_a_ledger_asks(live: Callable[..., dict[str, Any]]) -> None:
     found = live(
         """
 result["quiet"] = probes(memguard.ledger)
-result["rows"] = {row.name: row.bytes for row in memguard.ledger().devices[0].rows}
-six_live.held["torch"] += GIB
+result["others"] = memguard.ledger().devices[0].row("other processes").bytes
+result["before"] = memguard.ledger().devices[0].row("torch").in_use
+six_live.in_use["torch"] += GIB
 result["at work"] = probes(memguard.ledger)
-result["row"] = memguard.ledger().devices[0].row("torch").bytes
+result["after"] = memguard.ledger().devices[0].row("torch").in_use
 """
     )
     for one in (found["quiet"], found["at work"]):
         assert one["nvml"] == [2, 2] and one["usage"] == EACH and one["drift"] == EACH
         assert one["asked"] == {**COUNTERS, **DRIFT}
-    assert found["rows"]["torch"] == 2 << 30 and found["row"] == 3 << 30
-    assert found["rows"]["other processes"] == 1 << 30
+    assert (found["before"], found["after"], found["others"]) == (1 << 30, 2 << 30, 1 << 30)
 
 
 def test_what_a_sample_asks(live: Callable[..., dict[str, Any]]) -> None:
     """NVML's processes, and whether the caps hold, with every tenth sample."""
     found = live(
         """
-for _ in range(5):
-    guard.sample()
 result["samples"] = [probes(guard.sample) for _ in range(40)]
 """
     )
@@ -147,11 +150,6 @@ def test_what_the_driver_is_asked(live: Callable[..., dict[str, Any]]) -> None:
     """The primary context's state: whether there is one, and whether it is another one than before."""
     found = live(
         """
-def elsewhere(call):  # on a thread that has no context, as the monitor's
-    import threading
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 result["ledger"], result["sample"] = probes(memguard.ledger), probes(guard.sample)
 result["require"] = probes(lambda: memguard.require("torch", "1GiB"))
 """,
@@ -234,3 +232,20 @@ result["found"] = [first, nvml.processes(uuid)]
         processes0="11:4096,12:na",
     )
     assert found["found"] == [{"11": 4096, "12": None}, {"7": None, "8": 5}]
+
+
+def test_the_benchmark_runs_without_a_gpu_and_says_so(tmp_path: Path) -> None:
+    """Its bars are for a GPU's host; here it has to run, and to find that figures are new."""
+    without = {name: value for name, value in os.environ.items() if not name.startswith("MEMGUARD")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "readings.py"), "-o", str(tmp_path / "out.json")],
+        capture_output=True, text=True, timeout=120,
+        env={**without, "MEMGUARD_ROUNDS": "30", "MEMGUARD_TICKING_SECONDS": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "out.json").read_text())
+    measured, tick = result["scenarios"]["readings"], result["scenarios"]["ticking"]["at_work"]
+    assert result["about"]["stand_ins"] and "stand-ins" in done.stdout
+    assert all(one["us"]["n"] == 30 and one["above_us"]["median"] > 0 for one in measured["readings"].values())
+    assert measured["fresh"] == {"arrays": 300, "missed": dict.fromkeys(NAMES, 0)}
+    assert tick["samples_written"] >= 1050 and tick["cpu_us"]["median"] > 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import pickle
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, FrozenInstanceError, asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -616,3 +619,19 @@ def test_the_text_is_plain_wherever_it_is_made(monkeypatch: pytest.MonkeyPatch) 
     plain = str(sample())
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert str(sample()) == plain and "\x1b" not in plain
+
+
+def test_a_row_is_a_frozen_dataclass_in_everything_though_it_is_made_at_once() -> None:
+    """Its `__init__` is written out: it takes every field, in order, with the field's default."""
+    parameters = list(inspect.signature(Row).parameters.values())
+    assert [one.name for one in parameters] == [one.name for one in fields(Row)]
+    for parameter, field in zip(parameters, fields(Row), strict=True):
+        assert parameter.default == (inspect.Parameter.empty if field.default is MISSING else field.default)
+    values: dict[str, Any] = dict(zip([one.name for one in fields(Row)], range(1, 99), strict=False))
+    row = Row(**values)
+    assert vars(row) == values == asdict(row) and list(vars(row)) == list(values)
+    assert row == Row(*values.values()) == pickle.loads(pickle.dumps(row)) and hash(row) == hash(copy.copy(row))
+    changed = replace(row, note="changed")
+    assert (changed.note, changed.bytes) == ("changed", row.bytes) and changed != row
+    with pytest.raises(FrozenInstanceError):
+        row.note = "changed"  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -69,6 +70,7 @@ class Setting:
         self.parts = _policy.plan(from_mapping(mapping), self.host.devices()).devices
         self.stubs = {name: Stub(self.host) for name in frameworks}
         self.warnings: list[str] = []
+        self.taken = 0  # by nobody, on the first GPU
         self.reader = LedgerReader(self.host, unnamed, self.warnings.append)
 
     @property
@@ -453,3 +455,32 @@ def test_what_a_framework_takes_past_its_count_is_named_where_it_may_be(
     row = setting.read().row("unaccounted")
     named = live and (row.bytes or 0) >= 2 * MIB
     assert ("copies of numba's arguments" in row.note) is named and (bytes_outside < 2 * MIB or not live or named)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reading_that_changes_nothing_is_not_worked_out_again_and_no_figure_differs(seed: int) -> None:
+    """The same steps in two processes, of which one works out each reading anew: quiet ones come in between."""
+    rng, one, anew = random.Random(seed), Setting(nccl=2), Setting(nccl=2)
+    for both in (one, anew):
+        both.live()
+    for _ in range(60):
+        step, size = rng.choice(["take", "give", "nccl", "gone", "use", *["nothing"] * 4]), rng.randrange(1, 300) * MIB
+        for both in (one, anew):
+            if step == "take":
+                both.host.take(both.gpu, size)
+                both.taken += size
+            elif step == "give":
+                back = min(size, both.taken)
+                both.host.give(both.gpu, back)
+                both.taken -= back
+            elif step == "nccl":
+                both.torch.beside = nccl(1 + size // MIB % 2)
+            elif step == "gone":
+                both.torch.beside = frozenset()
+            elif step == "use":
+                both.torch.usages[both.gpu.uuid] = Usage(size, size // 2, 0)
+        anew.reader._settled.clear()
+        assert one.figures() == anew.figures()
+        assert one.reader._overhead == anew.reader._overhead
+    states = [(one.read(), one.reader._overhead[one.gpu.uuid])[1] for _ in range(4)]
+    assert states[2] is states[3], "quiet readings keep the state that is there"
