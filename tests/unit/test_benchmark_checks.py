@@ -318,6 +318,7 @@ def test_ledgers_of_nonsense_that_add_up_are_found_out() -> None:
     assert noticed >= 0.98 * 200 * 11, noticed
 
 
+SIXTH = ("together", "readings", 5, "unaccounted")
 BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
     # A raw allocation is booked as overhead, half of it, or stays after its free.
     ("raw as overhead", "main_job", ("together", "raw", 1, "unaccounted"), [0, 0, 0], f"together: {_listed.RAW}"),
@@ -562,6 +563,20 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         "by hand, dropped while it is still read: wrong for each lender",
     ),
     ("nothing counted as lent", "exchange", ("pairs", "open"), 3, "nothing stays lent"),
+    (
+        "much unaccounted",
+        "all_frameworks",
+        ("together", "readings", 9, "unaccounted"),
+        65 * MIB,
+        f"six: {_listed.LITTLE}",
+    ),
+    (
+        "less than nothing",
+        "main_job",
+        ("together", "readings", 9, "unaccounted"),
+        -65 * MIB,
+        f"together: {_listed.LITTLE}",
+    ),
     (
         "a rank's row",
         "ddp",
