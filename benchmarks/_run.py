@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import fnmatch
 import hashlib
@@ -18,6 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -121,6 +125,7 @@ class Sampler:
     """NVML's figure for one PID every 50 ms, by `_sampler.py` in a process of its own: no other GIL can slow it."""
 
     def __init__(self, interval: float = 0.05) -> None:
+        self.interval = interval
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("_sampler.py")), str(interval)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -130,13 +135,17 @@ class Sampler:
 
     def start(self, pid: int) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{pid}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died: `stop` says that it saw nothing
+            self._process.stdin.write(f"{pid}\n")
+            self._process.stdin.flush()
 
     def stop(self) -> dict[str, Any]:
         """What it saw; `_sampler.summary` names the figures."""
         out, _ = self._process.communicate()
-        found: dict[str, Any] = json.loads(out)
+        try:
+            found: dict[str, Any] = json.loads(out)
+        except ValueError:
+            return _sampler.summary([], self.interval)
         return found
 
 
@@ -167,11 +176,11 @@ def run_scenario(script: str, name: str, *, env: dict[str, str] | None = None, t
         "nvml": sampler.stop(),
     }
     results = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
-    if results:
+    try:
         outcome.update(json.loads(results[-1]))
-    else:
-        outcome["stdout_tail"] = out[-800:]
-    if child.returncode or not results:
+    except (IndexError, ValueError):  # it died before it had printed one, or within the line
+        outcome["stdout_tail"], outcome["stderr_tail"] = out[-800:], err[-1500:]
+    if child.returncode:
         outcome["stderr_tail"] = err[-1500:]
     outcome["_stderr"] = err
     return outcome

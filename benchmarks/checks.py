@@ -45,6 +45,11 @@ def _overhead(one: dict[str, Any]) -> tuple[bool, str]:
     return 0 < over <= one["reserve"], f"{over / MIB:.0f} of {one['reserve'] / MIB:.0f} MiB"
 
 
+def _little(readings: list[dict[str, Any]]) -> tuple[bool, str]:
+    worst = max(readings, key=lambda r: abs(r["unaccounted"]))
+    return abs(worst["unaccounted"]) <= 64 * MIB, f"{worst['unaccounted'] / MIB:+.1f} MiB ({worst['label']})"
+
+
 def _sums(readings: list[dict[str, Any]]) -> tuple[bool, str]:
     wrong = [r["label"] for r in readings if r["sum_minus_total"] != 0]
     return bool(readings) and not wrong, f"{len(readings)} readings {wrong or ''}".rstrip()
@@ -92,6 +97,7 @@ def main_job_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             about = f"together, {_listed.of_emptied(name)}"
             _told(check, about, lambda name=name, least=least: agrees(one["emptied"][name], AT_CAP, least))
         _told(check, f"together: {_listed.RAW}", lambda: raw_is_unaccounted(one["raw"]))
+        check(f"together: {_listed.LITTLE}", *_little(one["readings"]))
         check(
             "together: rows add up to the total (plain sanity: unaccounted is the remainder)", *_sums(one["readings"])
         )
@@ -260,6 +266,7 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             about = f"six, {_listed.of_emptied(name)}"
             _told(check, about, lambda name=name, least=least: agrees(one["emptied"][name], AT_CAP, least))
         _told(check, f"six: {_listed.RAW}", lambda: raw_is_unaccounted(one["raw"]))
+        check(f"six: {_listed.LITTLE}", *_little(one["readings"]))
         check("six: rows add up to the total (plain sanity: unaccounted is the remainder)", *_sums(one["readings"]))
         check("six: overhead within the reserve", *_overhead(one))
 

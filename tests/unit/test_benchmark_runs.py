@@ -73,6 +73,10 @@ def test_without_nvml_and_without_a_start_the_sampler_ends(tmp_path: Path, monke
     sampler.start(1)
     assert sampler.stop()["samples"] == 0
     assert _run.Sampler().stop()["samples"] == 0
+    (tmp_path / "pynvml.py").write_text("import os\nos._exit(3)\n")
+    sampler = _run.Sampler()
+    sampler.start(1)
+    assert sampler.stop() == _sampler.summary([], 0.05), "it died, and that is not the benchmark's end"
 
 
 def test_a_scenario_that_dies_leaves_its_code_and_its_last_words(tmp_path: Path) -> None:
@@ -85,6 +89,9 @@ def test_a_scenario_that_dies_leaves_its_code_and_its_last_words(tmp_path: Path)
     assert lived["figure"] == 1 and lived["returncode"] == 0 and _run.died(lived) is None
     assert "stderr_tail" not in lived and lived["nvml"]["samples"] == 0
     assert ended["figure"] == 1 and _run.died(ended) == "rc 1: the last words"
+    script.write_text("import os\nprint('RESULT {\"figure\": ', flush=True)\nos.kill(os.getpid(), 9)\n")
+    cut = _run.run_scenario(str(script), "x")
+    assert cut["returncode"] == -9 and "figure" not in cut and _run.died(cut) == "rc -9: nothing on its stderr"
 
 
 # Refusals that are tried, on a driver of this file's own
