@@ -73,6 +73,8 @@ for _ in range(200):
     bytes_of(4 * MIB)
     stub.stub_finish()
 result["loop"] = len(set(result["loop"][50:]))
+manager.deallocations.clear()
+result["pooled"] = len(manager.pool.idle) > 0
 applied.undo()
 result["undone"] = [stub.stub_taken(), len(manager.pool.idle)]
 array = bytes_of(8 * MIB)
@@ -82,7 +84,8 @@ result["after"] = stub.stub_taken()
 """
     )
     assert found == {
-        "early": False, "late": True, "held": [16 << 20] * 2, "loop": 1, "undone": [0, 0], "after": 0,
+        "early": False, "late": True, "held": [16 << 20] * 2, "loop": 1, "pooled": True,
+        "undone": [0, 0], "after": 0,
     }  # fmt: skip
 
 
