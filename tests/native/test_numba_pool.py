@@ -232,6 +232,21 @@ config.CUDA_PER_THREAD_DEFAULT_STREAM = 1
     assert found["pooled"] == [False, 0, 0]
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_kernel_that_was_given_a_stream_before_the_budget_is_not_overlooked(beside: Run, before: bool) -> None:
+    """Its configuration is kept, and nobody saw the stream in it."""
+    given = """
+from cuda.core import Device
+from numba import cuda
+@cuda.jit
+def kernel(array): pass
+Device(0).set_current()
+kernel[1, 1, Device(0).create_stream()]
+"""
+    found = beside((given if before else "") + LIVE + 'result["pooled"] = pooled(lambda array: None)\n')
+    assert found["pooled"] == (not before)
+
+
 def test_a_stream_is_marked_before_numba_destroys_it(beside: Run) -> None:
     found = beside(
         LIVE
