@@ -340,6 +340,24 @@ def test_a_context_that_is_current_is_not_pushed_again(stubbed: Stubbed) -> None
     assert "cuCtxPushCurrent_v2" not in found["asked"] and found["depth"] == 1 and found["live"] == CLEAN
 
 
+def test_whether_the_legacy_stream_may_be_used_is_asked_of_the_driver(stubbed: Stubbed) -> None:
+    """906 is CUDA_ERROR_STREAM_CAPTURE_IMPLICIT. A driver without `cuStreamGetFlags` knows no stream that blocks."""
+    found = stubbed("""
+context = contexts.primary(0)
+result["free"] = streams.awaits_capture(context)
+stub.stub_fail(b"cuStreamIsCapturing", 906, 1)
+result["captures"] = streams.awaits_capture(context)
+result["blocking"] = streams.blocking(SIDE)
+with Mark(0, streams.LEGACY, context): pass
+before = len(streams._idle[context])
+streams.forget(context)
+result["forgotten"] = [before, streams._idle.get(context)]
+result["live"] = live()
+""")
+    assert found["free"] is False and found["captures"] is True and found["blocking"] is False
+    assert found["forgotten"] == [1, None] and found["live"]["depth"] == 0
+
+
 def test_where_an_address_lies(stubbed: Stubbed) -> None:
     found = stubbed("""
     result["known"], result["unknown"] = streams.place(AT), streams.place(64)

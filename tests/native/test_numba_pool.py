@@ -73,6 +73,8 @@ for _ in range(200):
     bytes_of(4 * MIB)
     stub.stub_finish()
 result["loop"] = len(set(result["loop"][50:]))
+manager.deallocations.clear()
+result["pooled"] = len(manager.pool.idle) > 0
 applied.undo()
 result["undone"] = [stub.stub_taken(), len(manager.pool.idle)]
 array = bytes_of(8 * MIB)
@@ -82,7 +84,8 @@ result["after"] = stub.stub_taken()
 """
     )
     assert found == {
-        "early": False, "late": True, "held": [16 << 20] * 2, "loop": 1, "undone": [0, 0], "after": 0,
+        "early": False, "late": True, "held": [16 << 20] * 2, "loop": 1, "pooled": True,
+        "undone": [0, 0], "after": 0,
     }  # fmt: skip
 
 
@@ -227,6 +230,21 @@ config.CUDA_PER_THREAD_DEFAULT_STREAM = 1
         + 'result["pooled"] = [manager.pooling, pooled(lambda array: None), stub.stub_taken()]\n'
     )
     assert found["pooled"] == [False, 0, 0]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_kernel_that_was_given_a_stream_before_the_budget_is_not_overlooked(beside: Run, before: bool) -> None:
+    """Its configuration is kept, and nobody saw the stream in it."""
+    given = """
+from cuda.core import Device
+from numba import cuda
+@cuda.jit
+def kernel(array): pass
+Device(0).set_current()
+kernel[1, 1, Device(0).create_stream()]
+"""
+    found = beside((given if before else "") + LIVE + 'result["pooled"] = pooled(lambda array: None)\n')
+    assert found["pooled"] == (not before)
 
 
 def test_a_stream_is_marked_before_numba_destroys_it(beside: Run) -> None:

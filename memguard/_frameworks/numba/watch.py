@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
 
     `tell` is called, on the thread that gives it, when another stream is given.
     """
-    if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver):
+    if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver) or _configured():
         return False
 
     def end() -> None:
@@ -177,6 +178,13 @@ def _codes(functions: list[Any]) -> frozenset[CodeType]:
     """The code of functions, properties and cached properties."""
     plain = [getattr(one, "fget", getattr(one, "func", one)) for one in functions]
     return frozenset(one.__code__ for one in plain if hasattr(one, "__code__"))
+
+
+def _configured() -> bool:
+    """Whether a kernel was given a stream already: `kernel[blocks, threads, stream]` is kept, and was not watched."""
+    dispatcher = getattr(sys.modules.get("numba.cuda.dispatcher"), "CUDADispatcher", None)
+    made = getattr(getattr(dispatcher, "configure", None), "cache_info", None)
+    return made is not None and made().currsize > 0
 
 
 def _per_thread(driver: Any) -> bool:
