@@ -230,9 +230,13 @@ class Pool:
             where.hand_out(address, kept)
         else:
             kept = None
-        free_held(pool)
-        self._clear()
-        self._forget_gone()
+        self._witness, self.lives = None, _unknown  # its end would look like that of the context
+        try:
+            free_held(pool)
+            self._clear()
+            self._forget_gone()
+        finally:
+            self._choose_witness()
 
     def stop_holding(self, call: Callable[[Any], None]) -> None:
         self._stop()
