@@ -99,9 +99,9 @@ class Program:
 
     def check(self, settled: bool = True) -> None:
         taken = self.stub.stub_taken()
-        # A handler that allocates within an allocation may leave a pool with one idle block too many, which is a page
-        # of the stub's, until the next request that has to ask the driver.
-        assert taken <= CAP + PAGE * (self.kind == "signals"), taken
+        # What allocates within an allocation may leave a pool with one idle block too many, which is a page of the
+        # stub's, until the next request that has to ask the driver.
+        assert taken <= CAP + PAGE * (self.kind in ("signals", "finalizers")), taken
         usage = self.framework.usage(self.gpu)
         if usage is None:
             return

@@ -65,7 +65,9 @@ class Bin:
         """The pool has handed out a block without an entry having been taken."""
         if self.idle:
             self.idle.pop()
-        self.held[address] = ref(allocation, self.freed)
+        reference = ref(allocation, self.freed)
+        if address in self.held:
+            self.held[address] = reference
 
     def free(self, address: int) -> bool:
         """Whether no allocation has the block, though it may be on its way to one."""
@@ -163,7 +165,7 @@ class Pool:
     def has_free(self, size: int) -> bool:
         """Whether a block of this size lies idle."""
         found = self._bins.get(size)
-        return found is not None and bool(found.idle or any(map(found.free, list(found.held))))
+        return found is not None and not self._emptying and bool(found.idle or any(map(found.free, list(found.held))))
 
     def tidy(self) -> None:
         """Before a request that idle blocks may not serve: make sure that all blocks are known."""
@@ -176,9 +178,8 @@ class Pool:
         return allocation
 
     def give_back(self, allocation: Any) -> None:
-        """Free an allocation that was just taken: its block becomes idle."""
-        allocation.free()
-        self.freed(index(allocation), allocation)
+        """Free an allocation that was just taken and passes the cap, so that nobody else is served by its block."""
+        self.free_held(allocation=allocation)
 
     def close(self) -> None:
         """From now on no request is a `hit`, until `open` says so for its size."""
@@ -193,16 +194,22 @@ class Pool:
             self._ready = {}
         self._ready[size] = found
 
-    def free_held(self, call: Callable[[Any], None] | None = None) -> None:
-        """Give the idle blocks back, through `call` if it is not PyCUDA's own `free_held` that does so."""
+    def free_held(self, call: Callable[[Any], None] | None = None, allocation: Any = None) -> None:
+        """Give the idle blocks back, through `call` if it is not PyCUDA's own `free_held` that does so.
+
+        With `allocation` its block too. Until the end nothing that lies idle serves a request.
+        """
         pool = self.reference()
         if pool is None:
             return
         if self._emptying:  # a signal handler or a finalizer came into another one, which then begins again
             self._again = True
+            self._free(allocation)
             return
         try:
             self._emptying = True
+            self.close()
+            self._free(allocation)
             with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
                 for _ in range(_MOST_TIMES):
                     self._again = False
@@ -213,6 +220,11 @@ class Pool:
                         break
         finally:
             self._emptying = False
+
+    def _free(self, allocation: Any) -> None:
+        if allocation is not None:
+            allocation.free()
+            self.freed(index(allocation), allocation)
 
     def _empty(self, pool: Any, free_held: Callable[[Any], None]) -> None:
         """Give the idle blocks back. The small one stays if it lies in a slab of somebody else and there are live
@@ -230,9 +242,13 @@ class Pool:
             where.hand_out(address, kept)
         else:
             kept = None
-        free_held(pool)
-        self._clear()
-        self._forget_gone()
+        self._witness, self.lives = None, _unknown  # its end would look like that of the context
+        try:
+            free_held(pool)
+            self._clear()
+            self._forget_gone()
+        finally:
+            self._choose_witness()
 
     def stop_holding(self, call: Callable[[Any], None]) -> None:
         self._stop()
@@ -244,8 +260,9 @@ class Pool:
         known = found.held[address] if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
-        found.held[address] = None  # with the reference goes its callback: the object's end is no second free
-        found.freed(None)
+        if address in found.held:  # else a signal handler has given the block back since
+            found.held[address] = None  # with the reference goes its callback: the object's end is no second free
+            found.freed(None)
         return True
 
     def look(self) -> None:
