@@ -60,6 +60,7 @@ SOURCES = {
     "TensorFlow's most": "memguard._specs: SPECS.tensorflow.modules",
     "simulated context": "memguard._devices.simulated: CONTEXT",
     "small": "memguard._frameworks.driver_pages: SMALL",
+    "tiny": "memguard._frameworks.driver_pages: TINY",
     # What memguard does.
     "answer": "memguard.exchange.ipc.sharing: ANSWER_TIMEOUT",
     "budget file": "memguard._config.positions: MAX_BYTES",

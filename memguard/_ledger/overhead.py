@@ -88,6 +88,9 @@ class Overhead:
         Not `exact` if a framework does not report what it holds: part of the gap is then its pool, and no more is
         charged than was measured for what appeared.
         """
+        quiet = gap == self.last and not (self.fresh or self.rest or self.pending)
+        if quiet and appeared == self.appeared and loaded == self.loaded:
+            return self
         growth, since, paused = gap - self.gap, gap - self.last, now - self.at > PAUSE
         new, gone = appeared - self.appeared, self.appeared - appeared
         expected = expected_overhead(appeared, exact)
@@ -141,7 +144,9 @@ class Overhead:
     def may_be_a_library(self, gap: int) -> bool:
         """Whether the gap has grown by enough for the first use of a library that was not loaded before."""
         growth = gap - self.gap + self.pending
-        return any(growth >= size * 5 // 8 for *_, library, size in self._unused() if library not in self.loaded)
+        return growth > LAZY and any(
+            growth >= size * 5 // 8 for *_, library, size in self._unused() if library not in self.loaded
+        )
 
     def _explained(self, size: int, most: int) -> Overhead | None:
         """The state with a growth of that size charged to what may have caused it; None if nothing may have.

@@ -336,7 +336,7 @@ def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _T
         return track
     text = (
         f"unaccounted memory grows by {format_size(round(speed))}/s and is {format_size(unaccounted)}"
-        f"{settings.on(uuid)}: no framework holds it. A library or an extension that allocates by itself does"
+        f"{settings.on(uuid)}: no framework says that it holds it. Does a library or an extension allocate by itself?"
     )
     event = Event(now, "leak", text, uuid=uuid, bytes=unaccounted)
     actions += [Action("warn", event), Action("callback", event)]

@@ -262,8 +262,8 @@ def follow(level: Callable[[float], int | None], seconds: float, interval: float
 def test_what_is_said_of_a_leak() -> None:
     (first, *more) = follow(lambda t: 100 * MIB + int(16 * t) * MIB, 60)
     assert first.text == (
-        "unaccounted memory grows by 16.0 MiB/s and is 148.0 MiB on " + UUID + ": no framework holds it. "
-        "A library or an extension that allocates by itself does"
+        "unaccounted memory grows by 16.0 MiB/s and is 148.0 MiB on " + UUID + ": no framework says that it "
+        "holds it. Does a library or an extension allocate by itself?"
     )
     sizes = [(event.bytes or 0) // MIB for event in (first, *more)]
     assert sizes[0] == 148 and all(2 * a <= b <= 2 * a + 16 for a, b in pairwise(sizes))
