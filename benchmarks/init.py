@@ -113,7 +113,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("compiled", "source"):
-            shutil.copytree(ROOT / "memguard", folder / name / "memguard", ignore=shutil.ignore_patterns("__pycache__"))
+            left_out = shutil.ignore_patterns("__pycache__", "pages")  # of the doctor: a link into docs/
+            shutil.copytree(ROOT / "memguard", folder / name / "memguard", ignore=left_out)
         compileall.compile_dir(folder / "compiled", quiet=1, workers=1)
         parts = "\n".join(f"  {name}: {{share: {share}}}" for name, share in SIX.items())
         self.budget = folder / "budget.yaml"
