@@ -312,8 +312,11 @@ class Guard:
         changes what they compare with.
         """
         entries, resized = self._entries, self._resized
-        answers = {name: self._drift_of(name, entry) for name, entry in entries.items()} if self.active else {}
-        if all(found == entries[name].drift for name, found in answers.items()):
+        answers: dict[str, tuple[str, ...]] = {}
+        for name, entry in entries.items() if self.active else ():
+            if (now := self._drift_of(name, entry)) != entry.drift:
+                answers[name] = now
+        if not answers:  # nothing is to be noted
             return
         events: list[Event] = []
 

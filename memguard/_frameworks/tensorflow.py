@@ -164,8 +164,10 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
             return []
-        context = _context() if self._live(tf) else None
-        if context is not None and self._settled is not None and self._settled() is context:
+        context = _context()
+        if getattr(context, "_context_handle", None) is None:  # not live, or None
+            context = None
+        elif self._settled is not None and self._settled() is context:
             return self._lost
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]

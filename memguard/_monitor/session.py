@@ -151,6 +151,8 @@ class Session:
 
     def checkpoint(self) -> None:
         """Trim what the budget says to trim under pressure. Raise UnderPressure if it says so and pressure lasts."""
+        if not self._due and not self._raises:  # mostly
+            return
         here = self._here
         if getattr(here, "busy", False) or getattr(here, "monitor", False):
             return
