@@ -45,6 +45,10 @@ class Host(Protocol):
         """Whether this process's primary context exists on the device; None if unknown."""
         ...
 
+    def libraries(self) -> frozenset[str]:
+        """Those of `LIBRARIES` that this process has loaded; all of them if that cannot be read."""
+        ...
+
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's count of multiprocessors, to check what a framework believes; None if unknown."""
         ...

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memguard._devices import contexts, cuda_order, machine_memory
+from memguard._devices import contexts, cuda_order, loaded, machine_memory
 from memguard._devices.nvml import Nvml, divided
 from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
@@ -115,6 +115,9 @@ class RealHost:
             return False
         ordinal = next((c.ordinal for c in asked if c.uuid == device.uuid), None)
         return None if ordinal is None else contexts.active(ordinal)
+
+    def libraries(self) -> frozenset[str]:
+        return loaded.libraries()
 
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's own count, to check what a framework believes; None if CUDA cannot be asked."""

@@ -126,6 +126,7 @@ class SimulatedHost:
                 uuid, kind.name, index, kind.total, reserved, kind.architecture, index, True, unified=kind.unified
             )
             self._states[uuid] = _State(device, kind)
+        self._loaded: frozenset[str] = frozenset()
         self.spills = any(state.model.spills for state in self._states.values())
 
     @property
@@ -154,6 +155,14 @@ class SimulatedHost:
     def context_active(self, device: Device) -> bool:
         with self._state(device) as state:
             return state.context is not None
+
+    def libraries(self) -> frozenset[str]:
+        return self._loaded
+
+    def load(self, *libraries: str) -> None:
+        """This process loads libraries, by their names in `LIBRARIES`. What their first use takes, `take` takes."""
+        with self._lock:
+            self._loaded |= frozenset(libraries)
 
     def multiprocessors(self, uuid: str) -> int | None:
         return self._states[uuid].model.multiprocessors if uuid in self._states else None

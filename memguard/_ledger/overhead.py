@@ -1,37 +1,56 @@
 """What is charged as overhead: CUDA contexts, modules and library workspaces, outside every framework's cap. Pure.
 
-Overhead is charged when it appears, never as what is left over: the context, a framework's modules and NCCL's
-communicators in the first reading after they turn up (what a communicator takes only at its first collective, then); a
-library's first use as one step of at most 112 MiB, or two at once in the reading after that; all within what `_policy`
-knows of the live frameworks. Growth of another kind, or beyond that, is unaccounted. The gaps in the driver's slabs are
-counted by address. A second context is often seen only after it was made: it is charged then, from what was
-unaccounted, and has a row of its own.
+Overhead is charged when its cause is seen, never as what is left over. Causes are
+
+- what appears: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
+  after it turned up, up to what `_policy` keeps for it; a communicator that is made eagerly takes most at its first
+  collective, and is charged then;
+- the first use of a library that the process has loaded, by each framework that uses it: charged once, in one reading
+  or two, if the growth is as large as such a first use was measured. Two at once only if a framework, a communicator or
+  a library has just appeared, and none for what grows again and again;
+- kernels that are loaded at their first launch, of which nothing tells: `LAZY` for each live framework in all.
+
+All other growth is unaccounted, and so is all beyond what `_policy` knows of the live frameworks. The gaps in the
+driver's slabs are counted by address. A second context is often seen only after it was made: it is charged then, from
+what was unaccounted, and has a row of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from memguard._policy import modules, workspace
-from memguard._specs import CONTEXT, SECOND_CONTEXT, SLACK
+from memguard._specs import CONTEXT, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK, SPECS
 from memguard._types import Usage
-from memguard._units import MIB
 
-STEP = 112 * MIB
-"""Above the largest growth seen at one library's first use on an H200: 98 MiB, cuSOLVER's modules."""
+PAUSE = 2.0
+"""Seconds without growth that end a streak of it."""
+STREAK = 5
+"""The growths in a streak that may be first uses: PyTorch's libraries in one training step. What goes on is a leak."""
+ANY = frozenset(LIBRARIES)
+"""Every library: where nothing tells which ones are loaded, each may be."""
 
 
 @dataclass(frozen=True)
 class Overhead:
     """What has been charged as overhead on one GPU so far, in bytes, and what had appeared by then.
 
-    gap     the largest so far: what goes and comes back, or was counted a moment too early, is not charged twice
-    owed    what communicators may still take: one that is made eagerly takes most at its first collective
-    last    the gap of the last reading: what appears is charged with the growth since, whatever came and went before
-    slabs   what the driver's slabs hold beyond what frameworks count: of this reading, and part of no gap
-    fresh   whether something appeared in the last reading
-    second  the part of `charged` for contexts beside the primary one
+    gap      the largest so far: what goes and comes back, or was counted a moment too early, is not charged twice
+    owed     what communicators may still take: one that is made eagerly takes most at its first collective
+    last     the gap of the last reading: what appears is charged with the growth since, whatever came and went before
+    slabs    what the driver's slabs hold beyond what frameworks count: of this reading, and part of no gap
+    fresh    whether something appeared in the last reading
+    second   the part of `charged` for contexts beside the primary one
+    loaded   the libraries that were loaded by then
+    used     the first uses that were charged: the framework, and the place in its `first_uses`
+    lazy     the part of `charged` for kernels loaded at their first launch
+    rest     what the first use that was charged in the last reading may still take, if that was little
+    pending  the growth of the last reading, if nothing explains it: it may be the beginning of a first use
+    grown    by how much the gap has grown, the last two times
+    at       when it last did, in seconds
+    streak   how often it has grown by then without a pause since something appeared
     """
 
     charged: int = 0
@@ -42,31 +61,65 @@ class Overhead:
     slabs: int = 0
     fresh: bool = False
     second: int = 0
+    loaded: frozenset[str] = frozenset()
+    used: frozenset[tuple[str, int]] = frozenset()
+    lazy: int = 0
+    rest: int = 0
+    pending: int = 0
+    grown: tuple[int, int] = (0, 0)
+    at: float = 0.0
+    streak: int = 0
 
     @property
     def total(self) -> int:
         return self.charged + self.slabs
 
-    def after(self, gap: int, appeared: frozenset[str], exact: bool = True) -> Overhead:
-        """The state after a reading: `gap` is the process's bytes less what frameworks hold.
+    def after(
+        self,
+        gap: int,
+        appeared: frozenset[str],
+        exact: bool = True,
+        loaded: frozenset[str] = ANY,
+        now: float = 0.0,
+    ) -> Overhead:
+        """The state after a reading: `gap` is the process's bytes less what frameworks hold, `loaded` of `LIBRARIES`,
+        `now` in seconds.
 
         Not `exact` if a framework does not report what it holds: part of the gap is then its pool, and no more is
         charged than was measured for what appeared.
         """
-        growth, since = gap - self.gap, gap - self.last
+        quiet = gap == self.last and not (self.fresh or self.rest or self.pending)
+        if quiet and appeared == self.appeared and loaded == self.loaded:
+            return self
+        growth, since, paused = gap - self.gap, gap - self.last, now - self.at > PAUSE
         new, gone = appeared - self.appeared, self.appeared - appeared
         expected = expected_overhead(appeared, exact)
+        allowed = expected - expected_overhead(appeared - new, exact)
         if new:
-            growth = max(growth, min(since, expected - expected_overhead(self.appeared, exact)))
+            growth = max(growth, min(since, allowed))
         late = sum(map(modules, _second(new)))
         growth = max(growth, min(late, gap - self.charged))
-        owed = min(self.owed, _of_libraries(appeared)) + _of_libraries(new)
-        step = max(STEP, owed)
-        if self.fresh:  # what has just appeared starts working, and two libraries' first uses may come at once
-            step = max(step, min(expected_overhead(appeared, exact=False) - self.charged, 2 * STEP))
-        charge = max(min(growth, expected - self.charged), 0) if new or growth <= step else 0
-        if charge > STEP:
-            owed = max(owed - charge, 0)
+        room = max(expected - self.charged, 0)
+        charge = max(min(growth, allowed, room), 0)
+        used = frozenset(use for use in self.used if use[0] in appeared)
+        state = replace(
+            self,
+            appeared=appeared,
+            loaded=loaded,
+            used=used | _used_by(new, charge),
+            owed=self._owed(new, charge, appeared),
+            rest=0 if paused else self.rest,
+        )
+        fresh, left = bool(new or loaded - self.loaded), max(growth - charge, 0)
+        streak = 0 if new or paused else self.streak
+        steady = streak >= STREAK or (streak >= 2 and _steady(left, self.grown))
+        most = 0 if steady else 2 if fresh or self.fresh else 1
+        explained = None
+        begun = 0 if paused else self.pending
+        for size in (left + begun, left) if left else ():
+            if size <= room - charge and (explained := state._explained(size, most)):
+                state, charge, left = explained, charge + size, 0
+                break
         shrunk, second = self.charged, self.second
         if ended := _second(gone):
             second -= second * len(ended) // len(_second(self.appeared))
@@ -74,14 +127,101 @@ class Overhead:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
             shrunk = max(shrunk + max(since, -sum(workspace(name) for name in gone)), 0)
-        most = gap if gone else max(gap, self.gap)
-        second = min(second + min(charge, late), shrunk + charge)
-        return Overhead(shrunk + charge, most, appeared, owed, gap, self.slabs, bool(new), second)
+        return replace(
+            state,
+            charged=shrunk + charge,
+            gap=gap if gone else max(gap, self.gap),
+            last=gap,
+            fresh=fresh,
+            second=min(second + min(charge, late), shrunk + charge),
+            rest=state.rest if explained else 0,
+            pending=left,
+            grown=(self.grown[1], growth) if growth > 0 else self.grown,
+            at=now if growth > 0 else self.at,
+            streak=streak + 1 if growth > 0 and not new else streak,
+        )
+
+    def may_be_a_library(self, gap: int) -> bool:
+        """Whether the gap has grown by enough for the first use of a library that was not loaded before."""
+        growth = gap - self.gap + self.pending
+        return growth > LAZY and any(
+            growth >= size * 5 // 8 for *_, library, size in self._unused() if library not in self.loaded
+        )
+
+    def _explained(self, size: int, most: int) -> Overhead | None:
+        """The state with a growth of that size charged to what may have caused it; None if nothing may have.
+
+        `most`: how many libraries' first uses may have come at once; 0 if only communicators may be behind it.
+        """
+        if most and size <= self.rest:
+            return replace(self, rest=0)
+        frameworks = sum(1 for name in self.appeared if name in SPECS)
+        if most and size <= LAZY and self.lazy + size <= LAZY * frameworks:
+            return replace(self, lazy=self.lazy + size, rest=0)
+        unused = [use for use in self._unused() if use[2] in self.loaded]
+        together = [uses for count in range(1, most + 1) for uses in combinations(unused, count)]
+        sizes = [(sum(use[3] for use in uses), uses) for uses in together]
+        near = [(abs(measured - size), measured, uses) for measured, uses in sizes if _fits(measured, size)]
+        if near:
+            _, measured, uses = min(near)
+            rest = _most(measured) - size if size < measured else 0
+            return replace(self, used=self.used | {(name, place) for name, place, *_ in uses}, rest=rest)
+        if self.owed // 8 <= size <= self.owed:
+            return replace(self, owed=self.owed - size, rest=0)
+        return None
+
+    def _unused(self) -> Iterator[tuple[str, int, str, int]]:
+        """The first uses that were not charged: framework, place in its row, library, bytes."""
+        for name in sorted(self.appeared):
+            for place, (library, size) in enumerate(SPECS[name].first_uses if name in SPECS else ()):
+                if (name, place) not in self.used:
+                    yield name, place, library, size
+
+    def _owed(self, new: frozenset[str], charge: int, appeared: frozenset[str]) -> int:
+        """What communicators may still take after a charge for what is `new`."""
+        came = _communicators(new)
+        owed = min(self.owed, sum(map(workspace, _communicators(appeared)))) + sum(map(workspace, came))
+        if came:
+            owed -= max(charge - sum(map(_at_once, new - came)), 0)
+        # What is kept for them is a little more than what was measured: then nothing more is to come.
+        return owed if owed > sum(workspace(name) - modules(name) for name in _communicators(appeared)) else 0
 
 
-def _of_libraries(names: frozenset[str]) -> int:
-    """What the libraries among them may take, which `Framework.libraries` numbers: `nccl 1`."""
-    return sum(workspace(name) for name in names - _second(names) if " " in name)
+def _steady(growth: int, before: tuple[int, int]) -> bool:
+    """Whether it is the third growth of about the same size: a leak, and no first use."""
+    return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
+
+
+def _fits(measured: int, growth: int) -> bool:
+    """Whether a first use that was measured on an H200 may take so much. Of 66 MiB with cuBLAS 32 are its workspace,
+    of which other GPUs than Hopper's have 8 (cuBLAS documentation, `cublasSetWorkspace`)."""
+    return measured * 5 // 8 <= growth <= _most(measured)
+
+
+def _most(measured: int) -> int:
+    return measured * 5 // 4
+
+
+def _used_by(new: frozenset[str], charge: int) -> frozenset[tuple[str, int]]:
+    """The first uses that a charge for new frameworks contains, beyond what they take at once: the largest first."""
+    left = charge - sum(map(_at_once, new))
+    uses = [(size, name, place) for name in new & set(SPECS) for place, (_, size) in enumerate(SPECS[name].first_uses)]
+    found = set()
+    for size, name, place in sorted(uses, reverse=True):
+        if size * 7 // 8 <= left:
+            left -= size
+            found.add((name, place))
+    return frozenset(found)
+
+
+def _at_once(name: str) -> int:
+    """What was measured of it before the first use of a library."""
+    return modules(name) - sum(size for _, size in (SPECS[name].first_uses if name in SPECS else ()))
+
+
+def _communicators(names: frozenset[str]) -> frozenset[str]:
+    """Those among them that `Framework.libraries` numbers: `nccl 1`."""
+    return frozenset(name for name in names - _second(names) if " " in name)
 
 
 def _second(names: frozenset[str]) -> frozenset[str]:

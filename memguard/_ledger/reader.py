@@ -5,7 +5,9 @@ What is charged `overhead` decides, and what the rows are, `rows`.
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -32,6 +34,8 @@ _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
+_SECOND_LOOK = 1.0
+"""Seconds. Where memory leaks, each reading finds that the gap has grown."""
 
 
 class LedgerReader:
@@ -46,6 +50,7 @@ class LedgerReader:
         self._rest: dict[str, int] = {}
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
+        self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
         self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of contexts beside the primary one
 
     def clear(self) -> None:
@@ -98,7 +103,7 @@ class LedgerReader:
         if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
             live = {name for name, usage in usages.items() if usage is not None}
             exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = state.after(gap, state.appeared.union(live, {"context"}), exact)
+            state = state.after(gap, state.appeared.union(live, {"context"}), exact, state.loaded, time.monotonic())
         return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
@@ -154,7 +159,7 @@ class LedgerReader:
         if gap is not None:
             appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = state.after(gap, appeared, exact)
+            state = state.after(gap, appeared, exact, self._loaded(state, gap, appeared), time.monotonic())
             if charge:
                 self._overhead[device.uuid] = state
         state = replace(state, slabs=slabs)
@@ -185,6 +190,18 @@ class LedgerReader:
         figures = {n: FrameworkSample(u.held, u.in_use, u.reclaimable, caps.get(n)) for n, u in usages.items()}
         overhead = charged + slabs
         return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
+
+    def _loaded(self, state: Overhead, gap: int, appeared: frozenset[str]) -> frozenset[str]:
+        """The libraries that are loaded. The kernel's list takes milliseconds: it is read if a library may be behind
+        the growth of the gap, and not within a second after it showed no new one."""
+        if not appeared <= state.appeared:
+            return self._host.libraries()
+        if time.monotonic() - self._in_vain < _SECOND_LOOK or not state.may_be_a_library(gap):
+            return state.loaded
+        loaded = self._host.libraries()
+        if loaded <= state.loaded:
+            self._in_vain = time.monotonic()
+        return loaded
 
     def _charged(self, uuid: str) -> int:
         return self._overhead[uuid].charged if uuid in self._overhead else 0
