@@ -263,9 +263,9 @@ class Event(NamedTuple):
     """Something that the monitor or the guard noticed, or that was done.
 
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time), probe (a probe failed, or works again), trim, oom, note (a cap no longer holds, or holds again;
-    a setting made later met it), refused (only in timelines: an allocator refused `times` requests, whether or not the
-    program catches the errors).
+    behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
+    trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
+    an allocator refused `times` requests, whether or not the program catches the errors).
     """
 
     time: float

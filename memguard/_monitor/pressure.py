@@ -7,6 +7,9 @@ A forecast needs a steady rise of at least 3 s and 6 blocks above everything see
 three quarters of the cap in use: below that a rise is as likely a model being loaded, or the first batch. So a leak is
 announced when a quarter of the cap is left, at the earliest. A leak that is small beside what a workload takes and
 gives back over several seconds is seen late; `leaks` sees it between repetitions.
+
+What is unaccounted has no cap that it could reach, and no framework that would give it back. So a steady rise of it is
+said as a leak, wherever it is: after 3 s if it is fast, after some minutes if it is slow.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from memguard._monitor.leaks import leak
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
-from memguard._units import format_size
+from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
     from memguard._config import MonitorConfig
@@ -39,6 +43,12 @@ MEMORY = 300.0
 """Seconds for which the highest level is remembered, in ten parts."""
 AGAIN = 60.0
 """Seconds in which the same warning is not repeated, and after which a rise that went no further is over."""
+LEAKED = 32 * MIB
+"""Bytes by which unaccounted memory must have risen before that is said."""
+STEPS = 4
+"""The blocks in which it must have risen."""
+UNACCOUNTED = "unaccounted"
+"""What stands in the place of a framework's name where unaccounted memory is followed."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,10 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
             if settings.forecast > 0 and (level.used > FLOOR * level.top or track.announced is not None):
                 track = _forecast(settings, sample.time, key, level, track, actions)
             tracks[key] = track
+        if device.unaccounted is not None:
+            key = device.uuid, UNACCOUNTED
+            track = _seen(state._tracks.get(key, _NEW), sample.time, device.unaccounted)
+            tracks[key] = _leak(settings, sample.time, device.uuid, device.unaccounted, track, actions)
     return PressureState(tracks, block, sample.devices), actions
 
 
@@ -311,17 +325,59 @@ def _forecast(
     return track._replace(announced=level.used, rose=now)
 
 
+def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _Track, actions: list[Action]) -> _Track:
+    """A leak of memory that is no framework's is said once, and again each time that it has doubled."""
+    if track.announced is not None:
+        if unaccounted < track.announced // 2:
+            return track._replace(announced=None)
+        if unaccounted < 2 * track.announced:
+            return track
+    speed = _speed(track)
+    if speed is None:
+        return track
+    text = (
+        f"unaccounted memory grows by {format_size(round(speed))}/s and is {format_size(unaccounted)}"
+        f"{settings.on(uuid)}: no framework says that it holds it. Does a library or an extension allocate by itself?"
+    )
+    event = Event(now, "leak", text, uuid=uuid, bytes=unaccounted)
+    actions += [Action("warn", event), Action("callback", event)]
+    return track._replace(announced=max(unaccounted, LEAKED))
+
+
+def _speed(track: _Track) -> float | None:
+    """Bytes per second of a steady rise by `LEAKED` or more, within seconds or minutes. None if there is none."""
+    climb = _climb(track)
+    steps = [b.low - a.low for a, b in pairwise(track.blocks)]
+    # Without the largest step, which may be something else; with so many, as a few libraries' first uses are no leak.
+    if climb is not None and sum(steps) - max(steps) >= LEAKED and sum(step > 0 for step in steps) >= STEPS:
+        return climb.slope
+    peaks = [peak for _, peak in track.peaks]
+    if not peaks or peaks[-1] - peaks[0] < LEAKED:
+        return None
+    each = leak(peaks)
+    return each / (MEMORY / 10) if each is not None else None
+
+
 def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
     """A steady rise: bytes per second, and seconds until it is at the top. None if there is none."""
-    blocks = track.blocks
-    now = blocks[-1]
     floor = level.top - (1 - FLOOR) * (level.top - level.base)
+    climb = _climb(track) if track.blocks[-1].high > floor else None
+    return (climb.slope, (level.top - climb.high) / climb.slope) if climb is not None else None
+
+
+class _Climb(NamedTuple):
+    """A steady rise to above all that was seen before: bytes per second, and the top so far."""
+
+    slope: float
+    high: int
+
+
+def _climb(track: _Track) -> _Climb | None:
+    blocks = track.blocks
     highest = max((peak for _, peak in track.peaks), default=0)
-    if len(blocks) < EVIDENCE[1] or now.high <= floor or now.high <= highest:
+    if blocks[-1].high <= highest:
         return None
-    first = next(
-        (n for n in range(len(blocks) - EVIDENCE[1], -1, -1) if now.time - blocks[n].time >= EVIDENCE[0]), None
-    )
+    first = _beginning(blocks)
     if first is None:
         return None
     high = max(block.high for block in blocks[first:])
@@ -331,8 +387,14 @@ def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
         slope = _slope(part)
         # Above everything seen before by two seconds of the rise: else it is a batch like those before.
         if slope > 0 and high > highest + 2 * slope:
-            return slope, (level.top - high) / slope
+            return _Climb(slope, high)
     return None
+
+
+def _beginning(blocks: Sequence[_Block]) -> int | None:
+    """Where the last blocks begin that are enough evidence; None if there are not so many."""
+    last = range(len(blocks) - EVIDENCE[1], -1, -1)
+    return next((n for n in last if blocks[-1].time - blocks[n].time >= EVIDENCE[0]), None)
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
