@@ -133,6 +133,14 @@ class DriverPages:
             return round_up(size)
         return 0 if any(GRANULE - slab.bytes >= size for slab in self._slabs.values() if slab.whole) else GRANULE
 
+    def gap(self, size: int) -> bool:
+        """Whether a slab in which pieces lie may have room for one more. Its room may be in holes, or be others'."""
+        return any(GRANULE - slab.bytes >= size for slab in self._slabs.values())
+
+    def known(self, address: int) -> bool:
+        """Whether pieces lie in the slab of this address."""
+        return address // GRANULE in self._slabs
+
     def fits(self, size: int, cap: int) -> bool:
         """Whether `held` may stay within the cap with one more allocation. Searches the slabs only if it is close."""
         return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap

@@ -177,6 +177,23 @@ class TestCuPy:
         assert caught.value.driver is None and (caught.value.requested, caught.value.held) == (21 * MIB, 80 * MIB)
         pool.allocate(20 * MIB)
 
+    def test_at_the_cap_idle_pieces_and_gaps_serve_what_fits_into_them_as_it_was_asked(self) -> None:
+        driver = Driver()
+        pool = cupy(driver, 8 * MIB)
+        pool.free(pool.allocate(8 * MIB))
+        pool.allocate(MIB)
+        pool.allocate(13 * MIB // 2)  # 8 MiB of pages; 7 are idle
+        assert pool.held == driver.taken == 8 * MIB
+        with pytest.raises(AllocationRefused):
+            pool.allocate(MIB)
+        small = cupy(Driver(), 4 * MIB)
+        for size in (2 * MIB, 698_880, MIB):
+            small.allocate(size)
+        small.allocate(349_600)  # a fifth of a slab would not fit into its gap
+        assert small.held == 4 * MIB
+        with pytest.raises(AllocationRefused):
+            small.allocate(512)
+
     def test_fragmented_it_refuses_with_memory_to_spare(self) -> None:
         pool = cupy(Driver(), 100 * MIB)
         pool.free(pool.allocate(100 * MIB))

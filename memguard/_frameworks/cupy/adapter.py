@@ -1,9 +1,10 @@
 """CuPy: the limit of its memory pool on every device, and requests rounded as the driver rounds them.
 
-Measured: `MemoryPool.set_limit` is exact and can be changed. Asking for the current device initialises CUDA, so a
-pool's limit is set at the first allocation on its device. The pool counts the bytes it asked for, not the pages that
-the driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200), so each request is rounded up to
-pages. The limit of `MemoryAsyncPool` is the release threshold of a pool that all share, so that pool is only watched.
+Measured: a `MemoryPool` stops at its limit by its own count, and the limit can be changed. Asking for the current
+device initialises CUDA, so a pool's limit is set at the first allocation on its device. The pool counts the bytes it
+asked for, not the pages that the driver takes (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200), so
+each request is rounded up to pages, and tried as it was asked only where that takes none. The limit of
+`MemoryAsyncPool` is the release threshold of a pool that all share, so that pool is only watched.
 
 A limit that the user sets later is looked at with each allocation, because the pool's class cannot be changed. Another
 pool that `set_allocator` makes CuPy's allocator shares the cap with those before it.
@@ -230,13 +231,10 @@ class CuPy(Framework):
             try:
                 memory = malloc(rounded)
             except refusal as error:
-                if not self._make_room(get_device()):
-                    self._tell(with_size(error, size), get_device(), size)
-                    raise
-                try:
-                    memory = malloc(rounded)
-                except refusal as again:
-                    self._tell(with_size(again, size), get_device(), size)
+                ordinal = get_device()
+                memory = self._once_more(ordinal, pool, size, rounded, refusal)
+                if memory is None:
+                    self._tell(with_size(error, size), ordinal, size)
                     raise
             if small and total_bytes() != before:
                 pieces = self._pieces.get(get_device())
@@ -245,6 +243,28 @@ class CuPy(Framework):
             return memory
 
         return allocate
+
+    def _once_more(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
+        """The memory of a request that the pool refused, if it fits into what others gave back, else as it was asked:
+        into an idle piece of a block, or into a gap of a slab, which takes nothing from the driver. None if not."""
+        if self._make_room(ordinal):
+            with contextlib.suppress(refusal):
+                return pool.malloc(rounded)
+        before, pieces = pool.total_bytes(), self._pieces.get(ordinal)
+        if pieces is not None:
+            pieces.settle(before)
+        gap = size <= SMALL and pieces is not None and pieces.gap(size)
+        if rounded <= size or not (gap or pool.free_bytes() >= size):
+            return None
+        try:
+            memory = pool.malloc(size)
+        except refusal:
+            return None
+        if pool.total_bytes() == before or (gap and pieces is not None and pieces.beside(memory.ptr)):
+            return memory
+        del memory  # it opened a slab, or took whole pages, for which no room is left
+        pool.free_all_blocks()
+        return None
 
     def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
         """Tell of a request that the pool refused. It has freed what is not split before: nothing is reclaimable."""

@@ -31,6 +31,16 @@ class Pieces:
         if number is not None:
             self._new.append((address, size, number))
 
+    def gap(self, size: int) -> bool:
+        """Whether a slab may have room for one more piece: its gaps may be too short, or others' pieces lie there."""
+        with self._lock:
+            return self._pages.gap(size)
+
+    def beside(self, address: int) -> bool:
+        """Whether the slab of this address is one in which pieces lie."""
+        with self._lock:
+            return self._pages.known(address)
+
     def settle(self, total: int) -> None:
         """Forget what the driver has back. Asks the driver (0.5 µs each) only if the pool's `total` changed."""
         if total == self._total and not self._new:
