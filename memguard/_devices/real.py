@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memguard._devices import contexts, cuda_order, loaded, machine_memory
+from memguard._devices import contexts, cuda_order, machine_memory
 from memguard._devices.nvml import Nvml, divided
 from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo
@@ -118,6 +118,8 @@ class RealHost:
         return None
 
     def libraries(self) -> frozenset[str]:
+        from memguard._devices import loaded  # for the first reading, not for init
+
         return loaded.libraries()
 
     def multiprocessors(self, uuid: str) -> int | None:

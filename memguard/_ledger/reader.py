@@ -47,7 +47,6 @@ class LedgerReader:
         self._turn = Turn()
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
-        self._settled: dict[str, tuple[object, ...]] = {}  # by GPU: what changed nothing
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
@@ -58,7 +57,6 @@ class LedgerReader:
     def clear(self) -> None:
         """Forget what was charged: another budget begins."""
         self._overhead.clear()
-        self._settled.clear()
         self._warned.clear()
         self._rest.clear()
         self._owned.clear()
@@ -167,26 +165,13 @@ class LedgerReader:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             exact = None not in [usage.held for usage in usages.values() if usage is not None]
-            state = self._after(device.uuid, state, gap, appeared, exact, charge)
+            state = state.after(gap, appeared, exact, self._loaded(state, gap, appeared), time.monotonic())
+            if charge:
+                self._overhead[device.uuid] = state
         self._warn_of_overhead(state, part)
         past = sorted([(name, what) for name in live if (what := known[name].uncounted()) is not None])
         uncounted = tuple([what for _, what in past])
         return Reading(device, memory, own, usages, state, moved, owners, self._lent(device), uncounted)
-
-    def _after(
-        self, uuid: str, state: Overhead, gap: int, appeared: frozenset[str], exact: bool, charge: bool
-    ) -> Overhead:
-        """`Overhead.after`, which a reading does not ask again about what changed nothing the last time."""
-        loaded = self._loaded(state, gap, appeared)
-        told = state, gap, appeared, exact, loaded
-        if self._settled.get(uuid) == told:
-            return state
-        after = state.after(gap, appeared, exact, loaded, time.monotonic())
-        if charge:
-            self._overhead[uuid] = after
-            if after == state:
-                self._settled[uuid] = told
-        return after
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device

@@ -22,6 +22,13 @@ KINDS = {
 }
 
 
+@pytest.fixture(params=[2, 1])
+def gpus(request: pytest.FixtureRequest) -> int:
+    """Of the model: with one GPU its own pool is asked."""
+    number: int = request.param
+    return number
+
+
 def would_fit(setting: Setting, size: int, cap: int) -> str:
     """Why a request would have been served within the cap, once idle blocks were given back; empty if not."""
     asked = -(-size // UNIT) * UNIT

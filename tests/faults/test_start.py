@@ -46,7 +46,7 @@ ADAPTERS = {
     "jax": {"_frameworks.jax"},
     "cupy": {"_frameworks.cupy", "_frameworks.cupy.adapter", "_frameworks.cupy.pieces", "_frameworks.rmm"},
     "pycuda": {"_frameworks.pycuda.adapter", "_frameworks.pycuda.pool"},
-    "numba": {"_frameworks.numba", "_frameworks.rmm"},
+    "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"},
 }
 BOTH_INSTALLED = {"_frameworks.cudart"}
 """With torch and TensorFlow installed."""

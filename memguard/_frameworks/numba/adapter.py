@@ -21,14 +21,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
-from memguard._frameworks.numba import watch
-from memguard._frameworks.numba.figures import Bank
-from memguard._frameworks.numba.manager import capped
 from memguard._frameworks.numba.places import ARRAYS, DRIVER, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
@@ -36,6 +33,9 @@ from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, State, Usage
 from memguard._units import round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
+
+if TYPE_CHECKING:
+    from memguard._frameworks.numba.figures import Bank
 
 
 class Numba(Framework):
@@ -97,6 +97,9 @@ class Numba(Framework):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
+        from memguard._frameworks.numba import watch  # not before Numba is there
+        from memguard._frameworks.numba.manager import capped
+
         manager: Any = type(live[0]) if live else capped(driver)  # left by an earlier budget
         replaced, self._asked = Replacements(), before
 
