@@ -114,6 +114,8 @@ class Guard:
         self._undo = Undo()
         self._not_undone: list[str] = []
         self._entries: dict[str, _Entry] = {}
+        self._frameworks: Mapping[str, Framework] = {}
+        """Those of `_entries`. Always the same one, which the reader knows again."""
         self._warned: set[str] = set()
         self._samples = self._resized = 0
         self._started = self._over = self._told = False
@@ -136,7 +138,7 @@ class Guard:
     @property
     def frameworks(self) -> Mapping[str, Framework]:
         """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
-        return {name: entry.framework for name, entry in self._entries.items()}
+        return dict(self._frameworks)
 
     def start(self) -> None:
         """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
@@ -165,7 +167,7 @@ class Guard:
                 if self._over:
                     raise NotActive("this budget was shut down while it was being applied")
                 self._undo.add("import hooks", self._hook.clear)
-                self._entries = entries
+                self._entries, self._frameworks = entries, {name: one.framework for name, one in entries.items()}
                 self._cure(states)
                 for name, entry in entries.items():
                     self._start_framework(name, entry, states[name])
@@ -192,7 +194,7 @@ class Guard:
                 finally:
                     for entry in self._entries.values():
                         entry.framework.on_refusal = None
-                    self._entries = {}  # a new dict: other threads may be iterating over the old one
+                    self._entries, self._frameworks = {}, {}  # new: other threads may be iterating over the old ones
                     self._reader.clear()
                     self.host.close()
         stays = [*self._not_undone, *self.permanent]
@@ -217,20 +219,19 @@ class Guard:
         self._find_drift()
         # Without the guard's lock, which another thread may have while it waits for one that this thread has.
         self._check_active()
-        frameworks, plan = self.frameworks, self.plan
+        frameworks, plan, reader = self._frameworks, self.plan, self._reader
         enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-        parts = tuple(
-            self._reader.ledger(part, frameworks, enforcements, self._refusals_on(part.device.uuid))
-            for part in plan.devices
-        )
+        readings = [reader.reading(part, frameworks) for part in plan.devices]
         self._check_active()  # another thread's shutdown would leave half a reading
         notes = self._all_notes()
-        for part in parts:
-            for row in part.rows:
-                if row.cap is not None and row.at_least is None:
-                    note = _above_cap(row.name, row.bytes, row.cap, row.enforcement, part.device)
-                    notes += [note] if note is not None else []
-        return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
+        ledgers = []
+        for part, reading in zip(plan.devices, readings, strict=True):
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid)))
+            for name, cap in part.caps.items():
+                held = usage.held if (usage := reading.usages.get(name)) is not None else None
+                if held is not None and held > cap:
+                    notes += [_above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
+        return Ledger(time.time(), tuple(ledgers), self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
         """The ledger's figures without its rows, for several readings a second on any thread.
@@ -241,7 +242,7 @@ class Guard:
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1:
             self._find_drift()
-        frameworks, reader = self.frameworks, self._reader
+        frameworks, reader = self._frameworks, self._reader
         parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
 

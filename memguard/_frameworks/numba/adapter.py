@@ -162,6 +162,9 @@ class Numba(Framework):
             return Usage(None, None)  # another memory manager took its place, and nobody counts
         bank: Bank = managers[0].bank
         with bank.lock:
+            if managers[0].alone():
+                held, in_use, reclaimable, peak = managers[0].usage()
+                return Usage(held, in_use, reclaimable, None, None, peak)
             found = [manager.usage() for manager in {managers[0], *bank.members}]
         held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
         return Usage(held, in_use, reclaimable, peak=peak)

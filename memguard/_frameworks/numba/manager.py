@@ -175,6 +175,10 @@ def capped(driver: Any) -> type:
             held, figures = self.held(), self.figures
             return held, figures.in_use, figures.reclaimable(), figures.peak
 
+        def alone(self) -> bool:
+            """Whether it is the only one that has allocated on its GPU."""
+            return self._member and bool(self.bank.single)
+
         def memalloc(self, size: int) -> Any:
             if not self.uuid and (here := current_uuid()):
                 self._of(here)

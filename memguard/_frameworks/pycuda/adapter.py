@@ -99,11 +99,12 @@ class PyCUDA(Framework):
             pools, pages = self._pools(device.uuid), self._pages_of(device.uuid)
             for pool in pools:
                 pool.look()
-            held, in_use, peak = pages.held(), self._in_use(device.uuid, pools), self._peak[device.uuid]
-            idle = pages.returned_by(piece for pool in pools for piece in pool.idle())
+            held, in_use = pages.held(), self._in_use(device.uuid, pools)
+            peak = self._peak.get(device.uuid, 0)
+            idle = pages.returned_by([piece for pool in pools for piece in pool.idle()])
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or it has not allocated yet
-        return Usage(held, in_use, idle, peak=peak)
+        return Usage(held, in_use, idle, None, None, peak)
 
     def trim(self, device: Device) -> None:
         """`free_held()` of the pools whose context is current on this thread. Others can only be freed in theirs."""
@@ -137,7 +138,7 @@ class PyCUDA(Framework):
 
     def contexts(self, device: Device) -> frozenset[int]:
         with self._lock:
-            return frozenset(pool.context for pool in self._pools(device.uuid))
+            return frozenset([pool.context for pool in self._pools(device.uuid)])
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
@@ -408,7 +409,8 @@ class PyCUDA(Framework):
         )
 
     def _pages_of(self, uuid: str) -> DriverPages:
-        return self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
+        found = self._pages.get(uuid)
+        return found if found is not None else self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
 
     def _counted_bytes(self, uuid: str) -> int:
         for pool in self._pools(uuid):
@@ -419,8 +421,11 @@ class PyCUDA(Framework):
         """Bytes of live allocations. Also updates the peak."""
         pitched = self._pitched.get(uuid)
         pools = self._pools(uuid) if pools is None else pools
-        in_use = sum(p.active_bytes() for p in pools) + (pitched.in_use if pitched else 0)
-        self._peak[uuid] = max(self._peak[uuid], in_use)
+        in_use = pitched.in_use if pitched is not None else 0
+        for pool in pools:
+            in_use += pool.active_bytes()
+        if in_use > self._peak.get(uuid, 0):
+            self._peak[uuid] = in_use
         return in_use
 
     def _grant(self, uuid: str, riser: Pool | None = None) -> None:
@@ -455,9 +460,10 @@ class PyCUDA(Framework):
     def _pools(self, uuid: str) -> list[Pool]:
         for handle in destroyed(self._own, uuid, self._by_ordinal):
             self._bury(handle)
-        for key in [key for key, pool in list(self._others.items()) if pool.reference() is None]:
-            self._others.pop(key).forget()
-        return [pool for pool in self._all() if pool.uuid == uuid]
+        if self._others:
+            for key in [key for key, pool in list(self._others.items()) if pool.reference() is None]:
+                self._others.pop(key).forget()
+        return [pool for pool in (*self._own.values(), *self._others.values()) if pool.uuid == uuid]
 
     def _released(self, uuid: str, serial: int) -> None:
         # May run inside any allocation, on any thread: it only appends, without a lock or a CUDA call.

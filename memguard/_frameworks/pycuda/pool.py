@@ -282,8 +282,12 @@ class Pool:
 
     def idle(self) -> list[tuple[int, int]]:
         """Address and size of the blocks that a trim gives back: those without an allocation."""
-        bins = list(self._bins.values())
-        return [(address, found.size) for found in bins for address in list(found.held) if found.free(address)]
+        return [
+            (address, found.size)
+            for found in list(self._bins.values())
+            for address, allocation in list(found.held.items())
+            if allocation is None or allocation() is None
+        ]
 
     def forget(self) -> None:
         """Stop counting its blocks."""
@@ -420,5 +424,9 @@ def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str
     on_it = [handle for handle, pool in pools.items() if pool.uuid == uuid]
     if not on_it:
         return []
-    primary = next((contexts.primary(ordinal) for ordinal, known in by_ordinal.items() if known == uuid), None)
+    primary = None
+    for ordinal, known in by_ordinal.items():
+        if known == uuid:
+            primary = contexts.primary(ordinal)
+            break
     return [handle for handle in on_it if handle != primary and pools[handle].dead()]
