@@ -55,6 +55,7 @@ _SPILLS = (
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
+_ENFORCED = Enforcement.ENFORCED
 _NOTING = 1.0
 """Seconds to wait for another thread that notes the drift of a cap."""
 _SAMPLES_PER_CHECK = 10
@@ -220,7 +221,7 @@ class Guard:
         # Without the guard's lock, which another thread may have while it waits for one that this thread has.
         self._check_active()
         frameworks, plan, reader = self._frameworks, self.plan, self._reader
-        enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
+        enforcements = {name: entry.enforcement._value_ for name, entry in self._entries.items()}
         readings = [reader.reading(part, frameworks) for part in plan.devices]
         self._check_active()  # another thread's shutdown would leave half a reading
         notes = self._all_notes()
@@ -315,7 +316,14 @@ class Guard:
         entries, resized = self._entries, self._resized
         answers: dict[str, tuple[str, ...]] = {}
         for name, entry in entries.items() if self.active else ():
-            if (now := self._drift_of(name, entry)) != entry.drift:
+            if entry.enforcement is not _ENFORCED and not entry.drift:
+                continue  # no cap was set
+            try:
+                found = entry.framework.drift()
+            except Exception as error:
+                self._unchecked(name, error)
+                continue
+            if (found or entry.drift) and (now := tuple(found)) != entry.drift:
                 answers[name] = now
         if not answers:  # nothing is to be noted
             return
@@ -338,8 +346,11 @@ class Guard:
         try:
             return tuple(entry.framework.drift())
         except Exception as error:
-            self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
+            self._unchecked(name, error)
             return entry.drift
+
+    def _unchecked(self, name: str, error: Exception) -> None:
+        self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
     def _drifted(self, name: str, entry: _Entry, found: tuple[str, ...]) -> Event | None:
         """Note the drift of one framework. The event, if it is another than before."""

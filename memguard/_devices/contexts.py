@@ -83,7 +83,7 @@ def initialised() -> bool:
 
 def current() -> int | None:
     """The ordinal of the GPU whose context is current on this thread; None if there is none."""
-    cuda = loaded()
+    cuda = _initialised if _initialised is not None else loaded()
     ordinal = c_int()
     return ordinal.value if cuda is not None and cuda.cuCtxGetDevice(ordinal) == 0 else None
 

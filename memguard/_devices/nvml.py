@@ -223,7 +223,8 @@ class Nvml:
             _, _, handle, ask, version, _ = ready
             found, started = _Memory(version), time.monotonic()
             code = ask(handle, byref(found))
-            self._note_slow("memory of", uuid, started)
+            if time.monotonic() - started >= _SLOW:
+                self._warn_slow(f"memory of {uuid}", time.monotonic() - started)
             total, reserved, free, used = found.total, found.reserved, found.free, found.used
             if not code and used <= total and free <= total and reserved <= total and 0 < total <= MAX_SIZE:
                 return MemoryInfo(total, reserved, used, free)
@@ -241,7 +242,8 @@ class Nvml:
         if ready is not None and ready[5] is not None and self._as_prepared(ready):
             count, room, started = c_uint(_ROOM), _Room(), time.monotonic()
             code = ready[5](ready[2], byref(count), room)
-            self._note_slow("processes of", uuid, started)
+            if time.monotonic() - started >= _SLOW:
+                self._warn_slow(f"processes of {uuid}", time.monotonic() - started)
             if not code:
                 return self._summed(uuid, room[: count.value])
         return self._call("processes of", self._processes, uuid)  # for more processes too, or to say what is wrong
@@ -266,10 +268,6 @@ class Nvml:
         """Whether NVML is still the one that `ready` was prepared of. It is called without pynvml's lock then."""
         n, find = ready[0], ready[1]
         return self._pid == os.getpid() and getattr(n, "_nvmlGetFunctionPointer", None) is find
-
-    def _note_slow(self, what: str, uuid: str, started: float) -> None:
-        if (spent := time.monotonic() - started) >= _SLOW:
-            self._warn_slow(f"{what} {uuid}", spent)
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
@@ -483,7 +481,10 @@ class Nvml:
         for process in processes:
             pid = process.pid
             size: object = process.usedGpuMemory if self._bytes_trusted else None
-            before = found.get(pid, 0)
+            if pid not in found:
+                found[pid] = size if is_whole(size) and size <= total else None
+                continue
+            before = found[pid]
             together = None if before is None or not is_whole(size) else before + size
             found[pid] = together if together is None or together <= total else None
         return found

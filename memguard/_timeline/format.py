@@ -171,7 +171,16 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
             if usage is None:
                 found.append("0")
                 continue
-            held, in_use, reclaimable, cap = map(number, usage)
+            held, in_use, reclaimable, cap = usage
+            # Mostly what the reader takes: a call of `number` for each figure takes half of the whole line's time.
+            if type(held) is not int or not 0 <= held <= MAX_SIZE:
+                held = number(held)
+            if type(in_use) is not int or not 0 <= in_use <= MAX_SIZE:
+                in_use = number(in_use)
+            if type(reclaimable) is not int or not 0 <= reclaimable <= MAX_SIZE:
+                reclaimable = number(reclaimable)
+            if type(cap) is not int or not 0 <= cap <= MAX_SIZE:
+                cap = number(cap)
             if caps[position] != cap:
                 caps[position], changed = cap, True
             found.append(f"[{held},{in_use},{reclaimable}]")
@@ -190,6 +199,8 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
 def number(value: object) -> int | None:
     """A number of bytes as the reader takes it; None for whatever it would refuse."""
     if type(value) is not int:
+        if value is None:
+            return None
         try:
             value = operator.index(value)  # type: ignore[arg-type]
         except Exception:  # not a whole number; its own code may raise anything

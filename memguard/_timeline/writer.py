@@ -246,11 +246,11 @@ class Writer:
 
     def _append(self, line: bytes) -> None:
         """Append the line with one write: if the process is killed meanwhile, only this line is lost."""
-        if len(line) > self._longest:
+        if len(line) > MAX_LINE or 2 * len(line) > self._most:
             raise _TooLong
         size = 0
-        if self._fd is not None:
-            about = os.fstat(self._fd)
+        if self._opened:
+            about = os.fstat(self._opened[-1])
             size = about.st_size
             # No room: it is full, or somebody truncated it, or it ends in half a line that could not be removed.
             room = size == self._size and size + len(line) <= self._most
@@ -261,7 +261,7 @@ class Writer:
                 self._replace_moved(room)
             elif not room:
                 self._set_aside(size)
-        if self._fd is None:
+        if not self._opened:
             self._begin()
         _write(self._require(), line, self._size)
         self._size += len(line)
