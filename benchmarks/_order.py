@@ -114,7 +114,8 @@ class JaxProducer(Producer):
         import jax
         import jax.numpy as jnp
 
-        self.eye, self.x = jnp.eye(_EYE), None
+        self.eye = jnp.eye(_EYE)
+        self.x: Any = None
 
         def chain(count: int) -> Any:
             @jax.jit
