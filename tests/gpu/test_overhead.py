@@ -43,7 +43,7 @@ first = torch.zeros(1, device="cuda"); row()
 second = cupy.zeros(1); row()
 third = cuda.device_array(1); row()
 """
-QUIET = BEGIN.replace("MONITOR", "None")
+QUIET = BEGIN.replace('"monitor": MONITOR,', "")
 WORK = """
 a = torch.ones((512, 512), device="cuda")
 b = cupy.ones((512, 512), cupy.float32)

@@ -31,11 +31,11 @@ for way in ways.values():
 del kept[0]
 row = lambda: memguard.ledger().devices[0].row("pycuda")
 step = 16 * MIB
-while row().held + step * 17 // 16 + 2 * MIB < share * GIB:
+while row().bytes + step * 17 // 16 + 2 * MIB < share * GIB:
     kept.append(drv.mem_alloc(step))
-while row().held + 4 * MIB <= share * GIB:
+while row().bytes + 4 * MIB <= share * GIB:
     kept.append(drv.mem_alloc(3 * MIB))
-result["filled"] = row().held / GIB
+result["filled"] = row().bytes / GIB
 found = {{name: [] for name in ways}}
 for _ in range(300):
     for name, way in ways.items():
