@@ -276,6 +276,13 @@ class Pool:
             self._forget_gone()
             self._looked = managed, self._sum
 
+    def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
+        """`active_bytes` and `idle` after a `look`."""
+        pool = self.reference()
+        if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
+            self.look()
+        return int(pool.active_bytes) if pool is not None else 0, self.idle()
+
     def active_bytes(self) -> int:
         pool = self.reference()
         return int(pool.active_bytes) if pool is not None else 0
