@@ -307,8 +307,8 @@ class Guard:
                 found[name] = known.count, known.last
         return found
 
-    def _find_drift(self) -> None:
-        """Ask each framework whether the cap that was set still holds, and note what changed.
+    def _find_drift(self, only: str | None = None) -> None:
+        """Ask each framework, or `only` this one, whether the cap that was set still holds, and note what changed.
 
         Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
         changes what they compare with.
@@ -316,8 +316,8 @@ class Guard:
         entries, resized = self._entries, self._resized
         answers: dict[str, tuple[str, ...]] = {}
         for name, entry in entries.items() if self.active else ():
-            if entry.enforcement is not _ENFORCED and not entry.drift:
-                continue  # no cap was set
+            if (entry.enforcement is not _ENFORCED and not entry.drift) or (only is not None and name != only):
+                continue  # no cap was set, or nobody asked
             try:
                 found = entry.framework.drift()
             except Exception as error:
@@ -372,7 +372,7 @@ class Guard:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
         self._checkpoint()
-        self._find_drift()
+        self._find_drift(framework)
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()

@@ -149,11 +149,13 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
     rows = []
     names = columns.frameworks
     for device in sample.devices:
-        used, free, overhead = number(device.used), number(device.free), number(device.overhead)
+        figures = device.used, device.free, device.overhead, device.process, device.unaccounted, device.limit
+        used, free, overhead, process, unaccounted, limit = [
+            value if type(value) is int and -MAX_SIZE <= value <= MAX_SIZE else number(value) for value in figures
+        ]
         known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
         if not known or free is None or overhead is None or not is_whole(device.total):
             continue  # a reading that cannot be true is none
-        limit = number(device.limit)
         try:
             at = columns.devices.index(device.uuid)
         except ValueError:
@@ -190,7 +192,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 for other in columns.caps:
                     other.append(None)
             return sample_line(sample, columns)[0], True
-        numbers = f"{at},{used},{free},{number(device.process)},{overhead},{number(device.unaccounted)}"
+        numbers = f"{at},{used},{free},{process},{overhead},{unaccounted}"
         rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
     # The line holds only numbers, so None cannot be part of a text.
     return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed

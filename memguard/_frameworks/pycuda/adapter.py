@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_uint64
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -92,16 +93,22 @@ class PyCUDA(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
-        if drv is None or not self._caps or not self._live(drv):
+        if drv is None or not self._caps or not (self._own or self._live(drv)):
             return None
+        uuid = device.uuid
         with self._lock:
-            self._settle()
-            pools, pages = self._pools(device.uuid), self._pages_of(device.uuid)
+            if self._gone:
+                self._settle()
+            pools, pages = self._pools(uuid), self._pages_of(uuid)
+            in_use = 0
+            pieces: list[tuple[int, int]] = []
             for pool in pools:
-                pool.look()
-            held, in_use = pages.held(), self._in_use(device.uuid, pools)
-            peak = self._peak.get(device.uuid, 0)
-            idle = pages.returned_by([piece for pool in pools for piece in pool.idle()])
+                active, unused = pool.looked_at()
+                in_use += active
+                pieces += unused
+            in_use = self._noted(uuid, in_use)
+            held, peak = pages.held(), self._peak[uuid]
+            idle = pages.returned_by(pieces)
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or it has not allocated yet
         return Usage(held, in_use, idle, None, None, peak)
@@ -162,11 +169,17 @@ class PyCUDA(Framework):
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
         raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
         replaced, others, current_object = Replacements(), self._others, drv.Context.get_current
+        ask, out, number = contexts.id_of_current() or (_refuse, None, c_uint64())
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
             # PyCUDA gives the very object that was pushed, if Python code pushed it.
-            if pool is not None and current_object() is pool.made_in and pool.lives():
+            # The driver's ids say that the pool's memory is there in half the time that a question for a block takes.
+            if (
+                pool is not None
+                and current_object() is pool.made_in
+                and ((ask(None, out) == 0 and number.value == pool.context_id) or pool.lives())
+            ):
                 allocation = pool.hit(pool.own, size)
                 if allocation is not None:
                     return allocation
@@ -419,12 +432,14 @@ class PyCUDA(Framework):
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
         """Bytes of live allocations. Also updates the peak."""
-        pitched = self._pitched.get(uuid)
         pools = self._pools(uuid) if pools is None else pools
-        in_use = pitched.in_use if pitched is not None else 0
-        for pool in pools:
-            in_use += pool.active_bytes()
-        if in_use > self._peak.get(uuid, 0):
+        return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
+
+    def _noted(self, uuid: str, in_use: int) -> int:
+        """These bytes of the pools, with the pitched allocations: a new peak if they are the most so far."""
+        if (pitched := self._pitched.get(uuid)) is not None:
+            in_use += pitched.in_use
+        if uuid not in self._peak or in_use > self._peak[uuid]:
             self._peak[uuid] = in_use
         return in_use
 
@@ -433,11 +448,13 @@ class PyCUDA(Framework):
         pools = self._pools(uuid)
         for pool in pools:
             pool.allowed = -1  # a hit on another thread meanwhile comes here too, and waits
+        noted = [pool.doubt() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
         spare += self._peak[uuid]
-        for pool, size in zip(pools, active, strict=True):
+        for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.allowed = size + (spare if pool is riser else 0)
+            pool.trust(idle)
 
     def _rose(self, pool: Pool) -> None:
         with self._lock:
@@ -487,6 +504,11 @@ class PyCUDA(Framework):
             if drv.Device(ordinal) == device:
                 return uuid
         raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
+
+
+def _refuse(*_: Any) -> int:
+    """In the place of a question that the driver cannot answer."""
+    return 1
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
