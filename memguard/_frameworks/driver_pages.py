@@ -98,24 +98,15 @@ slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
 
 @dataclass
 class _Own:
-    """One framework's pieces in one slab: their number and bytes, and the same for those whose free is pending."""
+    """One framework's pieces in one slab: their number and bytes."""
 
     whole: bool
     pieces: int = 0
     bytes: int = 0
-    going: int = 0
-    going_bytes: int = 0
 
     @property
     def counted(self) -> int:
         return GRANULE if self.whole else self.bytes
-
-    @property
-    def reclaimable(self) -> int:
-        """The bytes that go back once the pending frees are done. A whole slab goes back only with its last piece."""
-        if not self.whole:
-            return self.going_bytes
-        return GRANULE if self.pieces and self.pieces == self.going else 0
 
 
 class DriverPages:
@@ -126,9 +117,8 @@ class DriverPages:
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
-        self.in_use = 0
         self._shared, self._whole = shared, whole
-        self._large = self._small = self._going = self._queued = self._expected = 0
+        self._large = self._small = self._queued = self._expected = 0
         self._slabs: dict[int, _Own] = {}
         self._changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
         self._changing = False
@@ -159,13 +149,9 @@ class DriverPages:
     def add(self, address: int, size: int) -> None:
         self._in_turn(self._add, address, size)
 
-    def going(self, address: int, size: int) -> None:
-        """Its free is pending: no longer in use, but the driver does not have it back."""
-        self._in_turn(self._set_going, address, size)
-
-    def remove(self, address: int, size: int) -> None:
-        """Its pending free is done."""
-        self._in_turn(self._remove, address, size)
+    def gone(self, address: int, size: int) -> None:
+        """Freed: the driver has it back."""
+        self._in_turn(self._take_out, address, size)
 
     def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
         coming = round_up(size) if change == self._add else 0
@@ -186,45 +172,22 @@ class DriverPages:
             self._changing = False
 
     def _add(self, address: int, size: int) -> None:
-        self.in_use += size
         if size > SMALL:
             self._large += round_up(size)
             return
         opened = self._shared.enter(address)
         slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
-        self._change(slab, address, 1, size, 0, 0)
+        self._change(slab, address, 1, size)
 
-    def _set_going(self, address: int, size: int) -> None:
-        self.in_use -= size
-        if size > SMALL:
-            self._going += round_up(size)
-        else:
-            self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size)
-
-    def _remove(self, address: int, size: int) -> None:
+    def _take_out(self, address: int, size: int) -> None:
         if size > SMALL:
             self._large -= round_up(size)
-            self._going -= round_up(size)
-        else:
-            self._take_out(address, size, 1)
-
-    def _set_gone(self, address: int, size: int) -> None:
-        self.in_use -= size
-        if size > SMALL:
-            self._large -= round_up(size)
-        else:
-            self._take_out(address, size, 0)
-
-    def _take_out(self, address: int, size: int, going: int) -> None:
+            return
         slab = self._slabs[address // GRANULE]
-        self._change(slab, address, -1, -size, -going, -size * going)
+        self._change(slab, address, -1, -size)
         if not slab.pieces:
             del self._slabs[address // GRANULE]
         self._shared.leave(address)
-
-    def gone(self, address: int, size: int) -> None:
-        """Freed at once: no longer in use, and the driver has it back."""
-        self._in_turn(self._set_gone, address, size)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
         """Whether this allocation counts as what it is, because somebody else opened its slab."""
@@ -251,10 +214,6 @@ class DriverPages:
         """`held` without what is expected."""
         return self._large + self._small + self._queued
 
-    def reclaimable(self) -> int:
-        """The bytes that go back once all pending frees are done. A slab goes back with its last piece."""
-        return self._going
-
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
         """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
         found = 0
@@ -274,15 +233,12 @@ class DriverPages:
                 found += GRANULE
         return found
 
-    def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int) -> None:
+    def _change(self, slab: _Own, address: int, pieces: int, size: int) -> None:
         """Update the slab and every sum, so that reading a figure costs nothing."""
         before = slab.counted if slab.pieces else 0
-        self._going -= slab.reclaimable
-        slab.pieces, slab.going = slab.pieces + pieces, slab.going + going
+        slab.pieces += pieces
         slab.bytes += _units(size)
-        slab.going_bytes += _units(going_size)
         after = slab.counted if slab.pieces else 0
-        self._going += slab.reclaimable
         self._small += after - before
         self._shared.count(address, after - before)
 

@@ -142,7 +142,7 @@ class Counted:
     def check(self) -> None:
         assert sum(pages.held() for pages in self.pages) + self.slabs.gaps == self.card.taken
         for pages, live in zip(self.pages, self.live, strict=True):
-            assert pages.in_use == sum(size for _, size in live) <= pages.held()
+            assert sum(size for _, size in live) <= pages.held()
 
 
 def test_rows_and_gaps_come_to_what_the_driver_takes(card: Any) -> None:
@@ -188,21 +188,16 @@ def test_a_piece_in_a_slab_that_nobody_here_opened_counts_its_bytes(card: Any) -
     assert (counted.pages[0].held(), counted.slabs.gaps, counted.card.taken) == (0, 0, 0)
 
 
-def test_what_is_going_goes_back_with_the_last_piece_of_its_slab(card: Any) -> None:
+def test_a_slab_goes_back_with_its_last_piece(card: Any) -> None:
     counted = Counted(card, True)
     for size in (600_000, 700_000, 3 * MIB):
         counted.take(0, size)
-    pages, ((first, a), (second, b), (large, c)) = counted.pages[0], counted.live[0]
-    pages.going(first, a)
-    pages.going(large, c)
-    assert pages.reclaimable() == 4 * MIB
-    pages.going(second, b)
-    assert pages.reclaimable() == 6 * MIB == pages.held()
-    pages.remove(first, a)
-    assert pages.reclaimable() == 6 * MIB
-    pages.remove(second, b)
-    pages.remove(large, c)
-    assert pages.reclaimable() == 0 == pages.held()
+    pages, (first, second, large) = counted.pages[0], counted.live[0]
+    assert pages.returned_by([first, large]) == 4 * MIB
+    assert pages.returned_by([first, second, large]) == 6 * MIB == pages.held()
+    counted.give(0, 0)
+    assert pages.returned_by([large]) == 4 * MIB
+    assert pages.returned_by([second, large]) == 6 * MIB == pages.held()
 
 
 def test_cupys_pieces_follow_the_driver(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +220,34 @@ def test_cupys_pieces_follow_the_driver(card: Any, monkeypatch: pytest.MonkeyPat
     assert slabs.gaps == PAGE - 300_032 - MIB, "its total has not changed, so nothing is asked"
     pieces.settle(2)
     assert slabs.gaps == PAGE - MIB, "another allocation lies there now"
+    pieces.forget()
+    assert slabs.gaps == 0
+
+
+def test_what_is_noted_of_cupys_pieces_does_not_grow_without_a_reading(
+    card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that come and go between two readings, and many that stay: the driver is asked now and then."""
+    from memguard._devices import contexts
+    from memguard._frameworks.cupy.pieces import Pieces
+
+    gpu, slabs, asked = card.cards[0], Slabs(), []
+    monkeypatch.setattr(contexts, "allocation", gpu.allocation)
+    monkeypatch.setattr(contexts, "buffer", lambda address: asked.append(address) or gpu.buffer(address))
+    pieces = Pieces(slabs)
+    for _ in range(10_000):
+        address = gpu.take(1024)
+        pieces.took(address)
+        assert len(pieces._new) <= 1001
+        gpu.give(address)
+    assert len(asked) < 3 * 10_000
+    pieces.settle(1)
+    assert slabs.gaps == 0 and not pieces._there
+    asked.clear()
+    for _ in range(5000):
+        pieces.took(gpu.take(512))
+    assert len(asked) < 6 * 5000 and len(pieces._there) + len(pieces._new) == 5000
+    pieces.settle(2)
+    assert slabs.gaps == 2 * PAGE - 5000 * 512
     pieces.forget()
     assert slabs.gaps == 0

@@ -12,6 +12,9 @@ from collections import deque
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import SMALL, DriverPages, Slabs
 
+_MOST_NEW = 1000
+"""So many new pieces are noted before the driver is asked which of them are still there, if nobody reads meanwhile."""
+
 
 class Pieces:
     """The small allocations of one GPU, whose context must be current. Thread-safe."""
@@ -30,6 +33,8 @@ class Pieces:
         number = contexts.buffer(address) if start == address and size <= SMALL else None
         if number is not None:
             self._new.append((address, size, number))
+            if len(self._new) > max(_MOST_NEW, len(self._there)):  # each piece is asked about twice, on average
+                self.settle(self._total)
 
     def gap(self, size: int) -> bool:
         """Whether a slab may have room for one more piece: its gaps may be too short, or others' pieces lie there."""
@@ -60,7 +65,10 @@ class Pieces:
             if contexts.buffer(address) != number and self._there.pop(address, None) is not None:
                 self._pages.gone(address, size)
         while self._new:
-            address, size, number = self._new.popleft()
+            try:
+                address, size, number = self._new.popleft()
+            except IndexError:  # a signal handler has forgotten all
+                return
             if address not in self._there and contexts.buffer(address) == number:
                 self._there[address] = size, number
                 self._pages.add(address, size)
@@ -69,6 +77,6 @@ class Pieces:
         """Count nothing any longer."""
         with self._lock:
             self._new.clear()
-            while self._there:
-                address, (size, _) = self._there.popitem()
-                self._pages.gone(address, size)
+            for address, (size, _) in list(self._there.items()):
+                if self._there.pop(address, None) is not None:
+                    self._pages.gone(address, size)
