@@ -23,6 +23,7 @@ from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.pycuda import pool as pools
 from memguard._frameworks.pycuda.adapter import PyCUDA
 from memguard._types import Applied, Device, Enforcement, State, Usage
 from memguard._units import GIB, KIB, MIB
@@ -317,6 +318,25 @@ def test_a_hit_in_a_full_pool_gives_nothing_back(model: Model) -> None:
         live.pop()
         live.append(setting.drv.mem_alloc(8 * MIB))
     assert setting.drv.counters["free_held"] == 0
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 11), (3, 12), (3, 13), (3, 14)])
+def test_only_where_nothing_can_come_between_is_a_request_served_without_the_lock(
+    model: Model, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    """Not on Python 3.10, which runs other threads at each `if` that jumps, and not without the GIL."""
+    assert pools._undisturbed(version) == (version > (3, 10))
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert not pools._undisturbed(version)
+    setting = model()
+    setting.apply(40 * MIB)
+    pool = setting.drv.DeviceMemoryPool()
+    for _ in range(3):
+        for way in (setting.drv.mem_alloc, pool.allocate):
+            way(3 * MIB)
+    assert not any(known._ready for known in setting.framework._all())
+    fill(setting.drv.mem_alloc, 3 * MIB, setting.drv.MemoryError)
+    assert setting.drv.gpus[0].most <= 40 * MIB and setting.usage().held == setting.taken
 
 
 def test_a_request_that_fits_to_the_last_page_gives_nothing_back(model: Model) -> None:

@@ -179,6 +179,25 @@ print(wrong, rises > 5)
     assert python(stubbed, "-c", "import random\n" + HIT + code + END).split() == ["0", "True"]
 
 
+def test_a_handler_that_gives_idle_blocks_back_fails_no_free(stubbed: dict[str, str]) -> None:
+    """Between the look-up of a block's bin and that of its entry, a signal handler may trim."""
+    code = """
+from memguard._frameworks.pycuda.pool import Pool
+block = pool.allocate(16 << 20)
+class Trims(dict):
+    def get(self, *key):
+        found = dict.get(self, *key)
+        framework.trim(gpu)
+        return found
+(tracked,) = framework._others.values()
+tracked._where = Trims(tracked._where)
+block.free()
+stub.stub_taken.restype = ctypes.c_size_t
+print(framework.usage(gpu).held == stub.stub_taken())
+"""
+    assert python(stubbed, "-c", HIT + code + END).split() == ["True"]
+
+
 def test_a_pool_that_says_nothing_of_what_it_holds_is_refused(stubbed: dict[str, str]) -> None:
     """PyCUDA before 2021.1."""
     code = """

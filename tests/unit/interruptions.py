@@ -1,4 +1,4 @@
-"""Raises KeyboardInterrupt at the k-th point of memguard's code at which Python may run a signal handler."""
+"""Raises KeyboardInterrupt, or calls, at the k-th point of memguard's code at which Python may run a signal handler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _TOOL = 4
 
 
 class Points:
-    """Counts those points while `call` runs, and raises at the one with that number. Other threads go on."""
+    """Counts those points while `call` runs. At the one with that number it raises, or runs `handler` if one is given.
 
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.count, self.place = at, 0, ""
+    Other threads go on.
+    """
+
+    def __init__(self, at: int | None = None, handler: Callable[[], object] | None = None) -> None:
+        self.at, self.count, self.place, self.handler = at, 0, "", handler
         self._last: dict[int, int] = {}
         self._names: dict[CodeType, dict[int, str]] = {}
 
@@ -96,7 +99,9 @@ class Points:
         if self.count == self.at:
             self.place = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name} {names.get(offset)}"
             stop()
-            raise KeyboardInterrupt
+            if self.handler is None:
+                raise KeyboardInterrupt
+            self.handler()
 
 
 def _ours(code: CodeType) -> bool:

@@ -239,7 +239,7 @@ class PyCUDA(Framework):
                     uuid = self._uuid(drv, current)
                     tracked = Pool(weakref.ref(pool), current.handle, uuid, self._pages_of(uuid), raw_pool)
                     tracked.on_rise = self._rose
-                    others[id(pool)] = tracked
+                    tracked = others.setdefault(id(pool), tracked)  # a signal handler may have used the pool first
             return self._allocate(drv, lambda: tracked, size)
 
         def free_held(pool: Any) -> None:
@@ -310,9 +310,9 @@ class PyCUDA(Framework):
     def _pool_here(self, drv: Any, current: Any, raw: RawPool) -> Pool:
         with self._lock:
             handle = current.handle
-            pool = self._own.get(handle)
+            former = pool = self._own.get(handle)
             if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
-                self._bury(handle)
+                self._bury(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
                 pool = None  # perhaps so too: there is no memory to tell by, and none to lose
@@ -321,7 +321,8 @@ class PyCUDA(Framework):
                 uuid = self._uuid(drv, current)
                 pool = Pool(lambda: made, handle, uuid, self._pages_of(uuid), raw, current)
                 pool.own, pool.on_rise = made, self._rose
-                self._own[handle] = pool
+                _discard(self._own, handle, former)
+                pool = self._own.setdefault(handle, pool)  # or that of a signal handler, which was faster
             self._last = pool
             return pool
 
@@ -329,10 +330,14 @@ class PyCUDA(Framework):
         """What is known of a pool that the user made. Another one may have had its `id` before."""
         tracked = self._others.get(id(pool))
         if tracked is not None and tracked.reference() is not pool:
-            tracked.forget()
-            del self._others[id(pool)]
+            self._drop(id(pool), tracked)
             return None
         return tracked
+
+    def _drop(self, key: int, tracked: Pool) -> None:
+        """Forget a pool whose user dropped it. A signal handler may have done so, and another one may have its `id`."""
+        _discard(self._others, key, tracked)
+        tracked.forget()
 
     def _all(self) -> list[Pool]:
         return [*self._own.values(), *self._others.values()]
@@ -463,23 +468,27 @@ class PyCUDA(Framework):
     def _settle(self) -> None:
         """Apply what finalizers of pitched allocations logged. With the lock held."""
         while self._gone:
-            count, address, size = self._gone.popleft()
+            try:
+                count, address, size = self._gone.popleft()
+            except IndexError:  # a signal handler was faster
+                return
             count.gone(address, size)
 
-    def _bury(self, handle: int) -> None:
+    def _bury(self, pool: Pool) -> None:
         """Keep the pool of a destroyed context for ever: its memory is gone, and freeing it would abort the process."""
-        pool = self._own.pop(handle)
+        _discard(self._own, pool.context, pool)
         if self._last is pool:
             self._last = None
         pool.forget()
         _kept.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
-        for handle in destroyed(self._own, uuid, self._by_ordinal):
-            self._bury(handle)
+        for pool in destroyed(self._own, uuid, self._by_ordinal):
+            self._bury(pool)
         if self._others:
-            for key in [key for key, pool in list(self._others.items()) if pool.reference() is None]:
-                self._others.pop(key).forget()
+            for key, pool in list(self._others.items()):
+                if pool.reference() is None:
+                    self._drop(key, pool)
         return [pool for pool in (*self._own.values(), *self._others.values()) if pool.uuid == uuid]
 
     def _released(self, uuid: str, serial: int) -> None:
@@ -509,6 +518,12 @@ class PyCUDA(Framework):
 def _refuse(*_: Any) -> int:
     """In the place of a question that the driver cannot answer."""
     return 1
+
+
+def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
+    """Take a pool out, if it is still the one there. No call is made in between, at which a handler might come."""
+    if key in pools and pools[key] is pool:
+        del pools[key]
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
