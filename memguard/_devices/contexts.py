@@ -292,24 +292,23 @@ class IdOfCurrent(NamedTuple):
     number: c_uint64
 
 
-def id_of_current() -> IdOfCurrent | None:
-    """None if the driver's ids do not tell a primary context from the one before its reset, or libcuda is not loaded.
+def id_of_current() -> IdOfCurrent:
+    """It never gets an answer from a driver whose ids may not tell a primary context from the one before its reset.
 
     Documented of `cuCtxGetId`: ids are unique for the life of the program. Measured on an H100 with driver 580 (CUDA
     13.0): a reset gives the primary context another id and the same handle, and in between asking fails (709, 201).
     Older drivers were not asked, so they are not relied on.
     """
     cuda, version, number = libcuda.already_loaded(), c_int(), c_uint64()
-    if cuda is None or cuda.cuDriverGetVersion(version) or version.value < _IDS_FROM:
-        return None
-    ask = libcuda.quick("cuCtxGetId")
-    return None if ask is None else IdOfCurrent(ask, byref(number), number)
+    known = cuda is not None and cuda.cuDriverGetVersion(version) == 0 and version.value >= _IDS_FROM
+    ask = libcuda.quick("cuCtxGetId") if known else None
+    return IdOfCurrent(ask or (lambda *_: 1), byref(number), number)
 
 
 def current_id(context: int) -> int | None:
     """The id of this thread's current context, if `context` is its handle; else None. See `id_of_current`."""
-    found = id_of_current() if current_handle() == context else None
-    return found.number.value if found is not None and found.ask(None, found.out) == 0 else None
+    found = id_of_current()
+    return found.number.value if current_handle() == context and found.ask(None, found.out) == 0 else None
 
 
 def relax() -> bool:

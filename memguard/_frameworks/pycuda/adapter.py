@@ -20,7 +20,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_uint64
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -169,7 +168,7 @@ class PyCUDA(Framework):
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
         raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
         replaced, others, current_object = Replacements(), self._others, drv.Context.get_current
-        ask, out, number = contexts.id_of_current() or (_refuse, None, c_uint64())
+        ask, out, number = contexts.id_of_current()
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
@@ -513,11 +512,6 @@ class PyCUDA(Framework):
             if drv.Device(ordinal) == device:
                 return uuid
         raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
-
-
-def _refuse(*_: Any) -> int:
-    """In the place of a question that the driver cannot answer."""
-    return 1
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
