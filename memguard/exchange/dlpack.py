@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from memguard.exchange.lifetimes import Lifetime
-from memguard.exchange.view import DTYPES, View, dtype_of_code, row_major
+from memguard.exchange.view import DTYPES, View, compact, dtype_of_code, row_major
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
@@ -44,8 +44,12 @@ def read(capsule: Any) -> View:
     packed lanes, or another kind of device.
     """
     readonly = False
-    if _valid(capsule, b"dltensor"):
+    try:
         at = _pointer(capsule, b"dltensor")
+    except ValueError:  # not such a capsule
+        at = None
+    if at is not None:
+        pass
     elif _valid(capsule, b"dltensor_versioned"):
         at = _pointer(capsule, b"dltensor_versioned")
         major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
@@ -91,10 +95,23 @@ def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
     """
     import numpy
 
-    made = numpy.asarray(_Block(view, lifetime)).__dlpack__()
-    head = _Head.from_address(_pointer(made, b"dltensor"))
-    place = (CPU, 0) if device is None else (CUDA, device)
-    _HEAD.pack_into(head, 0, view.address, *place, len(view.shape), DTYPES[view.dtype][0])
+    address, shape, strides, dtype, _, _ = view
+    code, bits, _ = DTYPES[dtype]
+    block = _Block()
+    block.lifetime = lifetime
+    block.__array_interface__ = {
+        "shape": shape,
+        "typestr": _WORDS[bits // 8],
+        "data": (address or _NOWHERE, False),
+        "strides": None if compact(shape, strides) else view.byte_strides,
+        "version": 3,
+    }
+    made = numpy.asarray(block).__dlpack__()
+    head, ndim = _Head.from_address(_pointer(made, b"dltensor")), len(shape)
+    if device is None:
+        _HEAD.pack_into(head, 0, address, CPU, 0, ndim, code)
+    else:
+        _HEAD.pack_into(head, 0, address, CUDA, device, ndim, code)
     return made
 
 
@@ -105,17 +122,9 @@ _NOWHERE = 64
 class _Block:
     """The memory as NumPy imports it. The array keeps this object, and the capsule keeps the array."""
 
-    __slots__ = ("__array_interface__", "_lifetime")
-
-    def __init__(self, view: View, lifetime: Lifetime) -> None:
-        self._lifetime = lifetime
-        self.__array_interface__ = {
-            "shape": view.shape,
-            "typestr": _WORDS[view.itemsize],
-            "data": (view.address or _NOWHERE, False),
-            "strides": None if view.compact else view.byte_strides,
-            "version": 3,
-        }
+    __slots__ = ("__array_interface__", "lifetime")
+    __array_interface__: dict[str, Any]
+    lifetime: Lifetime
 
 
 class Exporter:

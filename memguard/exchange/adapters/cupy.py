@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, ClassVar
 
@@ -30,19 +31,18 @@ class CuPyArrays(Arrays):
             raise self.refusal(f"it is a sparse {type(x).__name__}", "x.toarray()")
         dtype, strides = self._layout(x)
         device = x.device.id
-        view = View(x.data.ptr, tuple(x.shape), strides, dtype, device)
-        return Offer(self.name, view, x, self.stream(device))
+        view = View(x.data.ptr, x.shape, strides, dtype, device)
+        return Offer("cupy", view, x, self.stream(device))
 
     def stream(self, device: int) -> int | None:
-        import cupy
-
+        cupy = sys.modules.get("cupy") or importlib.import_module("cupy")
         stream = cupy.cuda.get_current_stream(device)
-        return streams.StreamHandle(stream.ptr, stream)
+        handle: int = stream.ptr
+        return handle if handle <= streams.PER_THREAD else streams.StreamHandle(handle, stream)
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        import cupy
-
         before(stream)
+        cupy = sys.modules.get("cupy") or importlib.import_module("cupy")
         return cupy.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 
     def copy(self, array: Any, device: int | None) -> Any:

@@ -6,6 +6,7 @@ consumer, the stream that the user names waits, and the array names it from then
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, ClassVar
 
@@ -33,12 +34,11 @@ class NumbaArrays(Arrays):
 
     def offer(self, x: Any) -> Offer:
         view, stream, context = self._interface(x)
-        return Offer(self.name, view, x, stream, context)
+        return Offer("numba", view, x, stream, context)
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        from numba import cuda
-
         before(stream)
+        cuda = sys.modules.get("numba.cuda") or importlib.import_module("numba.cuda")
         return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime, stream), sync=False)
 
     def place(self, view: View, device: int | None) -> int | None:
