@@ -8,7 +8,7 @@ from typing import Any
 
 from memguard._devices import contexts, streams
 from memguard.exchange.lifetimes import Lifetime
-from memguard.exchange.view import DTYPES, ITEM_SIZES, View, compact, dtype_of_typestr, in_elements, row_major
+from memguard.exchange.view import DTYPES, ITEM_SIZES, View, compact, dtype_of_typestr, in_elements, new_view, row_major
 
 
 class Malformed(ValueError):
@@ -48,7 +48,8 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
         device, context = found
         if context is not None and context == contexts.primary(device):
             context = None
-    return View(address, shape, strides, dtype, device, bool(readonly)), interface.get("stream"), context
+    view = new_view((address, shape, strides, dtype, device, bool(readonly)))
+    return view, interface.get("stream"), context
 
 
 @functools.lru_cache(maxsize=1024)

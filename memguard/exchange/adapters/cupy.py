@@ -10,8 +10,8 @@ from memguard._devices import streams
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import NO_FLOAT8, View
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import NO_FLOAT8, View, new_view
 
 
 class CuPyArrays(Arrays):
@@ -31,8 +31,8 @@ class CuPyArrays(Arrays):
             raise self.refusal(f"it is a sparse {type(x).__name__}", "x.toarray()")
         dtype, strides = self._layout(x)
         device = x.device.id
-        view = View(x.data.ptr, x.shape, strides, dtype, device)
-        return Offer("cupy", view, x, self.stream(device))
+        view = new_view((x.data.ptr, tuple(x.shape), strides, dtype, device, False))
+        return new_offer(("cupy", view, x, self.stream(device), None, None, False))
 
     def stream(self, device: int) -> int | None:
         cupy = sys.modules.get("cupy") or importlib.import_module("cupy")

@@ -14,8 +14,8 @@ from memguard.errors import CannotShare
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View, dtype_name, row_major
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import DTYPES, View, dtype_name, new_view, row_major
 
 _GPUS = ("gpu", "cuda")
 _ON_THE_HOST = ("pinned_host", "unpinned_host")
@@ -75,7 +75,8 @@ class JAXArrays(Arrays):
             raise self.refusal(f"it lies on {device}", "jax.device_put it on a GPU")
         shape = tuple(x.shape)
         strides = row_major(shape) if len(shape) < 2 else _strides(x, shape, ordinal)
-        return Offer("jax", View(x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal), [x])
+        view = new_view((x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal, False))
+        return new_offer(("jax", view, [x], None, None, None, False))
 
     def ready(self, offer: Offer, stream: int | None) -> None:
         device, owner = offer.view.device, offer.owner

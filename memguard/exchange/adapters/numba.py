@@ -14,7 +14,7 @@ from memguard._devices import contexts, copies, streams
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
 from memguard.exchange.view import NUMPY_DTYPES, View
 
 
@@ -34,7 +34,7 @@ class NumbaArrays(Arrays):
 
     def offer(self, x: Any) -> Offer:
         view, stream, context = self._interface(x)
-        return Offer("numba", view, x, stream, context)
+        return new_offer(("numba", view, x, stream, context, None, False))
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         before(stream)

@@ -16,7 +16,7 @@ from memguard._devices import contexts, copies
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
 from memguard.exchange.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
 
 
@@ -37,7 +37,7 @@ class PyCUDAArrays(Arrays):
 
     def offer(self, x: Any) -> Offer:
         view, _, context = self._interface(x)
-        return Offer("pycuda", view, x, None, context, threading.get_ident())
+        return new_offer(("pycuda", view, x, None, context, threading.get_ident(), False))
 
     def place(self, view: View, device: int | None) -> int | None:
         """On the GPU whose context is current on this thread: PyCUDA allocates only there."""

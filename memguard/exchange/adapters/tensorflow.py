@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
 from memguard.exchange.view import DTYPES, NO_FLOAT8, View
 
 _EAGER = "EagerTensor"
@@ -86,7 +86,7 @@ class TensorFlowArrays(Arrays):
         device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's own number
         if device != view.device:
             view = view._replace(device=device)
-        return Offer("tensorflow", view, capsule, None, None, None, True)
+        return new_offer(("tensorflow", view, capsule, None, None, None, True))
 
     def ready(self, offer: Offer, stream: int | None) -> None:
         """Nothing to do: `to_dlpack` has waited for the values."""

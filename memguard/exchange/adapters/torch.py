@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Obstacle, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import DTYPES, View, new_view
 
 
 class TorchArrays(Arrays):
@@ -49,9 +49,10 @@ class TorchArrays(Arrays):
             if not address and x.numel():
                 raise self.refusal("it has no memory of its own", "hand over a real tensor")
             device = place.index if where == "cuda" else None
-            view = View(address, tuple(x.shape), tuple(x.stride()), dtype, device)
+            view = new_view((address, tuple(x.shape), tuple(x.stride()), dtype, device, False))
             # A tensor of our own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory, and would free this.
-            return Offer("torch", view, x.detach(), None if device is None else self.stream(device))
+            stream = None if device is None else self.stream(device)
+            return new_offer(("torch", view, x.detach(), stream, None, None, False))
         except (RuntimeError, ValueError) as error:  # fake, functional and lazy tensors have no memory
             message = (str(error).splitlines() or [type(error).__name__])[0]
             raise self.refusal(f"it has no memory: {message}", "hand over a real tensor") from error
