@@ -16,6 +16,18 @@ _TEXT = 300
 class Log:
     """The methods of a `logging.Logger` that memguard uses. Of an error among the arguments only the text is logged."""
 
+    def debugs(self) -> bool:
+        """Whether somebody listens to `debug`: for lines that take longer to put together than to drop."""
+        try:
+            try:  # takes no lock, as `getLogger` does
+                return logging.Logger.manager.loggerDict["memguard"].isEnabledFor(logging.DEBUG)  # type: ignore[union-attr]
+            except (KeyError, AttributeError):
+                return logging.getLogger("memguard").isEnabledFor(logging.DEBUG)
+        except BaseException as error:
+            if not stays_here(error):
+                raise
+            return False
+
     def debug(self, text: str, *args: object, exc_info: bool = False) -> None:
         _write(logging.DEBUG, text, args, exc_info)
 

@@ -166,12 +166,12 @@ def primary(ordinal: int) -> int | None:
 
     Kept once found: the context lives as long as the framework that uses it, and asking takes four calls.
     """
+    known = _primaries.get(ordinal)
+    if known is not None:  # so libcuda is there
+        return known
     cuda = loaded()
     if cuda is None:
         return None
-    known = _primaries.get(ordinal)
-    if known is not None:
-        return known
     device, context = _with_primary(cuda, ordinal), c_void_p()
     if device is None or cuda.cuDevicePrimaryCtxRetain(context, device):
         return None
@@ -184,6 +184,14 @@ def primary(ordinal: int) -> int | None:
 def primary_known(ordinal: int) -> int | None:
     """The handle that `primary` found before, without a call of CUDA. That context may have been released since."""
     return _primaries.get(ordinal)
+
+
+def ordinal_of(context: int | None) -> int | None:
+    """The ordinal of the GPU whose primary context this is; None if `primary` has not found it yet."""
+    for ordinal, known in tuple(_primaries.items()):  # another thread may find one meanwhile
+        if known == context:
+            return ordinal
+    return None
 
 
 def primary_now(ordinal: int) -> int | None:

@@ -20,6 +20,7 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _CAPTURED = (900, 901, _IMPLICIT)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INVALIDATED
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 PER_THREAD = _NAMED = 2
 """CU_STREAM_PER_THREAD. A handle up to this one names a default stream of the current context."""
@@ -125,16 +126,73 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
         return
-    captured = first is not None and capturing(ordinal, first)
-    if captured != (then is not None and capturing(ordinal, then)):
+    found = quiet(ordinal, first, then) if context is None else None
+    if found:
+        return
+    captured = found is None and first is not None and capturing(ordinal, first)
+    if captured != (found is None and then is not None and capturing(ordinal, then)):
         raise _apart()
-    if first is not None and not captured and idle(ordinal, first, context):
+    if found is None and first is not None and not captured and idle(ordinal, first, context):
         return
     with Mark(ordinal, first, context) as mark:
         if then is None:
             mark.wait()
         else:
             mark.before(then)
+
+
+def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
+    """Whether a stream of the GPU's primary context has nothing left to do; without a stream the whole context.
+
+    None if the calls below have to find out: the stream or `other` may be recording a CUDA graph, or there is no
+    context. Every hand-over asks this, so it is written out: the current context is looked up once, and nothing else
+    is asked twice. `inside`: the context is current. Never waits. Raises DeviceError if CUDA refuses.
+    """
+    cuda, context = contexts.driver(), contexts.primary(ordinal)
+    if not context:
+        return None
+    if not inside:
+        here = c_void_p()
+        if cuda.cuCtxGetCurrent(here) or here.value != context:
+            with contexts.entered(context):
+                return quiet(ordinal, stream, other, True)
+    status = c_int()
+    for asked in (stream, other):
+        if asked is None:
+            continue
+        code = cuda.cuStreamIsCapturing(asked, status)
+        if code == _IMPLICIT and asked in (0, LEGACY):
+            raise _apart()
+        if code or status.value:
+            return None
+    event = 0
+    if stream is None:
+        record = getattr(cuda, "cuCtxRecordEvent", None)  # a driver before 12.5 has none
+        if record is None:
+            return None
+        event, call = _event(cuda, context), "cuCtxRecordEvent"
+        code = record(context, event)
+    else:
+        code, call = 0, "cuStreamQuery"
+    if not code:
+        mode = c_int(_RELAXED)  # as `contexts.beside_captures`: CUDA puts the mode before here
+        try:
+            cuda.cuThreadExchangeStreamCaptureMode(mode)
+            if stream is None:
+                call, code = "cuEventQuery", cuda.cuEventQuery(event)
+            else:
+                code = cuda.cuStreamQuery(stream)
+        finally:
+            if mode.value != _RELAXED:
+                cuda.cuThreadExchangeStreamCaptureMode(mode)
+    if code and code != _NOT_READY:
+        if event:  # it is in an unknown state; if the context was reset, its other events are gone too
+            cuda.cuEventDestroy_v2(event)
+            _idle.pop(context, None)
+        _check(call, code)
+    if event:
+        _idle.setdefault(context, []).append(event)
+    return code == 0
 
 
 def capturing(ordinal: int, stream: int) -> bool:
@@ -197,13 +255,17 @@ def forget(context: int) -> None:
 def place(address: int) -> tuple[int, int | None] | None:
     """The ordinal of an address's GPU, and the context it was allocated in (None: in no context).
 
-    None for memory that CUDA does not know, which is host memory. `cuPointerGetAttribute`, 1 us each.
+    None for memory that CUDA does not know, which is host memory. `cuPointerGetAttribute`, 1 us each; of a
+    known primary context the first answer is enough.
     """
-    cuda = contexts.loaded()
-    ordinal, context = c_int(), c_void_p()
+    cuda, context = contexts.loaded(), c_void_p()
+    if cuda is not None and not cuda.cuPointerGetAttribute(context, _CONTEXT, address):
+        known = contexts.ordinal_of(context.value)
+        if known is not None:
+            return known, context.value
+    ordinal = c_int()
     if cuda is None or cuda.cuPointerGetAttribute(ordinal, _ORDINAL, address):
         return None
-    cuda.cuPointerGetAttribute(context, _CONTEXT, address)
     return ordinal.value, context.value
 
 

@@ -7,11 +7,12 @@ the array is first used.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 
 from memguard._specs import SPECS
-from memguard.exchange.view import View
+from memguard.exchange.view import ITEM_SIZES, View, compact
 
 MOST_DIMENSIONS = 64
 """NumPy's limit: NumPy makes the DLPack capsules."""
@@ -57,6 +58,16 @@ class Traits:
         if not self.title:
             object.__setattr__(self, "title", SPECS[self.name].title)
 
+    @functools.cached_property
+    def multiples(self) -> dict[str, int]:
+        """By dtype: what the address of an array on a GPU must be a multiple of."""
+        return {dtype: max(self.alignment, ITEM_SIZES[dtype]) for dtype in self.dtypes}
+
+    @functools.cached_property
+    def host_multiples(self) -> dict[str, int]:
+        """The same on the host."""
+        return dict.fromkeys(self.dtypes, self.host_alignment)
+
 
 @dataclass(frozen=True)
 class Obstacle:
@@ -69,18 +80,21 @@ class Obstacle:
 
 def obstacle(view: View, consumer: Traits, device: int | None) -> Obstacle | None:
     """Why `consumer` cannot share this memory; None if it can. `device` is where its array should lie."""
-    copy = "copy=True"
-    alignment = consumer.host_alignment if view.device is None else max(consumer.alignment, view.itemsize)
-    placed = view.device == device and (consumer.on_host if device is None else consumer.on_gpu)
+    address, shape, strides, dtype, lies, readonly = view
+    on_gpu = device is not None
+    multiple = (consumer.multiples if on_gpu else consumer.host_multiples).get(dtype)
     if (
-        placed
-        and view.dtype in consumer.dtypes
-        and len(view.shape) <= MOST_DIMENSIONS
-        and view.compact
-        and not view.address % alignment
-        and not (view.readonly and consumer.writes)
+        lies == device
+        and multiple is not None
+        and not address % multiple
+        and (consumer.on_gpu if on_gpu else consumer.on_host)
+        and len(shape) <= MOST_DIMENSIONS
+        and compact(shape, strides)
+        and not (readonly and consumer.writes)
     ):
         return None  # the usual array: this answers at once, and the checks below find the reason for the others
+    copy = "copy=True"
+    alignment = consumer.host_alignment if view.device is None else max(consumer.alignment, view.itemsize)
     title = consumer.title
     if view.dtype not in consumer.dtypes:
         return Obstacle(f"{title} has no arrays of dtype {view.dtype} that can be handed over", _cast(view), False)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from memguard.exchange.lifetimes import Lifetime
-from memguard.exchange.view import DTYPES, View, dtype_of_code, row_major
+from memguard.exchange.view import DTYPES, View, compact, dtype_of_code, new_view, row_major
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
+_KINDS = (CPU, CUDA, CUDA_HOST, CUDA_MANAGED)
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _TENSOR = struct.Struct("@QiiiBBHQQQ")
 """A `DLTensor`: address, device kind and number, dimensions, dtype code, bits and lanes, shape, strides, offset."""
@@ -44,41 +46,52 @@ def read(capsule: Any) -> View:
     packed lanes, or another kind of device.
     """
     readonly = False
-    if _valid(capsule, b"dltensor"):
+    try:
         at = _pointer(capsule, b"dltensor")
-    elif _valid(capsule, b"dltensor_versioned"):
-        at = _pointer(capsule, b"dltensor_versioned")
-        major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
-        if major != 1:
-            raise BadCapsule(f"its capsule uses DLPack {major}, which memguard cannot read")
-        at, readonly = at + _VERSION.size, bool(flags & _READ_ONLY)
-    else:
-        raise BadCapsule(
-            "its DLPack capsule was used before"
-            if type(capsule).__name__ == "PyCapsule"
-            else f"its __dlpack__ returned a {type(capsule).__name__}, not a capsule"
-        )
+    except ValueError:  # not such a capsule
+        at, readonly = _versioned(capsule)
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)
     )
-    if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
+    if kind not in _KINDS:
         raise BadCapsule(f"it lies on a device of DLPack's kind {kind}, neither the host nor a CUDA GPU")
     dtype = dtype_of_code(code, bits, lanes)
     if dtype is None:
         raise BadCapsule(
             f"its dtype (DLPack code {code}, {bits} bits, {lanes} lanes) is not one that can be handed over"
         )
-    numbers = _numbers(ndim)
-    shape = tuple(numbers.from_address(extents)) if ndim else ()
-    strides = tuple(numbers.from_address(steps)) if steps and ndim else row_major(shape)
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    if ndim:
+        numbers, unpack = _numbers(ndim)
+        shape = unpack(numbers.from_address(extents))
+        strides = unpack(numbers.from_address(steps)) if steps else row_major(shape)
     device = number if kind in (CUDA, CUDA_MANAGED) else None
-    return View(address + offset, shape, strides, dtype, device, readonly)
+    return new_view((address + offset, shape, strides, dtype, device, readonly))
+
+
+def _versioned(capsule: Any) -> tuple[int, bool]:
+    """Where the `DLTensor` of a versioned capsule is, and whether the array is read-only."""
+    if _valid(capsule, b"dltensor_versioned"):
+        at = _pointer(capsule, b"dltensor_versioned")
+        major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
+        if major != 1:
+            raise BadCapsule(f"its capsule uses DLPack {major}, which memguard cannot read")
+        return at + _VERSION.size, bool(flags & _READ_ONLY)
+    raise BadCapsule(
+        "its DLPack capsule was used before"
+        if type(capsule).__name__ == "PyCapsule"
+        else f"its __dlpack__ returned a {type(capsule).__name__}, not a capsule"
+    )
 
 
 @functools.lru_cache(maxsize=128)
-def _numbers(ndim: int) -> Any:
-    """ctypes keeps such a type only until the next garbage collection, and it takes 25 us to make."""
-    return ctypes.c_int64 * ndim
+def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
+    """So many int64 in memory, and what reads them.
+
+    ctypes keeps such a type only until the next garbage collection, and it takes 25 us to make.
+    """
+    return ctypes.c_char * (8 * ndim), struct.Struct(f"@{ndim}q").unpack_from
 
 
 def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
@@ -91,10 +104,23 @@ def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
     """
     import numpy
 
-    made = numpy.asarray(_Block(view, lifetime)).__dlpack__()
-    head = _Head.from_address(_pointer(made, b"dltensor"))
-    place = (CPU, 0) if device is None else (CUDA, device)
-    _HEAD.pack_into(head, 0, view.address, *place, len(view.shape), DTYPES[view.dtype][0])
+    address, shape, strides, dtype, _, _ = view
+    code, bits, _ = DTYPES[dtype]
+    block = _Block()
+    block.lifetime = lifetime
+    block.__array_interface__ = {
+        "shape": shape,
+        "typestr": _WORDS[bits // 8],
+        "data": (address or _NOWHERE, False),
+        "strides": None if compact(shape, strides) else view.byte_strides,
+        "version": 3,
+    }
+    made = numpy.asarray(block).__dlpack__()
+    head, ndim = _Head.from_address(_pointer(made, b"dltensor")), len(shape)
+    if device is None:
+        _HEAD.pack_into(head, 0, address, CPU, 0, ndim, code)
+    else:
+        _HEAD.pack_into(head, 0, address, CUDA, device, ndim, code)
     return made
 
 
@@ -105,17 +131,9 @@ _NOWHERE = 64
 class _Block:
     """The memory as NumPy imports it. The array keeps this object, and the capsule keeps the array."""
 
-    __slots__ = ("__array_interface__", "_lifetime")
-
-    def __init__(self, view: View, lifetime: Lifetime) -> None:
-        self._lifetime = lifetime
-        self.__array_interface__ = {
-            "shape": view.shape,
-            "typestr": _WORDS[view.itemsize],
-            "data": (view.address or _NOWHERE, False),
-            "strides": None if view.compact else view.byte_strides,
-            "version": 3,
-        }
+    __slots__ = ("__array_interface__", "lifetime")
+    __array_interface__: dict[str, Any]
+    lifetime: Lifetime
 
 
 class Exporter:

@@ -9,6 +9,7 @@ on the thread that allocated it, so it gets its memory back on the thread that h
 from __future__ import annotations
 
 import _thread
+import functools
 import sys
 import threading
 import time
@@ -44,25 +45,23 @@ class Offer(NamedTuple):
     done: bool = False
 
 
+new_offer: Callable[[tuple[Any, ...]], Offer] = functools.partial(tuple.__new__, Offer)
+"""An offer of all its fields, in a quarter of the time. Every hand-over makes one."""
+
+
 class Lifetime:
-    """One hand-over. `stream` is the consumer's, None if its work may be on any.
+    """One hand-over, made by `begin`. `stream` is the consumer's, None if its work may be on any.
 
     `releases_when_done`: the consumer releases memory only after its work on it is done (JAX; measured), so nobody has
     to wait. `context`: the consumer's, if that is not the GPU's primary one.
     """
 
     __slots__ = ("consumer", "context", "offer", "releases_when_done", "stream")
-
-    def __init__(
-        self,
-        offer: Offer,
-        consumer: str,
-        stream: int | None = None,
-        releases_when_done: bool = False,
-        context: int | None = None,
-    ) -> None:
-        self.offer, self.consumer, self.stream, self.releases_when_done = offer, consumer, stream, releases_when_done
-        self.context = context
+    offer: Offer
+    consumer: str
+    stream: int | None
+    releases_when_done: bool
+    context: int | None
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # after that the names of this module may be gone
@@ -76,10 +75,10 @@ class Lifetime:
         """The last view is gone. On any thread, at any moment; a second call does nothing."""
         if _open.pop(id(self), None) is None:
             return
-        mark = None
-        if self.offer.view.device is not None and not self.releases_when_done:
+        mark, thread = None, self.offer.thread
+        if not self.releases_when_done:
             mark = _running_work(self.offer, self.stream, self.context)
-        if mark is None and self.offer.thread in (None, threading.get_ident()):
+        if mark is None and (thread is None or thread == threading.get_ident()):
             return  # the owner is released together with this object
         parked = _Parked(self.offer, mark)
         del self.offer
@@ -107,6 +106,7 @@ class _Entry(NamedTuple):
     view: View
 
 
+_new_entry: Callable[[tuple[Any, ...]], _Entry] = functools.partial(tuple.__new__, _Entry)
 kept: Counter[int] = Counter()
 """Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row has them."""
 _open: dict[int, _Entry] = {}
@@ -118,8 +118,10 @@ def begin(
     offer: Offer, consumer: str, stream: int | None, releases_when_done: bool = False, context: int | None = None
 ) -> Lifetime:
     """A lifetime that lasts until its `end`, or until nothing refers to it any more."""
-    lifetime = Lifetime(offer, consumer, stream, releases_when_done, context)
-    _open[id(lifetime)] = _Entry(offer.producer, consumer, offer.view)
+    lifetime = Lifetime()
+    lifetime.offer, lifetime.consumer, lifetime.stream = offer, consumer, stream
+    lifetime.releases_when_done, lifetime.context = releases_when_done, context
+    _open[id(lifetime)] = _new_entry((offer.producer, consumer, offer.view))
     if _parked:
         sweep()
     return lifetime
@@ -177,13 +179,15 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
 
 def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | None:
     """The consumer's work that still runs, if the producer has no stream that could wait for it; else None."""
-    device = offer.view.device
-    if device is None or not offer.view.size:
+    _, shape, _, _, device, _ = offer.view
+    if device is None or 0 in shape:
         return None
     stream = None if stream == PER_THREAD else stream  # a thread other than this one may have used it
     try:
         if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
             return None  # it is one stream, so whatever uses the memory next comes after that work anyway
+        if context is None and streams.quiet(device, stream, offer.stream):
+            return None
         if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
             return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
         if stream is not None and streams.idle(device, stream, context):

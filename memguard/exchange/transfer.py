@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -62,8 +63,11 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
     as long as any view of it.
     """
     consumer = registry.by_name(framework)
-    arguments.check(copy, device, consumer)
-    producer, stream = registry.of(x), arguments.stream_handle(stream, consumer)
+    if copy is not None or device is not None or consumer.module not in sys.modules:
+        arguments.check(copy, device, consumer)
+    producer = registry.of(x)
+    if stream is not None:
+        stream = arguments.stream_handle(stream, consumer)
     own = producer is consumer and not copy
     if own and device is None and stream is None:
         return x
@@ -90,22 +94,28 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
         raise CannotShare(
             offer.producer, consumer.name, str(error), "hand arrays over before the capture begins", copied=bool(copy)
         ) from error
-    _last.route = Route(offer.producer, consumer.name, way, view.nbytes, obstacle.reason if obstacle else "")
-    _log.debug("exchange: %s", _last.route)
+    _last.route = offer.producer, consumer.traits.name, way, view, obstacle
+    if _log.debugs():
+        _log.debug("exchange: %s", last_route())
     return made
 
 
 def last_route() -> Route | None:
     """How this thread's last hand-over was done; None before the first."""
-    return getattr(_last, "route", None)
+    found = getattr(_last, "route", None)  # what it is made of: most hand-overs are never asked about
+    if found is None:
+        return None
+    producer, consumer, way, view, obstacle = found
+    return Route(producer, consumer, way, view.nbytes, obstacle.reason if obstacle else "")
 
 
 def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None) -> Any:
-    device = offer.view.device
-    uses = stream if stream is not None or device is None else consumer.stream(device)
-    lifetime = lifetimes.begin(offer, consumer.name, uses, consumer.traits.releases_when_done, consumer.context(device))
+    view, traits = offer.view, consumer.traits
+    uses = stream if stream is not None or view.device is None else consumer.stream(view.device)
+    context = consumer.context(view.device) if consumer.own_contexts else None
+    lifetime = lifetimes.begin(offer, traits.name, uses, traits.releases_when_done, context)
     try:
-        return consumer.import_view(offer.view, lifetime, lambda stream: producer.ready(offer, stream), uses)
+        return consumer.import_view(view, lifetime, functools.partial(producer.ready, offer), uses)
     except BaseException:
         lifetime.cancel()
         raise

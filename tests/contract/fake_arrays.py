@@ -198,7 +198,7 @@ class ArrayImpl(Array):
     __module__ = "jaxlib._jax"
     of = "jax"
     is_fully_addressable = True
-    sharding = types.SimpleNamespace(device_set={1})
+    sharding = property(lambda self: types.SimpleNamespace(device_set=self.devices()))
     dtype = property(lambda self: DType(self.kind))
 
     def is_deleted(self) -> bool:

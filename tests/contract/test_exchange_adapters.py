@@ -27,6 +27,8 @@ from memguard.exchange.adapters import registry
 from memguard.exchange.lifetimes import Offer
 
 HERE = Path(__file__).parent
+PRIMARY = 0x1000
+"""The primary context of `gpu_clocks`."""
 NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 PAIRS = list(itertools.permutations(NAMES, 2))
 ORDERS_ITSELF = {"tensorflow", "jax"}
@@ -900,3 +902,99 @@ def test_a_framework_must_be_known_and_installed(world: Any, monkeypatch: pytest
         to(x, "pycuda")
     with pytest.raises(ImportError, match=r"fix: pip install 'jax\[cuda13\]'"):
         to(x, "jax")
+
+
+# what it costs, without a clock
+
+
+MOST_CALLS = {"memguard": 40, "driver": 13, "instructions": 1200}
+"""Of the worst pair: Python calls within memguard, calls of the driver, and bytecode instructions of CPython 3.11.
+Before they were counted it had 101, 14 and 1,873."""
+
+
+@pairs
+def test_a_hand_over_on_idle_streams_takes_few_calls(world: Any, producer: str, consumer: str) -> None:
+    """The view's end included. More of them is time on every hand-over: a call takes about 50 ns, one of the driver
+    1 us, and both several times that when the caches are cold."""
+    driver, ours = world.driver, str(Path(lifetimes.__file__).parents[1])
+    world.own |= {"torch": 0, "cupy": 0}  # the default stream, as in most programs
+    x = world.array(producer)
+
+    def hand_over() -> None:
+        y = to(x, consumer)
+        del y
+
+    for _ in range(3):  # what is found once
+        hand_over()
+    gc.collect()
+    driver.finish()
+    driver.asked.clear()
+    calls: list[str] = []
+    instructions = 0
+
+    def called(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith((ours, "<string>")):  # named tuples too
+            calls.append(frame.f_code.co_name)
+
+    def ran(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal instructions
+        if not frame.f_code.co_filename.startswith(ours):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        instructions += event == "opcode"
+        return ran
+
+    profiled, traced = sys.getprofile(), sys.gettrace()
+    gc.disable()
+    try:
+        sys.setprofile(called)
+        hand_over()
+        sys.setprofile(profiled)
+        asked = len(driver.asked)
+        sys.settrace(ran)
+        hand_over()
+    finally:
+        sys.settrace(traced)
+        sys.setprofile(profiled)
+        gc.enable()
+    assert 15 <= len(calls) <= MOST_CALLS["memguard"], calls
+    assert asked <= MOST_CALLS["driver"], driver.asked
+    if sys.version_info[:2] == (3, 11) and traced is None:
+        assert 500 <= instructions <= MOST_CALLS["instructions"]
+
+
+@pairs
+def test_nothing_is_asked_twice_on_idle_streams(world: Any, producer: str, consumer: str) -> None:
+    """At the hand-over and at its end the current context is looked up once, and the capture mode is changed once."""
+    driver = world.driver
+    x = world.array(producer)
+    to(x, consumer)
+    gc.collect()
+    driver.finish()
+    driver.asked.clear()
+    y = to(x, consumer)
+    handed = list(driver.asked)
+    driver.asked.clear()
+    del y
+    own = {"cuCtxGetCurrent": 1} if consumer == "pycuda" else {}  # PyCUDA works in the current context
+    for asked, more in ((handed, own), (driver.asked, {})):
+        for call in set(asked) - {"cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing"}:
+            assert asked.count(call) <= 1 + more.get(call, 0), (call, asked)
+        assert asked.count("cuThreadExchangeStreamCaptureMode") in (0, 2), "and put back"
+        assert asked.count("cuStreamIsCapturing") <= 2, "of each stream once"
+
+
+def test_the_capture_mode_is_put_back_whenever_a_signal_comes(world: Any) -> None:
+    """A Ctrl-C at every point at which Python may run a signal handler, one after the other."""
+    points = importlib.import_module("interruptions").Points
+    driver = world.driver
+    side, other = driver.stream(), driver.stream()
+    for first, then in ((side, other), (None, other), (None, None), (side, None), (0, other)):
+        streams.follow(0, first, then)
+        for number in range(1, 200):
+            try:
+                points(number).run(lambda first=first, then=then: streams.follow(0, first, then))
+                break
+            except KeyboardInterrupt:
+                assert (driver.mode, driver.stack) == (0, [PRIMARY]), (first, then, number)
+        assert 10 < number < 199, "every point was tried"

@@ -361,10 +361,16 @@ result["live"] = live()
 def test_where_an_address_lies(stubbed: Stubbed) -> None:
     found = stubbed("""
     result["known"], result["unknown"] = streams.place(AT), streams.place(64)
-    stub.stub_fail(b"cuPointerGetAttribute", 1, 1)
+    contexts.primary(0)
+    stub.stub_forget()
+    result["primary"] = [streams.place(AT), asked()]
+    stub.stub_fail(b"cuPointerGetAttribute", 1, 2)
     result["refused"] = streams.place(AT)
+    stub.stub_fail(b"cuPointerGetAttribute", 1, 1)
+    result["no context"] = streams.place(AT)
     """)
-    assert found == {"known": [0, 0x7F0000001000], "unknown": None, "refused": None}
+    assert found.pop("primary") == [[0, 0x7F0000001000], ["cuPointerGetAttribute"]], "one call is enough"
+    assert found == {"known": [0, 0x7F0000001000], "unknown": None, "refused": None, "no context": [0, None]}
 
 
 @pytest.mark.parametrize("size", [1, 999, 1000, 1001, 2000, 2500, 4096])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from memguard._devices import contexts, streams
 from memguard.exchange.lifetimes import Lifetime
-from memguard.exchange.view import DTYPES, View, dtype_of_typestr, row_major
+from memguard.exchange.view import DTYPES, ITEM_SIZES, View, compact, dtype_of_typestr, in_elements, new_view, row_major
 
 
 class Malformed(ValueError):
@@ -24,31 +25,47 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
     Raises Malformed.
     """
     try:
-        (address, readonly), typestr = interface["data"], interface["typestr"]
-        shape, given = tuple(map(int, interface["shape"])), interface.get("strides")
-        given = None if given is None else tuple(map(int, given))
-        dtype = dtype_of_typestr(typestr)
+        (address, readonly), layout = interface["data"], (interface["typestr"], interface["shape"])
+        try:
+            dtype, shape, strides = _layout(*layout, interface.get("strides"))
+        except TypeError:  # lists have no hash
+            dtype, shape, strides = _layout.__wrapped__(*layout, interface.get("strides"))
+        address = int(address or 0)
+    except Malformed:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise Malformed(f"its array interface is not valid: {error!r}") from error
-    if dtype is None:
-        raise Malformed(f"its dtype {typestr!r} cannot be handed over", "cast it in its own framework")
     if interface.get("mask") is not None:
         raise Malformed("it is masked, and no other framework reads masks", "fill in the masked values first")
-    itemsize = DTYPES[dtype][1] // 8
+    device, context = 0, None
+    if 0 not in shape:
+        found = streams.place(address) if address else None
+        if found is None:
+            raise Malformed(
+                f"CUDA knows no memory at its address {address:#x}: it was freed, or belongs to another process",
+                "keep the object that owns its memory alive",
+            )
+        device, context = found
+        if context is not None and context == contexts.primary(device):
+            context = None
+    view = new_view((address, shape, strides, dtype, device, bool(readonly)))
+    return view, interface.get("stream"), context
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(typestr: Any, shape: Any, given: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Dtype, shape and strides in elements. Cached: the same come again and again."""
+    shape = tuple(map(int, shape))
+    given = None if given is None else tuple(map(int, given))
+    dtype = dtype_of_typestr(typestr)
+    if dtype is None:
+        raise Malformed(f"its dtype {typestr!r} cannot be handed over", "cast it in its own framework")
     if min(shape, default=0) < 0 or (given is not None and len(given) != len(shape)):
         raise Malformed(f"its array interface is not valid: shape {shape}, strides {given}")
-    if given is not None and any(stride % itemsize for stride in given):
+    strides = row_major(shape) if given is None else in_elements(given, ITEM_SIZES[dtype])
+    if strides is None:
         raise Malformed("its strides are not multiples of its item size", "make it contiguous in its own framework")
-    strides = row_major(shape) if given is None else tuple([stride // itemsize for stride in given])
-    found = streams.place(int(address or 0)) if address and 0 not in shape else None
-    view = View(int(address or 0), shape, strides, dtype, found[0] if found else 0, bool(readonly))
-    if found is None and view.size:
-        raise Malformed(
-            f"CUDA knows no memory at its address {view.address:#x}: it was freed, or belongs to another process",
-            "keep the object that owns its memory alive",
-        )
-    context = found[1] if found is not None and found[1] not in (None, contexts.primary(found[0])) else None
-    return view, interface.get("stream"), context
+    return dtype, shape, strides
 
 
 class WithInterface:
@@ -58,16 +75,18 @@ class WithInterface:
     """
 
     def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:
+        address, shape, strides, dtype, device, readonly = view
         interface = {
-            "shape": view.shape,
-            "typestr": DTYPES[view.dtype][2],
-            "data": (view.address, view.readonly),
-            "strides": None if view.compact else view.byte_strides,
+            "shape": shape,
+            "typestr": DTYPES[dtype][2],
+            "data": (address, readonly),
+            "strides": None if compact(shape, strides) else view.byte_strides,
             "version": 3,
         }
-        if view.device is None:
+        if device is None:
             self.__array_interface__ = interface
         else:
-            named = None if stream is None else stream or streams.LEGACY  # the protocol has no stream 0
-            self.__cuda_array_interface__ = {**interface, "stream": named}
+            # the protocol has no stream 0
+            interface["stream"] = None if stream is None else stream or streams.LEGACY
+            self.__cuda_array_interface__ = interface
         self._lifetime = lifetime

@@ -21,7 +21,7 @@ from memguard.errors import CannotShare
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.compatibility import Layout, Obstacle, Traits
 from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View, dtype_name
+from memguard.exchange.view import DTYPES, View, dtype_name, in_elements
 
 Before = Callable[["int | None"], None]
 """Makes a stream wait until the memory is ready; None: the host."""
@@ -40,6 +40,8 @@ class Arrays(ABC):
     takes_stream: ClassVar[bool] = True
     """Whether a user can say which stream will use the array: not if the framework chooses its streams itself."""
 
+    own_contexts: ClassVar[bool] = False
+    """Whether it may work in another context than the GPU's primary one: then `context` is asked."""
     copies_on: ClassVar[bool] = False
     """Whether it can queue a copy on a stream that the user names; else its own stream makes it, or the host waits."""
     immutable: ClassVar[bool] = False
@@ -57,6 +59,10 @@ class Arrays(ABC):
     def owns(self, x: Any) -> bool:
         """Whether `x` is one of the framework's arrays, symbolic ones included."""
 
+    def owns_all_of(self, cls: type) -> bool:
+        """Whether `owns` says the same of every object of the class of one that it owns: then it is asked once."""
+        return True
+
     @abstractmethod
     def offer(self, x: Any) -> Offer:
         """The array as the framework offers it. Raises CannotShare if not even a copy is possible."""
@@ -67,8 +73,9 @@ class Arrays(ABC):
 
     def ready(self, offer: Offer, stream: int | None) -> None:
         """Make `stream` wait for all work on the array that was queued so far; None: the host waits."""
-        if offer.view.device is not None and offer.view.size:
-            streams.follow(offer.view.device, offer.stream, stream, offer.context)
+        _, shape, _, _, device, _ = offer.view
+        if device is not None and 0 not in shape:
+            streams.follow(device, offer.stream, stream, offer.context)
 
     def stream(self, device: int) -> int | None:
         """The stream that the framework's next work on the GPU goes to; None if it does not say."""
@@ -117,12 +124,14 @@ class Arrays(ABC):
 
     def _layout(self, x: Any) -> tuple[str, tuple[int, ...]]:
         """Dtype and strides of an array whose attributes are NumPy's."""
-        dtype, itemsize = dtype_name(x.dtype), x.dtype.itemsize
-        if dtype not in DTYPES or not x.dtype.isnative:
-            raise self.unknown_dtype(x.dtype, "cast it with x.astype")
-        if any(stride % itemsize for stride in x.strides):
+        kind = x.dtype
+        dtype = dtype_name(kind)
+        if dtype not in DTYPES or not kind.isnative:
+            raise self.unknown_dtype(kind, "cast it with x.astype")
+        strides = in_elements(x.strides, kind.itemsize)
+        if strides is None:
             raise self.refusal("its strides are not multiples of its item size", f"{self.name}.ascontiguousarray(x)")
-        return dtype, tuple(stride // itemsize for stride in x.strides)
+        return dtype, strides
 
     def unknown_dtype(self, dtype: Any, remedy: str) -> CannotShare:
         return self.refusal(f"its dtype {dtype} cannot be handed over", remedy)

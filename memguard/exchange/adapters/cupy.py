@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, ClassVar
 
@@ -9,8 +10,8 @@ from memguard._devices import streams
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import NO_FLOAT8, View
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import NO_FLOAT8, View, new_view
 
 
 class CuPyArrays(Arrays):
@@ -30,19 +31,18 @@ class CuPyArrays(Arrays):
             raise self.refusal(f"it is a sparse {type(x).__name__}", "x.toarray()")
         dtype, strides = self._layout(x)
         device = x.device.id
-        view = View(x.data.ptr, tuple(x.shape), strides, dtype, device)
-        return Offer(self.name, view, x, self.stream(device))
+        view = new_view((x.data.ptr, tuple(x.shape), strides, dtype, device, False))
+        return new_offer(("cupy", view, x, self.stream(device), None, None, False))
 
     def stream(self, device: int) -> int | None:
-        import cupy
-
+        cupy = sys.modules.get("cupy") or importlib.import_module("cupy")
         stream = cupy.cuda.get_current_stream(device)
-        return streams.StreamHandle(stream.ptr, stream)
+        handle: int = stream.ptr
+        return handle if handle <= streams.PER_THREAD else streams.StreamHandle(handle, stream)
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        import cupy
-
         before(stream)
+        cupy = sys.modules.get("cupy") or importlib.import_module("cupy")
         return cupy.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 
     def copy(self, array: Any, device: int | None) -> Any:

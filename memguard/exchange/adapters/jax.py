@@ -14,10 +14,11 @@ from memguard.errors import CannotShare
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View, dtype_name, row_major
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import DTYPES, View, dtype_name, new_view, row_major
 
 _GPUS = ("gpu", "cuda")
+_ON_THE_HOST = ("pinned_host", "unpinned_host")
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
@@ -43,39 +44,45 @@ class JAXArrays(Arrays):
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["jax"].Array)
 
-    def offer(self, x: Any) -> Offer:
-        import jax
+    def owns_all_of(self, cls: type) -> bool:
+        """A tracer is an array or not as its value is."""
+        return cls.__name__ == "ArrayImpl"
 
-        if isinstance(x, jax.core.Tracer):
+    def offer(self, x: Any) -> Offer:
+        if isinstance(x, sys.modules["jax"].core.Tracer):
             raise self.refusal(
                 "it is a tracer, which has no memory", "hand arrays over outside jax.jit, and pass them as arguments"
             )
         if x.is_deleted():
             raise self.refusal("it was deleted or donated", "hand it over before it is donated")
-        if not x.is_fully_addressable or len(x.sharding.device_set) != 1:
-            raise self.refusal(
-                f"it lies on {len(x.sharding.device_set)} devices", "one of x.addressable_shards[i].data"
-            )
+        sharding = x.sharding
+        devices = sharding.device_set
+        if not x.is_fully_addressable or len(devices) != 1:
+            raise self.refusal(f"it lies on {len(devices)} devices", "one of x.addressable_shards[i].data")
         dtype = dtype_name(x.dtype)
         if dtype not in DTYPES:
             raise self.unknown_dtype(dtype, "cast it with x.astype")
-        (device,) = x.devices()
-        if device.platform != "cpu" and getattr(x.sharding, "memory_kind", None) in ("pinned_host", "unpinned_host"):
+        (device,) = devices
+        platform, ordinal = device.platform, None
+        if platform != "cpu" and getattr(sharding, "memory_kind", None) in _ON_THE_HOST:
             raise self.refusal(
                 "it lies in host memory that JAX keeps for a GPU",
                 'x.sharding.with_memory_kind("device") in jax.device_put',
             )
-        if device.platform not in (*_GPUS, "cpu"):
+        if platform in _GPUS:
+            ordinal = device.local_hardware_id
+        elif platform != "cpu":
             raise self.refusal(f"it lies on {device}", "jax.device_put it on a GPU")
-        ordinal = None if device.platform == "cpu" else device.local_hardware_id
         shape = tuple(x.shape)
         strides = row_major(shape) if len(shape) < 2 else _strides(x, shape, ordinal)
-        return Offer(self.name, View(x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal), [x])
+        view = new_view((x.unsafe_buffer_pointer(), shape, strides, dtype, ordinal, False))
+        return new_offer(("jax", view, [x], None, None, None, False))
 
     def ready(self, offer: Offer, stream: int | None) -> None:
-        if stream is not None and offer.view.device is not None and streams.capturing(offer.view.device, stream):
+        device, owner = offer.view.device, offer.owner
+        if stream is not None and device is not None and streams.capturing(device, stream):
             raise streams.Captured("a CUDA graph is being captured: it cannot wait for JAX")
-        offer.owner.append(_capsule(offer.owner[0], stream))
+        owner.append(_capsule(owner[0], stream))
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         import jax

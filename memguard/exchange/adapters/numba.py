@@ -6,6 +6,7 @@ consumer, the stream that the user names waits, and the array names it from then
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from memguard._devices import contexts, copies, streams
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
 from memguard.exchange.view import NUMPY_DTYPES, View
 
 
@@ -33,12 +34,11 @@ class NumbaArrays(Arrays):
 
     def offer(self, x: Any) -> Offer:
         view, stream, context = self._interface(x)
-        return Offer(self.name, view, x, stream, context)
+        return new_offer(("numba", view, x, stream, context, None, False))
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        from numba import cuda
-
         before(stream)
+        cuda = sys.modules.get("numba.cuda") or importlib.import_module("numba.cuda")
         return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime, stream), sync=False)
 
     def place(self, view: View, device: int | None) -> int | None:

@@ -6,6 +6,8 @@ PyCUDA frees memory only on the thread that allocated it, so an array that was h
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import threading
 from typing import Any, ClassVar
@@ -14,8 +16,8 @@ from memguard._devices import contexts, copies
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import NUMPY_DTYPES, View
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
 
 
 class PyCUDAArrays(Arrays):
@@ -25,6 +27,7 @@ class PyCUDAArrays(Arrays):
     module: ClassVar[str] = "pycuda"
     call: ClassVar[str] = "pycuda.gpuarray.GPUArray(gpudata=address)"
     waits: ClassVar[str] = "host"
+    own_contexts: ClassVar[bool] = True
     copies_on: ClassVar[bool] = True
     compacts: ClassVar[Layout | None] = Layout.COMPACT
 
@@ -34,7 +37,7 @@ class PyCUDAArrays(Arrays):
 
     def offer(self, x: Any) -> Offer:
         view, _, context = self._interface(x)
-        return Offer(self.name, view, x, context=context, thread=threading.get_ident())
+        return new_offer(("pycuda", view, x, None, context, threading.get_ident(), False))
 
     def place(self, view: View, device: int | None) -> int | None:
         """On the GPU whose context is current on this thread: PyCUDA allocates only there."""
@@ -52,13 +55,15 @@ class PyCUDAArrays(Arrays):
         return here if device is not None and here != contexts.primary(device) else None
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        import numpy
-        from pycuda import gpuarray
-
         before(stream)
-        base = array_interface.WithInterface(view, lifetime)
+        gpuarray = sys.modules.get("pycuda.gpuarray") or importlib.import_module("pycuda.gpuarray")
+        address, shape, strides, dtype, _, _ = view
         return gpuarray.GPUArray(
-            view.shape, numpy.dtype(view.dtype), gpudata=view.address, base=base, strides=view.byte_strides
+            shape,
+            _numpy_dtype(dtype),
+            gpudata=address,
+            base=array_interface.WithInterface(view, lifetime),
+            strides=in_bytes(strides, ITEM_SIZES[dtype]),
         )
 
     def copy(self, array: Any, device: int | None) -> Any:
@@ -84,3 +89,10 @@ class PyCUDAArrays(Arrays):
         from pycuda import gpuarray
 
         return gpuarray.to_gpu(host)
+
+
+@functools.cache
+def _numpy_dtype(name: str) -> Any:
+    import numpy
+
+    return numpy.dtype(name)

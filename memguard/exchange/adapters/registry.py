@@ -36,6 +36,9 @@ _ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda":
 
 def by_name(name: str) -> Arrays:
     """The framework of this name. Raises ValueError if there is none."""
+    known = _CLASSES.get(name) if type(name) is str else None
+    if known is not None:
+        return _load(known)
     if not isinstance(name, str):  # an array is not printed, which would wait for the GPU
         raise ValueError(
             f"the framework is given by its name, not as {type(name).__qualname__}\n"
@@ -53,12 +56,17 @@ def of(x: Any) -> Arrays:
     """The framework of the array `x`. Raises CannotShare if `x` is no array."""
     kind: Any = type(x)
     try:
+        known = _owners.get(kind)
+        if known is not None and known.module in sys.modules:
+            return known
         names = _frameworks_of(kind)
     except TypeError:  # its metaclass has no hash
         names = _frameworks_of.__wrapped__(kind)
     for name in names:
         found = by_name(name)
         if found.module in sys.modules and found.owns(x):
+            if found.owns_all_of(kind):
+                _remember(kind, found)
             return found
     for protocol in () if isinstance(x, type) else _PROTOCOLS:
         found = _load(protocol)
@@ -80,6 +88,21 @@ def of(x: Any) -> Arrays:
         f"it is not an array of {', '.join(NAMES)}, and has neither __cuda_array_interface__ nor __dlpack__",
         remedy,
     )
+
+
+_owners: dict[Any, Arrays] = {}
+"""The framework of each class of arrays that was handed over."""
+_MOST = 1024
+"""Classes that are kept: a program may make new ones all the time."""
+
+
+def _remember(kind: Any, owner: Arrays) -> None:
+    if len(_owners) >= _MOST:
+        _owners.clear()
+    try:
+        _owners[kind] = owner
+    except TypeError:  # its metaclass has no hash
+        return
 
 
 @functools.lru_cache(maxsize=1024)

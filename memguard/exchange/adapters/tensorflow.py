@@ -7,16 +7,24 @@ its export waits for its device, and before its import the host waits for the pr
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
 from memguard.exchange.view import DTYPES, NO_FLOAT8, View
 
 _EAGER = "EagerTensor"
+
+
+class _Calls(NamedTuple):
+    tf: Any
+    executing_eagerly: Any
+    to_dlpack: Any
+    from_dlpack: Any
 
 
 class TensorFlowArrays(Arrays):
@@ -43,47 +51,58 @@ class TensorFlowArrays(Arrays):
         tf = sys.modules["tensorflow"]
         return isinstance(x, (tf.Tensor, tf.Variable, tf.SparseTensor, tf.RaggedTensor))
 
-    def offer(self, x: Any) -> Offer:
-        import tensorflow as tf
+    _known: _Calls | None = None
 
-        if type(x).__qualname__ != _EAGER:  # checked first: looking up a name in TensorFlow takes time
+    def _calls(self) -> _Calls:
+        """Looked up once: a name of TensorFlow's package takes as long as a call of the driver."""
+        tf, known = sys.modules["tensorflow"], self._known
+        if known is None or known.tf is not tf:
+            ways = tf.experimental.dlpack
+            known = self._known = _Calls(tf, tf.executing_eagerly, ways.to_dlpack, ways.from_dlpack)
+        return known
+
+    def offer(self, x: Any) -> Offer:
+        tf, eager, to_dlpack, _ = self._calls()
+        if type(x).__qualname__ != _EAGER:
             if isinstance(x, tf.SparseTensor):
                 raise self.refusal("it is sparse", "tf.sparse.to_dense(x)")
             if isinstance(x, tf.RaggedTensor):
                 raise self.refusal("it is ragged", "x.to_tensor()")
             if isinstance(x, tf.Variable):
                 x = x.value()
-        if not hasattr(x, "numpy") or not tf.executing_eagerly():
+        if not hasattr(x, "numpy") or not eager():
             raise self.refusal(
                 "it belongs to a graph that is being built, and has no memory yet",
                 "hand arrays over outside tf.function, as its arguments and results; or inside tf.py_function",
             )
-        if x.dtype.name not in DTYPES:
-            raise self.unknown_dtype(x.dtype.name, "tf.cast it")
+        dtype = x.dtype.name
+        if dtype not in DTYPES:
+            raise self.unknown_dtype(dtype, "tf.cast it")
         try:
-            capsule = tf.experimental.dlpack.to_dlpack(x)
+            capsule = to_dlpack(x)
             view = dlpack.read(capsule)
         except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
         device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's own number
         if device != view.device:
             view = view._replace(device=device)
-        return Offer(self.name, view, capsule, done=True)
+        return new_offer(("tensorflow", view, capsule, None, None, None, True))
 
     def ready(self, offer: Offer, stream: int | None) -> None:
         """Nothing to do: `to_dlpack` has waited for the values."""
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        import tensorflow as tf
-
-        if not tf.executing_eagerly():
+        if "tensorflow" not in sys.modules:
+            importlib.import_module("tensorflow")
+        _, eager, _, from_dlpack = self._calls()
+        if not eager():
             raise self.refusal(
                 "a graph is being built: the array would become a constant of it",
                 "hand it over outside tf.function, and pass it as an argument",
             )
         number = None if view.device is None else _logical(view.device)
         before(None)
-        return tf.experimental.dlpack.from_dlpack(dlpack.capsule(view, lifetime, device=number))
+        return from_dlpack(dlpack.capsule(view, lifetime, device=number))
 
     def copy(self, array: Any, device: int | None) -> Any:
         import tensorflow as tf

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from memguard.exchange import dlpack
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Obstacle, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View
+from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
+from memguard.exchange.view import DTYPES, View, new_view
 
 
 class TorchArrays(Arrays):
@@ -26,36 +28,34 @@ class TorchArrays(Arrays):
 
     def offer(self, x: Any) -> Offer:
         try:
-            return self._offer(x)
+            if x.is_nested:
+                raise self.refusal("it is nested: tensors of several shapes", "its parts, x.unbind()")
+            if x.is_quantized:
+                raise self.refusal("it is quantised, which no other framework reads", "x.dequantize()")
+            if x.layout is not sys.modules["torch"].strided:
+                raise self.refusal(f"its layout is {x.layout}, which has no strides", "x.to_dense()")
+            if x.is_conj() or x.is_neg():
+                raise self.refusal(
+                    "its values are conjugated or negated only when read", "x.resolve_conj() or x.resolve_neg()"
+                )
+            place = x.device
+            where = place.type
+            if where != "cuda" and where != "cpu":
+                raise self.refusal(f"it lies on the device {place}", "move it to a CUDA device or the host")
+            dtype = _name(x.dtype)
+            if dtype not in DTYPES:
+                raise self.unknown_dtype(x.dtype, "cast it")
+            address = x.data_ptr()
+            if not address and x.numel():
+                raise self.refusal("it has no memory of its own", "hand over a real tensor")
+            device = place.index if where == "cuda" else None
+            view = new_view((address, tuple(x.shape), tuple(x.stride()), dtype, device, False))
+            # A tensor of our own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory, and would free this.
+            stream = None if device is None else self.stream(device)
+            return new_offer(("torch", view, x.detach(), stream, None, None, False))
         except (RuntimeError, ValueError) as error:  # fake, functional and lazy tensors have no memory
             message = (str(error).splitlines() or [type(error).__name__])[0]
             raise self.refusal(f"it has no memory: {message}", "hand over a real tensor") from error
-
-    def _offer(self, x: Any) -> Offer:
-        import torch
-
-        if x.is_nested:
-            raise self.refusal("it is nested: tensors of several shapes", "its parts, x.unbind()")
-        if x.is_quantized:
-            raise self.refusal("it is quantised, which no other framework reads", "x.dequantize()")
-        if x.layout is not torch.strided:
-            raise self.refusal(f"its layout is {x.layout}, which has no strides", "x.to_dense()")
-        if x.is_conj() or x.is_neg():
-            raise self.refusal(
-                "its values are conjugated or negated only when read", "x.resolve_conj() or x.resolve_neg()"
-            )
-        if x.device.type not in ("cuda", "cpu"):
-            raise self.refusal(f"it lies on the device {x.device}", "move it to a CUDA device or the host")
-        dtype = _name(x.dtype)
-        if dtype not in DTYPES:
-            raise self.unknown_dtype(x.dtype, "cast it")
-        address = x.data_ptr()
-        if not address and x.numel():
-            raise self.refusal("it has no memory of its own", "hand over a real tensor")
-        device = x.device.index if x.device.type == "cuda" else None
-        view = View(address, tuple(x.shape), tuple(x.stride()), dtype, device)
-        # A tensor of our own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory and would free this one.
-        return Offer(self.name, view, x.detach(), None if device is None else self.stream(device))
 
     def obstacle(self, x: Any) -> Obstacle | None:
         if x.requires_grad:
@@ -63,16 +63,19 @@ class TorchArrays(Arrays):
         return None
 
     def stream(self, device: int) -> int | None:
-        import torch
-
-        quick = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # takes a tenth of the time
-        handle: int = torch.cuda.current_stream(device).cuda_stream if quick is None else quick(device)
+        torch = sys.modules.get("torch") or importlib.import_module("torch")
+        known = self._current
+        if known is None or known[0] is not torch:
+            known = self._current = torch, _current_stream(torch)
+        handle: int = known[1](device)
         return handle
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        import torch
+    _current: tuple[Any, Callable[[int], int]] | None = None
+    """PyTorch, and what tells its current stream."""
 
+    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         before(stream)
+        torch = sys.modules.get("torch") or importlib.import_module("torch")
         return torch.utils.dlpack.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 
     def copy(self, array: Any, device: int | None) -> Any:
@@ -93,6 +96,11 @@ class TorchArrays(Arrays):
         import torch
 
         return torch.from_numpy(host).to(f"cuda:{device}")
+
+
+def _current_stream(torch: Any) -> Callable[[int], int]:
+    quick = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # takes a tenth of the time
+    return quick or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.cache
