@@ -482,7 +482,7 @@ class Nvml:
             pid = process.pid
             size: object = process.usedGpuMemory if self._bytes_trusted else None
             if pid not in found:
-                found[pid] = size if is_whole(size) and size <= total else None
+                found[pid] = size if type(size) is int and 0 <= size <= total else None
                 continue
             before = found[pid]
             together = None if before is None or not is_whole(size) else before + size
