@@ -429,11 +429,10 @@ def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str
     checked: other frameworks keep it alive, and this runs with each reading.
     """
     on_it = [handle for handle, pool in pools.items() if pool.uuid == uuid]
-    if not on_it:
-        return []
-    primary = None
-    for ordinal, known in by_ordinal.items():
+    for ordinal, known in by_ordinal.items() if on_it else ():
         if known == uuid:
             primary = contexts.primary(ordinal)
+            if primary in on_it:
+                on_it.remove(primary)
             break
-    return [handle for handle in on_it if handle != primary and pools[handle].dead()]
+    return [handle for handle in on_it if pools[handle].dead()] if on_it else on_it
