@@ -274,11 +274,16 @@ stub = ctypes.CDLL("libnvidia-ml.so.1")
 before = stub.stub_nvml_calls(1)
 result["found"] = nvml.processes(uuid)
 result["calls"] = stub.stub_nvml_calls(1) - before
+nvml.memory(uuid)  # once a reading has worked, NVML's functions are known
+before = stub.stub_nvml_calls(1)
+result["again"] = nvml.processes(uuid)
+result["more calls"] = stub.stub_nvml_calls(1) - before
+result["prepared"] = len(nvml._ready)
 """,
         processes0=listed,
     )
-    assert found["found"] == {str(1000 + pid): (pid + 1) << 20 for pid in range(count)}
-    assert found["calls"] == (1 if count <= 32 else 2)
+    assert found["found"] == found["again"] == {str(1000 + pid): (pid + 1) << 20 for pid in range(count)}
+    assert found["calls"] == found["more calls"] == (1 if count <= 32 else 2) and found["prepared"] == 1
 
 
 def test_without_nvidia_ml_pys_way_to_a_call_its_own_function_serves(run: Run) -> None:
