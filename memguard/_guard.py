@@ -315,9 +315,10 @@ class Guard:
         """
         entries, resized = self._entries, self._resized
         answers: dict[str, tuple[str, ...]] = {}
-        for name, entry in entries.items() if self.active else ():
-            if (entry.enforcement is not _ENFORCED and not entry.drift) or (only is not None and name != only):
-                continue  # no cap was set, or nobody asked
+        asked = entries if only is None else {only: entries[only]} if only in entries else {}
+        for name, entry in asked.items() if self.active else ():
+            if entry.enforcement is not _ENFORCED and not entry.drift:
+                continue  # no cap was set
             try:
                 found = entry.framework.drift()
             except Exception as error:
@@ -412,17 +413,16 @@ class Guard:
 
     def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
+        return Block(lambda: self._begin_workload(name, framework, needs))
 
-        def begin() -> tuple[WorkloadReport, End]:
-            if needs is not None:
-                self.require(framework, needs)
-            else:
-                self._checkpoint()
-            report = WorkloadReport(name, framework)
-            report.before, earlier = totals(self._usages_of(framework))
-            return report, lambda error: self._end_workload(report, earlier, error)
-
-        return Block(begin)
+    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
+        if needs is not None:
+            self.require(framework, needs)
+        else:
+            self._checkpoint()
+        report = WorkloadReport(name, framework)
+        report.before, earlier = totals(self._usages_of(framework))
+        return report, lambda error: self._end_workload(report, earlier, error)
 
     def _end_workload(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
         try:

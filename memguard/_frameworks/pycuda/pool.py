@@ -479,12 +479,9 @@ def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str
     """The pools on this GPU whose contexts are gone, and their memory with them. The primary context is not
     checked: other frameworks keep it alive, and this runs with each reading.
     """
-    on_it = [(handle, pool) for handle, pool in list(pools.items()) if pool.uuid == uuid]
-    if not on_it:
-        return []
-    primary = None
-    for ordinal, known in by_ordinal.items():
+    on_it = [pool for pool in list(pools.values()) if pool.uuid == uuid]
+    for ordinal, known in by_ordinal.items() if on_it else ():
         if known == uuid:
             primary = contexts.primary(ordinal)
-            break
-    return [pool for handle, pool in on_it if handle != primary and pool.dead()]
+            return [pool for pool in on_it if pool.context != primary and pool.dead()]
+    return [pool for pool in on_it if pool.dead()]
