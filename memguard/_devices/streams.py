@@ -141,6 +141,23 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
             mark.before(then)
 
 
+def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
+    """Later work of the stream `then` runs after that of the legacy default stream, and of all streams it waits for.
+
+    By an event, which is work that waits for those streams (documented). It is not documented that `cuStreamQuery` of
+    the default stream asks about them too. Raises as `follow` does.
+    """
+    if (then or LEGACY) == LEGACY:
+        return
+    if capturing(ordinal, then) or capturing(
+        ordinal, LEGACY
+    ):  # the latter raises if the default stream may not be used
+        raise _apart()
+    with Mark(ordinal, LEGACY, context) as mark:
+        if not mark.passed():
+            mark.before(then)
+
+
 def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
     """Whether a stream of the GPU's primary context has nothing left to do; without a stream the whole context.
 

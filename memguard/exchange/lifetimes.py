@@ -182,24 +182,26 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
-    stream = None if stream == PER_THREAD else stream  # a thread other than this one may have used it
+    # Here the handle of the per-thread default stream means this thread's, and others may have used theirs.
+    stream = None if stream == PER_THREAD else stream
+    mine = None if offer.stream == PER_THREAD else offer.stream
     try:
-        if stream is not None and offer.stream is not None and (stream or LEGACY) == (offer.stream or LEGACY):
+        if stream is not None and mine is not None and (stream or LEGACY) == (mine or LEGACY):
             return None  # it is one stream, so whatever uses the memory next comes after that work anyway
-        if context is None and streams.quiet(device, stream, offer.stream):
+        if context is None and streams.quiet(device, stream, mine):
             return None
-        if any(known is not None and streams.capturing(device, known) for known in (stream, offer.stream)):
+        if any(known is not None and streams.capturing(device, known) for known in (stream, mine)):
             return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
         if stream is not None and streams.idle(device, stream, context):
             return None
         mark = Mark(device, stream, context)
-        if offer.stream is None:
+        if mine is None:
             return None if _passed(mark) else mark
         with mark:
             if not mark.passed():
                 # A caching allocator uses the memory next on the stream where it was allocated. Mostly that is the
                 # legacy default stream, whichever stream was current at the hand-over.
-                for then in dict.fromkeys((offer.stream or LEGACY, LEGACY)):
+                for then in dict.fromkeys((mine or LEGACY, LEGACY)):
                     if stream is None or (stream or LEGACY) != then:
                         streams.capturing(device, then)  # raises if the default stream may not be used now
                         mark.before(then)

@@ -48,13 +48,20 @@ class Memory:
     `thread`: the only one on which it may (PyCUDA's).
     """
 
-    def __init__(self, address: int, stream: int | None, thread: int | None) -> None:
-        self.driver, self.address, self.stream, self.thread = now.driver, address, stream, thread
+    def __init__(self, name: str, address: int, stream: int | None, thread: int | None) -> None:
+        self.driver, self.address, self.stream, self.thread, self.name = now.driver, address, stream, thread, name
 
     def __del__(self) -> None:
         if self.thread not in (None, threading.get_ident()):
             self.driver.wrong.append("freed on another thread")
-        self.driver.free(self.address, self.stream)
+        if self.name in now.recycled:
+            now.recycled[self.name].append(self.address)
+        else:
+            self.driver.free(self.address, self.stream)
+
+
+class DeviceAllocation:
+    """What PyCUDA's arrays have that come from no pool."""
 
 
 class Array:
@@ -236,6 +243,10 @@ class GPUArray(Array):
         steps = tuple(stride // dtype.itemsize for stride in strides)
         super().__init__(base, gpudata, shape, steps, str(dtype), 0)
 
+    @property
+    def gpudata(self) -> Any:
+        return self.memory if "pycuda" in now.recycled else DeviceAllocation()
+
     @staticmethod
     def empty(shape: Any, dtype: Any) -> Any:
         return now.array("pycuda", shape, str(dtype))
@@ -273,6 +284,10 @@ def device_array(shape: Any, dtype: Any, stream: Any = 0) -> Any:
     return made
 
 
+class NumbaCUDAMemoryManager:
+    """Numba's own, whose free waits. A pool is somebody else's (RMM's)."""
+
+
 CLASSES: dict[str, Any] = {
     "torch": Tensor, "tensorflow": EagerTensor, "cupy": ndarray, "jax": ArrayImpl, "numba": DeviceNDArray,
 }  # fmt: skip
@@ -285,6 +300,7 @@ class World:
     def __init__(self, driver: Driver) -> None:
         global now
         now, self.driver = self, driver
+        self.recycled: dict[str, list[int]] = {}  # of PyCUDA or Numba, if it has a pool: what is idle in it
         self.own = {name: driver.stream() for name in NAMES}
         self.modules = {
             "torch": self._torch(), "tensorflow": self._tensorflow(), "cupy": self._cupy(), "jax": self._jax(),
@@ -294,9 +310,13 @@ class World:
             "numba.cuda", is_cuda_array=lambda x: hasattr(x, "__cuda_array_interface__"),
             as_cuda_array=DeviceNDArray.as_cuda_array, device_array=device_array,
             external_stream=lambda handle: types.SimpleNamespace(ptr=handle),
-            gpus=[contextlib.nullcontext(), contextlib.nullcontext()],
+            gpus=[contextlib.nullcontext(), contextlib.nullcontext()], current_context=self._numba_context,
         )  # fmt: skip
+        manager = _module("numba.cuda.cudadrv.driver", NumbaCUDAMemoryManager=NumbaCUDAMemoryManager)
+        self.modules["numba.cuda.cudadrv.driver"] = manager
+        drv = _module("pycuda.driver", DeviceAllocation=DeviceAllocation)
         self.modules |= {"pycuda": _module("pycuda", gpuarray=gpuarray), "pycuda.gpuarray": gpuarray}
+        self.modules["pycuda.driver"] = drv
         self.modules |= {"numba": _module("numba", cuda=cuda), "numba.cuda": cuda}
 
     def array(self, name: str, shape: Any = (64, 4), dtype: str = "float32", strides: Any = None, **where: Any) -> Any:
@@ -304,13 +324,17 @@ class World:
         strides = row_major(shape) if strides is None else strides
         size = DType(dtype).itemsize
         reach = 1 + sum(max(n - 1, 0) * abs(stride) for n, stride in zip(shape, strides, strict=True))
-        address = self.driver.alloc(reach * size, **where)
+        idle = self.recycled.get(name)
+        address = idle.pop() if idle else self.driver.alloc(reach * size, **where)
         in_order = self.own[name] if name in ("torch", "cupy", "jax", "tensorflow") else None
-        memory = Memory(address, in_order, threading.get_ident() if name == "pycuda" else None)
+        memory = Memory(name, address, in_order, threading.get_ident() if name == "pycuda" else None)
         if name == "pycuda":
             steps = tuple(stride * size for stride in strides)
             return GPUArray(shape, DType(dtype), gpudata=address, base=memory, strides=steps)
         return CLASSES[name](memory, address, shape, strides, dtype, where.get("ordinal", 0))
+
+    def _numba_context(self) -> Any:
+        return types.SimpleNamespace(memory_manager=object() if "numba" in self.recycled else NumbaCUDAMemoryManager())
 
     def _torch(self) -> Any:
         current = lambda device: types.SimpleNamespace(cuda_stream=self.own["torch"])  # noqa: E731

@@ -222,6 +222,66 @@ def test_a_copy_on_the_stream_that_is_named_makes_nobody_wait(world: Any, produc
     assert address in driver.freed and driver.wrong == []
 
 
+@pytest.mark.parametrize("producer", NAMES)
+@pytest.mark.parametrize("former", ["default", "non-blocking"])
+@pytest.mark.parametrize("named", ["side", "default", None])
+def test_a_copy_into_memory_that_pycuda_hands_out_again_comes_after_its_former_work(
+    world: Any, monkeypatch: pytest.MonkeyPatch, producer: str, former: str, named: str | None
+) -> None:
+    """PyCUDA's pool hands a block out while a kernel still uses it: on the default stream, or on one aside of it."""
+    monkeypatch.setattr("memguard.exchange.adapters.pycuda.may_be_aside", lambda: former != "default")
+    driver, side = world.driver, world.driver.stream()
+    world.own["pycuda"] = 1 if former == "default" else driver.stream()
+    x = world.array(producer)
+    world.recycled["pycuda"] = []
+    old = world.array("pycuda")
+    old.work()
+    address = old.ptr
+    del old
+    if former == "default":
+        driver.asked.clear()
+    stream = {"side": side, "default": 0, None: None}[named]
+    y = to(x, "pycuda", copy=True, stream=stream)
+    assert y.ptr == address and driver.wrong == []
+    if former == "default" and named and producer in ("torch", "cupy"):
+        assert "cuCtxRecordEvent" not in driver.asked, "it would end the captures of others"
+    waits = driver.waits
+    driver.finish()
+    y = None
+    y = to(x, "pycuda", copy=True, stream=stream)
+    assert y.ptr == address and driver.waits == waits, "nothing runs, so nobody waits"
+    del x, y
+    gc.collect()
+    settle(driver)
+    for idle in world.recycled.pop("pycuda"):
+        driver.free(idle)
+    assert driver.wrong == []
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_copy_into_memory_of_anothers_pool_follows_the_default_stream_in_numba(
+    world: Any, monkeypatch: pytest.MonkeyPatch, pooled: bool
+) -> None:
+    """RMM's plugin hands out what the default stream may still use. Numba's own manager waits."""
+    driver, side = world.driver, world.driver.stream()
+    x = world.array("torch")
+    world.own["numba"] = 1
+    if pooled:
+        world.recycled["numba"] = []
+        old = world.array("numba")
+        old.work()
+        del old
+    else:
+        monkeypatch.setattr(streams, "follow_default", None)
+    y = to(x, "numba", copy=True, stream=side)
+    assert driver.wrong == []
+    del x, y
+    gc.collect()
+    settle(driver)
+    for idle in world.recycled.pop("numba", ()):
+        driver.free(idle)
+
+
 @pytest.mark.parametrize("producer", [name for name in NAMES if name != "numba"])
 def test_numbas_array_names_the_stream_that_was_given(world: Any, producer: str) -> None:
     """So that whatever comes next waits for that stream, and not for the whole context."""

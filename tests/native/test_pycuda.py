@@ -198,6 +198,53 @@ print(framework.usage(gpu).held == stub.stub_taken())
     assert python(stubbed, "-c", HIT + code + END).split() == ["True"]
 
 
+def test_a_copy_into_a_block_that_is_handed_out_again_comes_after_its_former_work(stubbed: dict[str, str]) -> None:
+    """By an event of the default stream, or of the whole context once PyCUDA may have a stream aside of that."""
+    code = """
+import numpy as np
+from memguard import exchange
+from memguard._frameworks.pycuda import streams
+from pycuda import gpuarray
+source = gpuarray.empty(1 << 20, np.float32)
+class Named:
+    __cuda_array_interface__ = {**source.__cuda_array_interface__, "stream": 0x7f0000000040}
+def asked():
+    recycled = gpuarray.empty(1 << 20, np.float32)
+    old = int(recycled.ptr)
+    del recycled
+    stub.stub_forget()
+    made = exchange.to(Named(), "pycuda", copy=True, stream=0x7f0000000040)
+    found, name = [], True
+    while name:
+        name = stub.stub_asked(len(found))
+        found.append(name and name.decode())
+    return int(made.ptr) == old, "cuEventRecord" in found, "cuCtxRecordEvent" in found
+print(streams.may_be_aside(), *asked())
+made = drv.Stream(), drv.Stream(0)
+print(streams.may_be_aside(), *asked())
+made = drv.Stream(flags=1)
+print(streams.may_be_aside(), *asked())
+applied.undo()
+print(streams.may_be_aside(), *asked())
+"""
+    assert [line.split() for line in python(stubbed, "-c", HIT + code + END).splitlines()] == [
+        ["True", "True", "False", "True"],  # CUDA was there before the budget, so there may be such a stream
+        ["True", "True", "False", "True"],
+        ["True", "True", "False", "True"],
+        ["True", "False", "False", "False"],  # the driver's memory needs no order
+    ]
+    none = "from memguard._devices import contexts; known, contexts.initialised = contexts.initialised, lambda: False\n"
+    early = HIT.replace("applied =", none + "applied =").replace(
+        "gpu = host", "contexts.initialised = known\ngpu = host"
+    )
+    assert [line.split() for line in python(stubbed, "-c", early + code + END).splitlines()] == [
+        ["False", "True", "True", "False"],
+        ["False", "True", "True", "False"],
+        ["True", "True", "False", "True"],
+        ["True", "False", "False", "False"],
+    ]
+
+
 def test_a_pool_that_says_nothing_of_what_it_holds_is_refused(stubbed: dict[str, str]) -> None:
     """PyCUDA before 2021.1."""
     code = """

@@ -256,6 +256,8 @@ class Driver:
     def cuMemcpy(self, to: int, source: int, nbytes: int) -> int:  # noqa: N802
         if not self.stack:
             return NO_CONTEXT
+        for work in (self.read(1, source), self.write(1, to)):
+            self.over.add(work)
         ctypes.memmove(to, source, nbytes)
         return 0
 

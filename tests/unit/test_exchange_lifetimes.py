@@ -135,6 +135,22 @@ def test_work_on_any_stream_is_waited_for_if_the_consumer_names_none(driver: Dri
     assert shared.released() and driver.wrong == [] and "cuCtxRecordEvent" in driver.asked
 
 
+@pytest.mark.parametrize("consumer", ["side", None])
+def test_the_per_thread_stream_of_a_producer_is_not_that_of_the_thread_where_the_view_ends(
+    driver: Driver, consumer: str | None
+) -> None:
+    """Its handle is the same on every thread, so no stream of the producer's is known: the memory waits instead."""
+    side = driver.stream()
+    shared = HandOver(driver, side if consumer else None, streams.PER_THREAD)
+    work = driver.write(side, shared.address)
+    thread = threading.Thread(target=shared.end)
+    thread.start()
+    thread.join()
+    assert not shared.released() and "cuStreamWaitEvent" not in driver.asked
+    driver.finish(work)
+    assert until(shared.released) and driver.wrong == []
+
+
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 0), (0, 1), (1, 0), (7, 7)])
 def test_a_stream_does_not_wait_for_itself(driver: Driver, mine: int, theirs: int) -> None:
     if mine == 7:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
+from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
 from memguard._frameworks.pycuda.pool import Pitched, Pool, RawPool, destroyed
 from memguard._frameworks.replacements import Replacements
@@ -300,6 +301,9 @@ class PyCUDA(Framework):
             replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
             if not own_context:
                 serve_by_primary(drv, replaced)
+            # Before CUDA starts, and before PyCUDA is imported, there are no streams.
+            imported = not getattr(drv.__spec__, "_initializing", False)
+            streams.watch(drv, replaced, used=imported and contexts.initialised())
             _swap_defaults(raw_alloc, self._mem_alloc)
         except BaseException:
             undo()

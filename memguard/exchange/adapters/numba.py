@@ -61,7 +61,10 @@ class NumbaArrays(Arrays):
             named = cuda.external_stream(stream or streams.LEGACY)
             named.owner = stream  # Numba's object does not keep the stream alive
             made = cuda.device_array(array.shape, array.dtype, stream=named)
+            ordered = _in_order_of_default_stream(cuda)
         if array.size:
+            if ordered:
+                streams.follow_default(device, stream)
             nbytes, context = array.size * array.dtype.itemsize, contexts.primary(device)
             copies.queue(_address(made), _address(array), nbytes, context, stream)
         return made
@@ -75,6 +78,16 @@ class NumbaArrays(Arrays):
 
         with cuda.gpus[device]:
             return cuda.to_device(host)
+
+
+def _in_order_of_default_stream(cuda: Any) -> bool:
+    """Whether the memory manager may hand out memory that work on the default stream still uses.
+
+    RMM's pools do: there a free is only queued on that stream. Numba's own manager waits, and memguard's pool hands out
+    nothing that is in use.
+    """
+    driver: Any = sys.modules.get("numba.cuda.cudadrv.driver")
+    return not isinstance(cuda.current_context().memory_manager, getattr(driver, "NumbaCUDAMemoryManager", ()))
 
 
 def _address(array: Any) -> int:

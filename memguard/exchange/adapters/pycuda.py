@@ -12,7 +12,8 @@ import sys
 import threading
 from typing import Any, ClassVar
 
-from memguard._devices import contexts, copies
+from memguard._devices import contexts, copies, streams
+from memguard._frameworks.pycuda.streams import may_be_aside
 from memguard.exchange.adapters import array_interface
 from memguard.exchange.adapters.base import Arrays, Before
 from memguard.exchange.compatibility import Layout, Traits
@@ -71,6 +72,7 @@ class PyCUDAArrays(Arrays):
 
         made = gpuarray.empty(array.shape, array.dtype)
         if array.size:
+            self._after_former_work(made, None)
             copies.device(int(made.ptr), int(array.ptr), array.nbytes, contexts.current() or 0)
         return made
 
@@ -79,6 +81,7 @@ class PyCUDAArrays(Arrays):
 
         made = gpuarray.empty(array.shape, array.dtype)
         if array.size:  # the stream is of the context in which PyCUDA works now
+            self._after_former_work(made, stream)
             copies.queue(int(made.ptr), int(array.ptr), array.nbytes, contexts.current_handle(), stream)
         return made
 
@@ -88,7 +91,29 @@ class PyCUDAArrays(Arrays):
     def upload(self, host: Any, device: int) -> Any:
         from pycuda import gpuarray
 
-        return gpuarray.to_gpu(host)
+        made = gpuarray.empty(host.shape, host.dtype)
+        if host.size:
+            self._after_former_work(made, None)
+            made.set(host)
+        return made
+
+    def _after_former_work(self, made: Any, stream: int | None) -> None:
+        """Later work of `stream` comes after the work for which others used this memory, which is new to PyCUDA.
+
+        PyCUDA's pool, which is behind `empty` under a budget, hands a block out while kernels still use it. What comes
+        straight from the driver is free of work: `cuMemFree` waits. Without `stream` the memory is written to on the
+        legacy default stream, which waits for all but non-blocking streams.
+        """
+        if isinstance(made.gpudata, sys.modules["pycuda.driver"].DeviceAllocation):
+            return
+        ordinal = contexts.current() or 0
+        context, aside = self.context(ordinal), may_be_aside()
+        if stream is not None and stream <= streams.PER_THREAD and context is not None:
+            stream = None  # a default stream of this context, which the driver would take for one of the primary one
+        if aside:
+            streams.follow(ordinal, None, stream, context)
+        elif stream is not None:
+            streams.follow_default(ordinal, stream, context)
 
 
 @functools.cache
