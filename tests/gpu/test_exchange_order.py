@@ -240,6 +240,54 @@ result["open"] = bench.still_open()
     assert found["open"] == 0
 
 
+@pytest.mark.parametrize("kind", ["default", "blocking", "non-blocking"])
+def test_a_copy_into_memory_that_pycuda_hands_out_again_comes_after_its_former_work(run: Run, kind: str) -> None:
+    """PyCUDA's pool hands a block out while work on it still waits for a kernel. The control copies without order."""
+    found = run(
+        BENCH
+        + f"KIND = {kind!r}\n"
+        + """
+import ctypes
+memguard.init({"version": 1, "device": {"limit": "16GiB"},
+               "frameworks": {"torch": {"limit": "1GiB"}, "pycuda": {"limit": "1GiB"}}})
+_arrays.start("torch", "pycuda")
+import numpy as np
+import torch
+import pycuda.driver as drv
+from pycuda import gpuarray
+cuda, n, MINUS_ONE = _arrays.driver(), 1 << 20, 0xBF800000
+x, side = torch.ones(n, device="cuda"), torch.cuda.Stream()
+own = None if KIND == "default" else drv.Stream(int(KIND == "non-blocking"))
+busy = torch.cuda.default_stream() if own is None else torch.cuda.ExternalStream(own.handle)
+torch.cuda.synchronize()
+
+def go(way):
+    a = gpuarray.empty(n, np.float32)
+    old = int(a.ptr)
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(20_000_000)  # 10 ms
+    drv.memset_d32_async(old, MINUS_ONE, n, own)
+    del a
+    if way == "by hand":
+        y = gpuarray.empty(n, np.float32)
+        code = cuda.cuMemcpyAsync(ctypes.c_uint64(int(y.ptr)), ctypes.c_uint64(x.data_ptr()), ctypes.c_size_t(4 * n),
+                                  ctypes.c_void_p(side.cuda_stream))
+        assert code == 0
+    else:
+        y = exchange.to(x, "pycuda", copy=True, stream=side if way == "named" else None)
+    torch.cuda.synchronize()
+    return [int(y.ptr) == old, bool((y.get() == 1).all())]
+
+go("named")  # loads kernels, for which CUDA waits
+for way in ("named", "not named", "by hand"):
+    result[way] = [go(way) for _ in range(10)]
+""",
+        timeout=150,
+    )
+    assert found["named"] == found["not named"] == [[True, True]] * 10
+    assert found["by hand"] == [[True, False]] * 10, "the control is overwritten"
+
+
 def test_numba_reads_on_the_stream_that_its_array_names(run: Run) -> None:
     found = run(
         BENCH
