@@ -27,7 +27,7 @@ class Route(NamedTuple):
     """How an array was handed over. `way` is `shared`, `copied`, `copied on cuda:0`, and so on.
 
     From one GPU to another it is `copied from cuda:0 to cuda:1, peer to peer`, or `..., through the host`, which is
-    slower. It ends after `cuda:1` if CUDA does not say which.
+    slower. It ends after `cuda:1` if that is not known: CUDA does not say it, or JAX may have gone either way.
     `nbytes` counts the bytes of its elements. `reason` says why it could not be shared, if a copy was asked for and
     needed. `source` and `target` are older names of `producer` and `consumer`.
     """
@@ -167,7 +167,7 @@ def _copy(
 
 
 def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
-    """How a copy went from one GPU to another: the end of `Route.way`. Empty if CUDA does not say."""
+    """How a copy went from one GPU to another: the end of `Route.way`. Empty if that is not known."""
     if not view.size or view.device is None:
         return ""
     try:
@@ -175,9 +175,9 @@ def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
     except CannotShare:
         return ""
     reached = copies.reaches(place, view.address), copies.reaches(view.device, address)
-    if True in reached:
-        return ", peer to peer"
-    return ", through the host" if reached == (False, False) else ""
+    if reached == (False, False):  # then there is no other way
+        return ", through the host"
+    return ", peer to peer" if True in reached and consumer.direct else ""
 
 
 def _writable(offer: Offer) -> Offer:

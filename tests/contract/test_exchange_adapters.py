@@ -22,7 +22,7 @@ import pytest
 
 from memguard._devices import contexts, streams
 from memguard.errors import CannotShare, DeviceError
-from memguard.exchange import last_route, lifetimes, to
+from memguard.exchange import last_route, lifetimes, to, transfer
 from memguard.exchange.adapters import registry
 from memguard.exchange.lifetimes import Offer
 
@@ -511,6 +511,24 @@ def test_a_copy_to_another_gpu_says_by_which_route_it_went(world: Any, peers: se
         to(x, "torch", copy=True)
         assert last_route().way == "copied on cuda:0"
         del x, y
+    settle(world.driver)
+
+
+@pytest.mark.parametrize("consumer", NAMES)
+@pytest.mark.parametrize(
+    ("reached", "way"),
+    [((False, False), ", through the host"), ((True, False), ", peer to peer"), ((True, True), ", peer to peer")],
+)
+def test_only_frameworks_that_copy_directly_say_so(
+    world: Any, monkeypatch: pytest.MonkeyPatch, consumer: str, reached: tuple[bool, ...], way: str
+) -> None:
+    """Memory that is reached is no proof that a copy went there directly: JAX's went at a fifth of the rate."""
+    answers = list(reached)
+    monkeypatch.setattr("memguard._devices.copies.reaches", lambda ordinal, address: answers.pop())
+    x = world.array("torch")
+    view = types.SimpleNamespace(size=1, device=0, address=x.ptr)
+    found = transfer._route(view, registry.by_name(consumer), world.array(consumer, ordinal=1), 1)
+    assert found == ("" if consumer == "jax" and True in reached else way)
     settle(world.driver)
 
 

