@@ -7,6 +7,7 @@ exports them. A driver may be too old for a function: `hasattr(cuda, "cuCtxRecor
 from __future__ import annotations
 
 import ctypes
+import mmap
 import operator
 import os
 from collections.abc import Callable, Mapping
@@ -194,6 +195,34 @@ def quick(name: str) -> Callable[..., int] | None:
     except (OSError, AttributeError):
         return None
     return function  # type: ignore[no-any-return]
+
+
+def opened(path: str) -> ctypes.CDLL | None:
+    """The library of that file, if this process has loaded it; it then stays loaded. Loads nothing."""
+    try:
+        return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
+    except OSError:
+        return None
+
+
+def address(library: ctypes.CDLL, function: str) -> int | None:
+    """Where a function lies; None if the library has none of that name."""
+    try:
+        return ctypes.cast(getattr(library, function), c_void_p).value
+    except AttributeError:
+        return None
+
+
+def touch(address: int) -> None:
+    """Read one byte of a loaded library, so that the kernel maps its page."""
+    ctypes.string_at(address, 1)
+
+
+def unmap(page: int, size: int) -> bool:
+    """Whether the kernel has dropped a page of a library's code, which it maps again when it is needed (`madvise`)."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (c_void_p, c_size_t, c_int)
+    return bool(madvise(page, size, mmap.MADV_DONTNEED) == 0)
 
 
 def load() -> DriverAPI:

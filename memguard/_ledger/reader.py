@@ -33,6 +33,7 @@ _PATIENCE = 5.0
 _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
+_NONE: frozenset[str] = frozenset()
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
 _SECOND_LOOK = 1.0
@@ -52,6 +53,7 @@ class LedgerReader:
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
         self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
+        self._looked = -math.inf  # when what was entered was looked at
         self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of contexts beside the primary one
 
     def clear(self) -> None:
@@ -108,7 +110,9 @@ class LedgerReader:
         if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
             live = {name for name, usage in usages.items() if usage is not None}
             exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = state.after(gap, state.appeared.union(live, {"context"}), exact, state.loaded, time.monotonic())
+            entries = self._host.entries(mark=False) if gap > state.last else state.entries
+            appeared = state.appeared.union(live, {"context"})
+            state = state.after(gap, appeared, exact, state.loaded, time.monotonic(), entries)
         return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
@@ -165,7 +169,8 @@ class LedgerReader:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             exact = None not in [usage.held for usage in usages.values() if usage is not None]
-            state = state.after(gap, appeared, exact, self._loaded(state, gap, appeared), time.monotonic())
+            loaded, entries = self._loaded(state, gap, appeared, charge)
+            state = state.after(gap, appeared, exact, loaded, time.monotonic(), entries)
             if charge:
                 self._overhead[device.uuid] = state
         self._warn_of_overhead(state, part)
@@ -186,6 +191,8 @@ class LedgerReader:
         gap = gap_of(own, usages.values(), slabs)
         charged = self._charged(uuid)
         rest = None if gap is None else gap - charged
+        if charge and time.monotonic() - self._looked >= _SECOND_LOOK:
+            self._look()
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
             reading = self._read(part, frameworks, charge)
             usages = {name: usage for name, usage in reading.usages.items() if usage is not None}
@@ -198,17 +205,29 @@ class LedgerReader:
         overhead = charged + slabs
         return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
 
-    def _loaded(self, state: Overhead, gap: int, appeared: frozenset[str]) -> frozenset[str]:
-        """The libraries that are loaded. The kernel's list takes milliseconds: it is read if a library may be behind
-        the growth of the gap, and not within a second after it showed no new one."""
-        if not appeared <= state.appeared:
-            return self._host.libraries()
-        if time.monotonic() - self._in_vain < _SECOND_LOOK or not state.may_be_a_library(gap):
-            return state.loaded
-        loaded = self._host.libraries()
-        if loaded <= state.loaded:
-            self._in_vain = time.monotonic()
-        return loaded
+    def _loaded(
+        self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
+    ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
+        """The libraries that are loaded, and what was entered. The kernel's list takes milliseconds: it is read if a
+        library may be behind the growth of the gap, and not within a second after it showed no new one."""
+        came = appeared - state.appeared
+        if not mark:  # in a signal handler: the next reading is to find it
+            return state.loaded, self._host.entries(mark=False)
+        if not came and gap <= state.last and time.monotonic() - self._looked < _SECOND_LOOK:
+            return state.loaded, state.entries
+        loaded = state.loaded
+        if came or (time.monotonic() - self._in_vain >= _SECOND_LOOK and state.may_be_a_library(gap)):
+            loaded = self._host.libraries()
+            if not came and loaded <= state.loaded:
+                self._in_vain = time.monotonic()
+        return loaded, self._look(came)
+
+    def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
+        """What was entered, for the states of all GPUs: on which of them, nothing tells. `new`: what has appeared."""
+        entries, self._looked = self._host.entries(), time.monotonic()
+        for uuid, state in self._overhead.items():
+            self._overhead[uuid] = state.saw(entries, self._looked, new)
+        return entries
 
     def _charged(self, uuid: str) -> int:
         return self._overhead[uuid].charged if uuid in self._overhead else 0
