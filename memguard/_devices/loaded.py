@@ -19,7 +19,7 @@ _BEGINS = {**LIBRARIES, KERNELS: DOORS[KERNELS][0]}
 _FILES = re.compile(
     "|".join(rf"/(?P<{name}>{re.escape(begin)})[^/\n]*$" for name, begin in _BEGINS.items()).encode(), re.MULTILINE
 )
-_PRESENT, _OF_A_FILE = 1 << 63, 1 << 61  # the kernel's Documentation/admin-guide/mm/pagemap.rst
+_PRESENT, _OF_A_FILE = 0x80, 0x20  # of an entry's last byte (the kernel's Documentation/admin-guide/mm/pagemap.rst)
 _TRIES = 3
 
 
@@ -108,14 +108,19 @@ class Doors:
             return frozenset()
         found = set()
         try:
-            with open(self._pagemap, "rb", buffering=0) as pagemap:
-                for page, name in tuple(self._pages.items()):
-                    if _entry(pagemap.fileno(), page) & _PRESENT:
-                        found.add(name)
-                        if mark and not _unmap(pagemap.fileno(), page):
-                            self._silent.add(name)
+            pagemap = os.open(self._pagemap, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return frozenset()
+        try:
+            for page, name in tuple(self._pages.items()):
+                if _entry(pagemap, page) & _PRESENT:
+                    found.add(name)
+                    if mark and not _unmap(pagemap, page):
+                        self._silent.add(name)
+        except OSError:
+            return frozenset()
+        finally:
+            os.close(pagemap)
         known = set(self._pages.copy().values()) - self._silent
         counts = frozenset([(name, self._found[name] + (name in found)) for name in known])
         if mark:
@@ -124,11 +129,11 @@ class Doors:
 
 
 def _entry(pagemap: int, page: int) -> int:
-    """What the kernel says of a page of this process. OSError if it says nothing."""
+    """What the kernel says of a page of this process: the last byte. OSError if it says nothing."""
     data = os.pread(pagemap, 8, page // _PAGE * 8)
     if len(data) != 8:
         raise OSError("the kernel does not describe this page")
-    return int.from_bytes(data, "little")
+    return data[7]
 
 
 def _shows(pagemap: int, page: int) -> bool:

@@ -33,6 +33,8 @@ from memguard._units import GRANULE
 
 PAUSE = 2.0
 """Seconds without growth that end a streak of it."""
+LINGER = 1.0
+"""Seconds for which a library that was entered may still take what its first use needs. Kernels take theirs at once."""
 STREAK = 5
 """The growths in a streak that may be first uses: PyTorch's libraries in one training step. What goes on is a leak."""
 TOGETHER = 3
@@ -115,8 +117,8 @@ class Overhead:
         looked = self.saw(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
-        elif exact and looked.entered - {KERNELS}:
-            growth = max(growth, since)
+        elif looked.entered:  # whatever came and went before, and not what comes back of what is charged
+            growth = max(growth, gap - max(self.last, self.charged))
         late = sum(map(modules, _second(new)))
         growth = max(growth, min(late, gap - self.charged))
         room = max(expected - self.charged, 0)
@@ -128,7 +130,7 @@ class Overhead:
             loaded=loaded,
             used=used | _used_by(new, charge),
             owed=self._owed(new, charge, appeared),
-            rest=0 if paused else self.rest,
+            rest=0 if now - self.at > (LINGER if entries else PAUSE) else self.rest,
             charges=tuple(one for one in self.charges if one[1] <= used),
         )
         fresh, left = bool(new or loaded - self.loaded), max(growth - charge, 0)
@@ -170,7 +172,7 @@ class Overhead:
         something is `new`: it is charged with that."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
-        entered = came | self.entered if now - self.seen <= PAUSE else came
+        entered = came | (self.entered - {KERNELS}) if now - self.seen <= LINGER else came
         if entries == self.entries and entered == self.entered:
             return self
         return replace(self, entries=entries, entered=entered, seen=now if came else self.seen)
@@ -190,7 +192,7 @@ class Overhead:
         told = {name for name, _ in self.entries}
         if (most or told) and size <= self.rest:
             return replace(self, rest=0, charges=self._with(size))
-        if self.entered and (found := self._used(size, self.entered, TOGETHER, told=True)) is not None:
+        if self.entered - {KERNELS} and (found := self._used(size, self.entered, TOGETHER, told=True)) is not None:
             return found
         frameworks = sum(1 for name in self.appeared if name in SPECS)
         loads = KERNELS in self.entered if KERNELS in told else most > 0

@@ -38,6 +38,8 @@ _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
 _SECOND_LOOK = 1.0
 """Seconds. Where memory leaks, each reading finds that the gap has grown."""
+_FRESH = 0.1
+"""Seconds in which a reading that finds no growth does not look again at what was entered."""
 
 
 class LedgerReader:
@@ -191,8 +193,6 @@ class LedgerReader:
         gap = gap_of(own, usages.values(), slabs)
         charged = self._charged(uuid)
         rest = None if gap is None else gap - charged
-        if charge and time.monotonic() - self._looked >= _SECOND_LOOK:
-            self._look()
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
             reading = self._read(part, frameworks, charge)
             usages = {name: usage for name, usage in reading.usages.items() if usage is not None}
@@ -200,6 +200,8 @@ class LedgerReader:
             gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
+        elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
+            self._look()
         caps = part.caps
         figures = {n: FrameworkSample(u.held, u.in_use, u.reclaimable, caps.get(n)) for n, u in usages.items()}
         overhead = charged + slabs
@@ -213,7 +215,7 @@ class LedgerReader:
         came = appeared - state.appeared
         if not mark:  # in a signal handler: the next reading is to find it
             return state.loaded, self._host.entries(mark=False)
-        if not came and gap <= state.last and time.monotonic() - self._looked < _SECOND_LOOK:
+        if not came and gap <= state.last and time.monotonic() - self._looked < _FRESH:
             return state.loaded, state.entries
         loaded = state.loaded
         if came or (time.monotonic() - self._in_vain >= _SECOND_LOOK and state.may_be_a_library(gap)):

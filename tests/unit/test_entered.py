@@ -1,0 +1,412 @@
+"""What is overhead where the kernel tells which libraries were entered: a raw allocation of any size is none."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memguard
+from memguard import _api
+from memguard._devices import loaded
+from memguard._devices.real import RealHost
+from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._ledger.overhead import ANY, LINGER, Overhead
+from memguard._specs import DOORS, KERNELS, LAZY, LIBRARIES, SPECS
+from memguard._units import MIB
+
+Entries = frozenset[tuple[str, int]]
+NOTHING: Entries = frozenset((name, 0) for name in DOORS)
+SETS = [("torch",), ("torch", "cupy"), ("torch", "cupy", "pycuda", "numba"), tuple(SPECS)]
+USES = [(name, library, size // MIB) for name, row in SPECS.items() for library, size in row.first_uses]
+
+
+def entered(entries: Entries, *names: str) -> Entries:
+    return frozenset((name, count + (name in names)) for name, count in entries)
+
+
+def live(*names: str) -> Overhead:
+    """These are live and have used nothing; nothing is fresh any more."""
+    state = at_once(*names)
+    return state.after(state.last, state.appeared, entries=NOTHING, now=9)
+
+
+def at_once(*names: str) -> Overhead:
+    uses = sum(size for name, _, size in USES if name in names) * MIB
+    taken = 518 * MIB + sum(SPECS[name].modules for name in names) - uses
+    return Overhead().after(taken, frozenset({"context", *names}), entries=NOTHING)
+
+
+def grown(state: Overhead, mib: float, *doors: str, after: float = 0.2) -> Overhead:
+    entries, now = entered(state.entries, *doors), max(state.at, state.seen, 9) + after
+    return state.after(state.last + int(mib * MIB), state.appeared, now=now, entries=entries)
+
+
+def charged(state: Overhead, mib: float, *doors: str, after: float = 0.2) -> float:
+    return (grown(state, mib, *doors, after=after).charged - state.charged) / MIB
+
+
+# The rule
+
+
+@pytest.mark.parametrize("names", SETS)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_raw_allocation_of_any_size_is_no_overhead(names: tuple[str, ...], fresh: bool) -> None:
+    """Each whole number of MiB up to 1 GiB; in the reading after the frameworks have appeared, and later."""
+    state = at_once(*names) if fresh else live(*names)
+    for mib in range(1, 1025):
+        with_it = grown(state, mib)
+        assert with_it.charged == state.charged, mib
+        after = grown(with_it, -mib)
+        assert after.charged == state.charged and after.last == state.last, mib
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1024, 1024), st.floats(0.01, 5)), max_size=60), st.sampled_from(SETS))
+def test_no_series_of_raw_allocations_and_frees_is_overhead(
+    series: list[tuple[int, float]], names: tuple[str, ...]
+) -> None:
+    state = before = live(*names)
+    for mib, after in series:
+        state = grown(state, max(mib, (before.last - state.last) // MIB), after=after)
+        assert state.charged == before.charged
+
+
+@pytest.mark.parametrize(("name", "library", "size"), USES)
+def test_a_first_use_is_overhead_where_its_library_was_entered_and_nowhere_else(
+    name: str, library: str, size: int
+) -> None:
+    state = live(name)
+    assert charged(state, size, library) == charged(state, size, library, KERNELS) == size
+    others = ANY - {other for row, other, _ in USES if row == name and other == library}
+    assert charged(state, size, KERNELS) == (size if size <= LAZY // MIB else 0)
+    for other in others & {library for row, library, _ in USES if row != name} - {
+        use[1] for use in USES if use[0] == name
+    }:
+        assert charged(state, size, other) == 0, other
+    assert charged(grown(state, 0, library), size, after=LINGER - 0.1) == size, "it was entered a moment before"
+    assert charged(grown(state, 0, library), size, after=LINGER + 0.1) == 0, "long before"
+    most = max(other for row, lib, other in USES if row == name and lib == library)
+    twice = sum(other for row, lib, other in USES if row == name and lib == library)
+    assert charged(state, max(most, twice) * 5 // 4 + 1, library) == 0, "more than was measured"
+    raw_before = grown(grown(state, 300), -300)
+    assert charged(raw_before, size, library) == size, "raw memory that came and went hides none"
+
+
+def test_first_uses_follow_at_any_pace_and_several_come_at_once() -> None:
+    """As an H100 and an H200 were seen to do: what a training step and an algebra take, half a second or less apart."""
+    for after in (0.01, 0.1, 0.5, 2.5):
+        state = live("torch", "cupy")
+        steps = [(66, "cublas"), (8, "cudnn"), (64, "cublas"), (98, "cusolver", "cublas"), (8, "cufft"), (64, "cublas"),
+                 (96, "cusolver", "cublas")]  # fmt: skip
+        for mib, *doors in steps:
+            before = state
+            state = grown(state, mib, KERNELS, *doors, after=after)
+            assert state.charged == before.charged + mib * MIB, (mib, doors)
+            for raw in (16, 64, 98):
+                assert charged(state, raw, after=LINGER + 0.1) == 0, (raw, "after", mib, doors)
+    assert charged(live("torch"), 66 + 64 + 16, "cublas", "cudnn", KERNELS) == 146, "a training step in one reading"
+
+
+def test_a_first_use_is_charged_once_for_each_framework() -> None:
+    state = live("torch", "cupy")
+    for size in (64, 64, 64):
+        assert charged(state, size, "cublas") == size
+        state = grown(state, size, "cublas")
+    assert charged(state, 64, "cublas") == 0, "PyTorch's two and CuPy's were"
+
+
+def test_kernels_are_overhead_where_a_module_was_loaded() -> None:
+    state = live("torch")
+    for mib in range(1, LAZY // MIB + 1):
+        assert charged(state, mib) == 0 and charged(state, mib, KERNELS) == mib
+    assert charged(grown(state, 0, KERNELS), 8) == 0, "a reading later"
+    for _ in range(4):
+        state = grown(state, 2, KERNELS)
+    assert charged(state, 2, KERNELS) == 0, "8 MiB in all for one framework"
+
+
+def test_a_leak_while_libraries_are_at_work_takes_what_is_open_at_most() -> None:
+    for seed in range(20):
+        rng, state = random.Random(seed), live(*SPECS)
+        begun = state.charged
+        for _ in range(200):
+            doors = rng.sample(sorted(DOORS), rng.randint(0, 5))
+            state = grown(state, rng.choice([0, 2, 8, 16]), *doors, after=0.1)
+        bound = sum(size for *_, size in USES) * 5 // 4 + LAZY // MIB * len(SPECS)
+        assert state.charged - begun <= bound * MIB
+
+
+def test_what_is_given_back_is_overhead_no_more_and_may_be_charged_again() -> None:
+    for name, library, size in USES:
+        state = live(name)
+        used = grown(state, size, library)
+        back = grown(used, -size)
+        assert (back.charged, back.used, back.gap) == (state.charged, state.used, state.gap), (name, library)
+        assert charged(back, size) == 0 and charged(back, size, library) == size
+        assert grown(used, -size - 4).charged == grown(used, -size + 4).charged == used.charged, "another size"
+    silent = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
+    raw = silent.after(silent.last + 16 * MIB, silent.appeared, now=5)
+    assert raw.charged == silent.charged + 16 * MIB, "nothing tells: it is as large as cuDNN's first use"
+    assert raw.after(silent.last, silent.appeared, now=6).charged == silent.charged
+
+
+def test_a_library_of_which_nothing_tells_is_judged_by_its_size_alone() -> None:
+    told = frozenset((name, 0) for name in DOORS if name != "cusolver")
+    appeared = frozenset({"context", "torch"})
+    state = Overhead().after(612 * MIB, appeared, entries=told).after(612 * MIB, appeared, entries=told, now=9)
+    sizes = {mib: state.after(state.last + mib * MIB, appeared, now=10, entries=told).charged - state.charged
+             for mib in (8, 16, 24, 66, 98)}  # fmt: skip
+    assert sizes == {8: 0, 16: 0, 24: 0, 66: 66 * MIB, 98: 98 * MIB}, "66 is within 5/8 of cuSOLVER's 98"
+
+
+# The reader
+
+
+@pytest.fixture
+def six(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SimulatedHost, Any]]:
+    """All six live on a simulated GPU that tells what was entered, nothing used; and the reader's clock."""
+    clock = [100.0]
+    monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
+    frameworks = {name: {"share": "12%"} for name in SPECS}
+    guard = memguard.init({"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}, simulate="h200")
+    host = guard.host
+    assert isinstance(host, SimulatedHost)
+    host.load(*LIBRARIES)
+    host.enter()
+    for framework in guard.frameworks.values():
+        assert isinstance(framework, SimulatedFramework)
+        framework.allocate(MIB)
+    memguard.ledger()
+    yield host, clock
+    memguard.shutdown()
+
+
+def rows() -> tuple[int, int]:
+    part = memguard.ledger().devices[0]
+    return (part.row("overhead").bytes or 0) // MIB, (part.row("unaccounted").bytes or 0) // MIB
+
+
+def test_the_ledger_says_so_of_each_size(six: tuple[SimulatedHost, Any]) -> None:
+    host, clock = six
+    gpu = host.devices()[0]
+    begun = rows()
+    for mib in range(2, 600, 2):
+        clock[0] += 0.5
+        host.take(gpu, mib * MIB)
+        assert rows() == (begun[0], begun[1] + mib), mib
+        host.give(gpu, mib * MIB)
+        assert rows() == begun, mib
+    for library, mib in (("cublas", 66), ("cudnn", 16), ("cusolver", 98), ("cufft", 24), (KERNELS, 4)):
+        clock[0] += 0.5
+        host.enter(library)
+        host.take(gpu, mib * MIB)
+        before, begun = begun, rows()
+        assert begun == (before[0] + mib, before[1]), library
+
+
+@pytest.mark.parametrize("interval", [0.1, 0.5, 5.0])
+def test_a_leak_is_unaccounted_from_its_first_byte(six: tuple[SimulatedHost, Any], interval: float) -> None:
+    """16 MiB a second for a minute, or 16 MiB each reading if those are further apart."""
+    host, clock = six
+    begun, leaked = rows(), 0
+    for number in range(1, int(60 / interval) + 1):
+        clock[0] += interval
+        wanted = 16 * number if interval > 1 else int(16 * number * interval) // 2 * 2
+        host.take(host.devices()[0], (wanted - leaked) * MIB)
+        leaked = wanted
+        assert rows() == (begun[0], begun[1] + leaked)
+
+
+class Counting(SimulatedHost):
+    lists = looks = 0
+
+    def libraries(self) -> frozenset[str]:
+        self.lists += 1
+        return super().libraries()
+
+    def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
+        self.looks += 1
+        return super().entries(mark)
+
+
+def test_nothing_is_looked_at_where_nothing_grows_or_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, host = [100.0], Counting(["h200"])
+    monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(_api, "_host", lambda names: host)
+    guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
+    try:
+        assert host.lists == host.looks == 0, "not in init"
+        framework = guard.frameworks["torch"]
+        assert isinstance(framework, SimulatedFramework)
+        framework.allocate(MIB)
+        host.enter()
+        memguard.ledger()
+        guard.sample()
+        lists, looks = host.lists, host.looks
+        for _ in range(50):
+            memguard.ledger()
+            guard.sample()
+        assert (host.lists, host.looks) == (lists, looks)
+        for _ in range(100):
+            clock[0] += 0.05
+            guard.sample()
+        assert host.lists == lists and host.looks <= looks + 6, "once a second"
+        looks = host.looks
+        host.take(host.devices()[0], 4 * MIB)
+        memguard.ledger()
+        assert (host.lists, host.looks) == (lists, looks + 1), "it has grown"
+    finally:
+        memguard.shutdown()
+
+
+# What the kernel says, of a library of a process of its own
+
+DOOR = """
+import ctypes, mmap, os, random, threading, time
+from memguard._devices import libcuda, loaded
+maths = ctypes.CDLL("libm.so.6")
+path = next(file for line in open("/proc/self/maps") if "/libm" in (file := line.split()[-1]))
+def function(name):
+    found = getattr(maths, name)
+    found.argtypes, found.restype = (ctypes.c_double,), ctypes.c_double
+    return found
+door, other = function("tgamma"), function("cbrt")
+page = libcuda.address(maths, "tgamma") // mmap.PAGESIZE * mmap.PAGESIZE
+assert page != libcuda.address(maths, "cbrt") // mmap.PAGESIZE * mmap.PAGESIZE
+door(2.5), other(2.5)
+doors = loaded.Doors()
+def counts(mark=True): return dict(doors.entries(mark))
+"""
+
+
+def process(code: str) -> str:
+    """What a process prints. It is one of its own: no other test runs the functions."""
+    done = subprocess.run(
+        [sys.executable, "-c", DOOR + textwrap.dedent(code)],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_look_finds_whether_a_function_has_run_since_the_last() -> None:
+    """2,000 looks; the function runs before half of them, and another one of the library before each."""
+    out = process("""
+        doors.add("maths", path, ("tgamma",))
+        assert counts() == {"maths": 1}, "it ran before"
+        assert counts() == {"maths": 1}
+        rng, expected = random.Random(1), 1
+        for number in range(2000):
+            other(2.5)
+            if ran := rng.random() < 0.5:
+                assert abs(door(2.5) - 1.32934) < 1e-5
+                assert counts(mark=False) == counts(mark=False) == {"maths": expected + 1}
+            expected += ran
+            assert counts() == {"maths": expected}, number
+        doors.add("maths", path, ("tgamma", "cbrt"))
+        other(2.5)
+        assert counts() == {"maths": expected + 2}, "it was there, and ran again"
+        print("all")
+        """)
+    assert out == "all"
+
+
+def test_threads_run_a_function_whose_page_is_taken_again_and_again() -> None:
+    """4 threads for 2 s, against looks without a pause: each result is right."""
+    out = process("""
+        doors.add("maths", path, ("tgamma",))
+        end, calls = time.monotonic() + 2, []
+        def work():
+            done = 0
+            while time.monotonic() < end:
+                assert abs(door(2.5) - 1.32934) < 1e-5
+                done += 1
+            calls.append(done)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads: thread.start()
+        looks = 0
+        while time.monotonic() < end:
+            looks += 1
+            found = counts()
+        for thread in threads: thread.join()
+        assert len(calls) == 4 and min(calls) > 100 and looks > 100 and found["maths"] > 50, (calls, looks, found)
+        print("all")
+        """)
+    assert out == "all"
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("locked", "assert ctypes.CDLL(None).mlock(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE)) == 0"),
+        (
+            "written to, as a debugger does",
+            """libc, at = ctypes.CDLL(None), ctypes.c_void_p(page)
+        assert libc.mprotect(at, ctypes.c_size_t(mmap.PAGESIZE), 7) == 0
+        ctypes.memmove(page, ctypes.string_at(page, 1), 1)
+        assert libc.mprotect(at, ctypes.c_size_t(mmap.PAGESIZE), 5) == 0""",
+        ),
+        ("no page map", "doors = loaded.Doors('/proc/self/none')"),
+        ("a page map that says nothing", "doors = loaded.Doors('/dev/null')"),
+        ("a page map of zeros", "doors = loaded.Doors('/dev/zero')"),
+        ("no such function", "NAMES = ('tgamma2',)"),
+        ("no such library", "path = '/usr/lib/libnothing.so'"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_told_of_what_cannot_be_watched(what: str, code: str, when: str) -> None:
+    """And the page stays as it is: what was written to it is still there."""
+    late = when == "after" and what in ("locked", "written to, as a debugger does")
+    out = process(f"""
+        NAMES = ("tgamma",)
+        {code if not late else ""}
+        doors.add("maths", path, NAMES)
+        if {late}: door(2.5)
+        {code if late else ""}
+        before = ctypes.string_at(page, mmap.PAGESIZE)
+        counts()
+        assert counts() == {{}}, counts()
+        assert ctypes.string_at(page, mmap.PAGESIZE) == before and abs(door(2.5) - 1.32934) < 1e-5
+        doors.add("other", path, ("cbrt",)) if "maths" in doors._silent and NAMES == ("tgamma",) else None
+        print("all")
+        """)
+    assert out == "all"
+
+
+def test_a_second_library_of_a_name_of_which_nothing_is_told_makes_the_first_silent() -> None:
+    out = process("""
+        doors.add("maths", path, ("tgamma",))
+        doors.add("maths", "/usr/lib/libnothing.so", ("tgamma",))
+        print(counts())
+        """)
+    assert out == "{}"
+
+
+def test_the_list_of_files_names_each_with_its_path(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f0000000000-7f0000100000 r-xp 00000000 08:01 11  /venv/nvidia/cu13/lib/libcublas.so.13\n"
+        "7f0000100000-7f0000200000 r--p 00000000 08:01 11  /venv/nvidia/cu13/lib/libcublas.so.13\n"
+        "7f0000200000-7f0000300000 r-xp 00000000 08:01 12  /usr/lib/with space/libcublas.so.12.1 (deleted)\n"
+        "7f0000400000-7f0000500000 r-xp 00000000 08:01 15  /home/me/libcufft.so.d/data.bin\n"
+        "7f0000500000-7f0000600000 r-xp 00000000 08:01 16  /usr/lib/libcuda.so.580.159.04\n"
+    )
+    assert loaded.files(str(maps)) == {
+        ("cublas", "/venv/nvidia/cu13/lib/libcublas.so.13"),
+        ("cublas", "/usr/lib/with space/libcublas.so.12.1 (deleted)"),
+        (KERNELS, "/usr/lib/libcuda.so.580.159.04"),
+    }
+    assert loaded.libraries(str(maps)) == {"cublas"}
+    assert loaded.files(str(tmp_path / "none")) is None
+    assert RealHost.entries(object.__new__(RealHost)) == loaded.doors.entries()
