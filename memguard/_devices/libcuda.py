@@ -7,7 +7,6 @@ exports them. A driver may be too old for a function: `hasattr(cuda, "cuCtxRecor
 from __future__ import annotations
 
 import ctypes
-import mmap
 import operator
 import os
 from collections.abc import Callable, Mapping
@@ -218,11 +217,11 @@ def touch(address: int) -> None:
     ctypes.string_at(address, 1)
 
 
-def unmap(page: int, size: int) -> bool:
-    """Whether the kernel has dropped a page of a library's code, which it maps again when it is needed (`madvise`)."""
+def advise(page: int, size: int, advice: int) -> bool:
+    """Tell the kernel how memory of this process is used (`madvise`); whether it has taken the advice."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (c_void_p, c_size_t, c_int)
-    return bool(madvise(page, size, mmap.MADV_DONTNEED) == 0)
+    return bool(madvise(page, size, advice) == 0)
 
 
 def load() -> DriverAPI:

@@ -148,7 +148,7 @@ def _unmap(pagemap: int, page: int) -> bool:
         entry = _entry(pagemap, page)
         if not entry & _PRESENT:
             return True
-        if not entry & _OF_A_FILE or not libcuda.unmap(page, _PAGE):
+        if not entry & _OF_A_FILE or not libcuda.advise(page, _PAGE, mmap.MADV_DONTNEED):
             return False
     return True
 

@@ -197,8 +197,7 @@ class Overhead:
         frameworks = sum(1 for name in self.appeared if name in SPECS)
         loads = KERNELS in self.entered if KERNELS in told else most > 0
         if loads and size <= LAZY and self.lazy + size <= LAZY * frameworks:
-            charges, entered = self._with(size, lazy=size), self.entered - {KERNELS}
-            return replace(self, lazy=self.lazy + size, rest=0, charges=charges, entered=entered)
+            return replace(self, lazy=self.lazy + size, rest=0, charges=self._with(size, lazy=size))
         if most and (found := self._used(size, self.loaded - told, most, told=False)) is not None:
             return found
         if self.owed // 8 <= size <= self.owed:

@@ -55,7 +55,7 @@ class LedgerReader:
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
         self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
-        self._looked = -math.inf  # when what was entered was looked at
+        self._looked = math.inf  # when what was entered was looked at; not before something has appeared
         self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of contexts beside the primary one
 
     def clear(self) -> None:

@@ -116,6 +116,36 @@ def test_first_uses_follow_at_any_pace_and_several_come_at_once() -> None:
             for raw in (16, 64, 98):
                 assert charged(state, raw, after=LINGER + 0.1) == 0, (raw, "after", mib, doors)
     assert charged(live("torch"), 66 + 64 + 16, "cublas", "cudnn", KERNELS) == 146, "a training step in one reading"
+    assert charged(live("torch"), 66 + 64 + 98, "cublas", "cusolver") == 228
+    assert charged(live("torch"), 66 + 64 + 98 + 66, "cublas", "cusolver") == 0, "four"
+
+
+def test_a_first_use_that_takes_less_than_was_measured_is_one_all_the_same() -> None:
+    for library, taken, measured in (("cudnn", 8, 16), ("cufft", 8, 24)):
+        state = grown(live("torch"), taken, library)
+        assert (state.charged - live("torch").charged, state.lazy) == (taken * MIB, 0)
+        assert charged(state, measured, library, after=LINGER + 0.1) == 0, "it was charged"
+
+
+def test_what_was_entered_before_the_first_look_counts_only_if_nothing_has_appeared() -> None:
+    """A page may lie there because the one beside it was used."""
+    appeared, before = frozenset({"context", "torch"}), entered(NOTHING, *DOORS)
+    state = Overhead().after(612 * MIB, appeared, entries=before)
+    assert state.entered == frozenset()
+    for mib in (2, 16, 24, 64, 98):
+        assert state.after(state.last + mib * MIB, appeared, entries=before, now=0.1).charged == state.charged
+    without = frozenset(one for one in NOTHING if one[0] != "cusolver")
+    state = Overhead().after(612 * MIB, appeared, entries=without)
+    for count in (0, 1):  # it is loaded later: not used, and used
+        later = state.after(state.last + 98 * MIB, appeared, entries=without | {("cusolver", count)}, now=5)
+        assert later.charged - state.charged == count * 98 * MIB
+
+
+def test_what_dips_below_what_is_charged_and_comes_back_is_charged_no_second_time() -> None:
+    state = live("torch")
+    for mib in (-4, 4, -64, 64, -98, 98):
+        state = grown(state, mib, *DOORS)
+        assert state.charged == live("torch").charged
 
 
 def test_a_first_use_is_charged_once_for_each_framework() -> None:
@@ -155,6 +185,15 @@ def test_what_is_given_back_is_overhead_no_more_and_may_be_charged_again() -> No
         assert (back.charged, back.used, back.gap) == (state.charged, state.used, state.gap), (name, library)
         assert charged(back, size) == 0 and charged(back, size, library) == size
         assert grown(used, -size - 4).charged == grown(used, -size + 4).charged == used.charged, "another size"
+    kernels = live("torch")
+    for mib in (4, -4, 4, -4, 4, -4, 4, 4):
+        kernels = grown(kernels, mib, KERNELS)
+    assert kernels.lazy == 8 * MIB and kernels.charged - live("torch").charged == 8 * MIB
+    used = grown(live("torch"), 66, "cublas")
+    unknown = used.after(used.last - 66 * MIB, used.appeared, exact=False, entries=used.entries)
+    assert unknown.charged == used.charged, "a framework that does not say what it holds may hold more"
+    gone = grown(used, 0).after(used.last - 66 * MIB, frozenset({"context"}), entries=used.entries)
+    assert grown(grown(gone, 66), -66).charged == gone.charged, "it went with its framework"
     silent = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
     raw = silent.after(silent.last + 16 * MIB, silent.appeared, now=5)
     assert raw.charged == silent.charged + 16 * MIB, "nothing tells: it is as large as cuDNN's first use"
@@ -226,6 +265,65 @@ def test_a_leak_is_unaccounted_from_its_first_byte(six: tuple[SimulatedHost, Any
         host.take(host.devices()[0], (wanted - leaked) * MIB)
         leaked = wanted
         assert rows() == (begun[0], begun[1] + leaked)
+
+
+def test_what_one_gpu_s_reading_sees_another_s_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was there before a framework appeared is no entry on either."""
+    clock = [100.0]
+    monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
+    guard = memguard.init(
+        {"version": 1, "frameworks": {name: {"limit": "4GiB"} for name in ("torch", "cupy")}}, simulate=["h200", "h200"]
+    )
+    try:
+        host = guard.host
+        assert isinstance(host, SimulatedHost)
+        gpus = host.devices()
+
+        def use(name: str, number: int) -> None:
+            framework = guard.frameworks[name]
+            assert isinstance(framework, SimulatedFramework)
+            framework.allocate(MIB, number)
+
+        def overheads() -> list[int]:
+            return [(part.row("overhead").bytes or 0) // MIB for part in memguard.ledger().devices]
+
+        use("torch", 1)
+        overheads()
+        host.load(*LIBRARIES)
+        host.enter(*DOORS)
+        use("torch", 0)
+        begun = overheads()
+        host.take(gpus[0], 98 * MIB)
+        host.take(gpus[1], 98 * MIB)
+        assert overheads() == begun, "the first look"
+        clock[0] += 5
+        host.enter("cusolver")
+        host.take(gpus[0], 98 * MIB)
+        assert overheads() == [begun[0] + 98, begun[1]]
+        clock[0] += LINGER + 0.1
+        host.take(gpus[1], 98 * MIB)
+        assert overheads() == [begun[0] + 98, begun[1]], "it was not for this one"
+    finally:
+        memguard.shutdown()
+
+
+def test_a_glance_and_a_signal_handler_see_it_and_leave_it_to_the_next_reading(
+    six: tuple[SimulatedHost, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, clock = six
+    marks: list[bool] = []
+    entries = host.entries
+    monkeypatch.setattr(host, "entries", lambda mark=True: marks.append(mark) or entries(mark))
+    guard, begun = _api.current(), rows()
+    part, reader = guard.plan.devices[0], guard._reader
+    clock[0] += 5
+    host.enter("cusolver")
+    host.take(host.devices()[0], 98 * MIB)
+    marks.clear()
+    assert reader.glance(part, guard.frameworks)[0].overhead.charged // MIB == begun[0] + 98
+    assert reader._read(part, guard.frameworks, False).overhead.charged // MIB == begun[0] + 98
+    assert marks == [False, False]
+    assert rows() == (begun[0] + 98, begun[1]) and marks == [False, False, True]
 
 
 class Counting(SimulatedHost):
@@ -340,7 +438,7 @@ def test_threads_run_a_function_whose_page_is_taken_again_and_again() -> None:
             looks += 1
             found = counts()
         for thread in threads: thread.join()
-        assert len(calls) == 4 and min(calls) > 100 and looks > 100 and found["maths"] > 50, (calls, looks, found)
+        assert len(calls) == 4 and min(calls) > 100 and looks > 100 and found["maths"] > 5, (calls, looks, found)
         print("all")
         """)
     assert out == "all"
@@ -391,6 +489,17 @@ def test_a_second_library_of_a_name_of_which_nothing_is_told_makes_the_first_sil
         print(counts())
         """)
     assert out == "{}"
+
+
+def test_a_part_of_a_library_that_has_no_such_function_makes_it_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN has its functions in one file of several."""
+    doors = loaded.Doors()
+    monkeypatch.setattr(loaded, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_ops.so.9")}))
+    assert doors.libraries() == {"cudnn"} and not doors._silent
+    monkeypatch.setattr(loaded, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_graph.so.9")}))
+    assert doors.libraries() == {"cudnn"} and doors._silent == {"cudnn"}
+    monkeypatch.setattr(loaded, "files", lambda: None)
+    assert doors.libraries() == set(LIBRARIES)
 
 
 def test_the_list_of_files_names_each_with_its_path(tmp_path: Path) -> None:
