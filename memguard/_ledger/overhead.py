@@ -146,9 +146,9 @@ class Overhead:
         shrunk, second = self.charged, self.second
         if ended := _second(gone):
             second -= second * len(ended) // len(_second(self.appeared))
-        returned = state._returned(-since) if since < 0 and exact and not (new or gone) else None
+        returned = state._returned(-since, self.charged - gap) if since < 0 and exact and not (new or gone) else None
         if returned is not None:
-            state, shrunk = returned, max(shrunk + since, 0)
+            state, shrunk = returned
         if "context" not in appeared:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
@@ -223,13 +223,18 @@ class Overhead:
         """The charges with one more. Those below a page of the driver's are in no figure by themselves."""
         return (*self.charges, (size, used, lazy)) if size >= GRANULE else self.charges
 
-    def _returned(self, size: int) -> Overhead | None:
-        """The state without the last charge of that size; None if there is none."""
+    def _returned(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
+        """The state without the last charge that was given back, and what remains charged; None if none was.
+
+        It was if less is there than is charged: if that much is `missing`, or if the gap fell by as much. What falls by
+        the same and leaves nothing missing was unaccounted.
+        """
         for place in range(len(self.charges) - 1, -1, -1):
-            charged, used, lazy = self.charges[place]
-            if abs(charged - size) < GRANULE // 2:
+            size, used, lazy = self.charges[place]
+            if min(abs(size - fall), abs(size - missing)) < GRANULE // 2 and size < 2 * missing:
                 charges = self.charges[:place] + self.charges[place + 1 :]
-                return replace(self, used=self.used - used, lazy=self.lazy - lazy, charges=charges)
+                state = replace(self, used=self.used - used, lazy=self.lazy - lazy, charges=charges)
+                return state, max(self.charged - size, 0)
         return None
 
     def _unused(self) -> Iterator[tuple[str, int, str, int]]:
