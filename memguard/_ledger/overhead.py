@@ -57,7 +57,7 @@ class Overhead:
     used     the first uses that were charged: the framework, and the place in its `first_uses`
     lazy     the part of `charged` for kernels loaded at their first launch
     rest     what the first use that was charged in the last reading may still take, if that was little
-    pending  the growth of the last reading, if nothing explains it: it may be the beginning of a first use
+    pending  the growth of the last reading, if nothing explains it: where nothing tells, it may begin a first use
     grown    by how much the gap has grown, the last two times
     at       when it last did, in seconds
     streak   how often it has grown by then without a pause since something appeared
@@ -138,7 +138,7 @@ class Overhead:
         steady = streak >= STREAK or (streak >= 2 and _steady(left, self.grown))
         most = 0 if steady else 2 if fresh or self.fresh else 1
         explained = None
-        begun = 0 if paused else self.pending
+        begun = 0 if paused or entries else self.pending
         for size in (left + begun, left) if left else ():
             if size <= room - charge and (explained := state._explained(size, most)):
                 state, charge, left = explained, charge + size, 0

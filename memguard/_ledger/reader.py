@@ -21,7 +21,7 @@ from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._locks import Turn, interrupting
 from memguard._policy import modules
-from memguard._specs import SECOND_CONTEXT, setting
+from memguard._specs import KERNELS, SECOND_CONTEXT, setting
 from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
@@ -211,18 +211,26 @@ class LedgerReader:
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
         """The libraries that are loaded, and what was entered. The kernel's list takes milliseconds: it is read if a
-        library may be behind the growth of the gap, and not within a second after it showed no new one."""
+        library may be behind the growth of the gap that was not loaded, which then has loaded kernels. Where nothing
+        tells of those, it is not read within a second after it showed no new one."""
         came = appeared - state.appeared
         if not mark:  # in a signal handler: the next reading is to find it
             return state.loaded, self._host.entries(mark=False)
-        if not came and gap <= state.last and time.monotonic() - self._looked < _FRESH:
+        if came:
+            return self._host.libraries(), self._look(came)
+        now = time.monotonic()
+        if gap <= state.last and now - self._looked < _FRESH:
             return state.loaded, state.entries
-        loaded = state.loaded
-        if came or (time.monotonic() - self._in_vain >= _SECOND_LOOK and state.may_be_a_library(gap)):
-            loaded = self._host.libraries()
-            if not came and loaded <= state.loaded:
-                self._in_vain = time.monotonic()
-        return loaded, self._look(came)
+        entries = self._look()
+        told = any(name == KERNELS for name, _ in entries)
+        due = KERNELS in state.saw(entries, now).entered if told else now - self._in_vain >= _SECOND_LOOK
+        if not due or not state.may_be_a_library(gap):
+            return state.loaded, entries
+        loaded = self._host.libraries()
+        if loaded <= state.loaded:
+            self._in_vain = now
+            return loaded, entries
+        return loaded, self._look()
 
     def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
         """What was entered, for the states of all GPUs: on which of them, nothing tells. `new`: what has appeared."""

@@ -127,6 +127,11 @@ def test_a_first_use_that_takes_less_than_was_measured_is_one_all_the_same() -> 
         assert charged(state, measured, library, after=LINGER + 0.1) == 0, "it was charged"
 
 
+def test_raw_memory_is_not_the_beginning_of_a_first_use() -> None:
+    raw = grown(live("torch"), 64)
+    assert charged(raw, 2, "cublas") == 0 and charged(raw, 66, "cublas") == 66
+
+
 def test_what_was_entered_before_the_first_look_counts_only_if_nothing_has_appeared() -> None:
     """A page may lie there because the one beside it was used."""
     appeared, before = frozenset({"context", "torch"}), entered(NOTHING, *DOORS)
@@ -447,6 +452,38 @@ def test_nothing_is_looked_at_where_nothing_grows_or_appears(monkeypatch: pytest
         host.take(host.devices()[0], 4 * MIB)
         memguard.ledger()
         assert (host.lists, host.looks) == (lists, looks + 1), "it has grown"
+    finally:
+        memguard.shutdown()
+
+
+def test_libraries_that_are_loaded_one_after_the_other_are_found_at_once_and_a_leak_lists_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, host = [100.0], Counting(["h200"])
+    monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(_api, "_host", lambda names: host)
+    guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
+    try:
+        framework = guard.frameworks["torch"]
+        assert isinstance(framework, SimulatedFramework)
+        host.load("cublas")
+        host.enter()
+        framework.allocate(MIB)
+        gpu, begun = host.devices()[0], rows()
+        lists = host.lists
+        for _ in range(50):
+            clock[0] += 0.5
+            host.take(gpu, 16 * MIB)
+            begun = begun[0], begun[1] + 16
+            assert rows() == begun
+        assert host.lists == lists, "no kernels were loaded, so no library's first use is behind it"
+        for library, mib in (("cublas", 66), ("cudnn", 16), ("cusolver", 98), ("cufft", 24)):
+            clock[0] += 0.1
+            host.load(library)
+            host.enter(library, KERNELS)
+            host.take(gpu, mib * MIB)
+            begun = begun[0] + mib, begun[1]
+            assert rows() == begun, library
     finally:
         memguard.shutdown()
 
