@@ -34,7 +34,9 @@ from memguard._units import GRANULE
 PAUSE = 2.0
 """Seconds without growth that end a streak of it."""
 LINGER = 1.0
-"""Seconds for which a library that was entered may still take what its first use needs. Kernels take theirs at once."""
+"""Seconds for which a library that was entered may still take what its first use needs."""
+AT_ONCE = 0.01
+"""The same for kernels, which take theirs at once: the GPUs are read one after the other."""
 STREAK = 5
 """The growths in a streak that may be first uses: PyTorch's libraries in one training step. What goes on is a leak."""
 TOGETHER = 3
@@ -172,7 +174,8 @@ class Overhead:
         something is `new`: it is charged with that."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
-        entered = came | (self.entered - {KERNELS}) if now - self.seen <= LINGER else came
+        since, before = now - self.seen, self.entered
+        entered = came | (before if since <= AT_ONCE else before - {KERNELS} if since <= LINGER else frozenset())
         if entries == self.entries and entered == self.entered:
             return self
         return replace(self, entries=entries, entered=entered, seen=now if came else self.seen)

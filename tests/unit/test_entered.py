@@ -391,6 +391,11 @@ def test_what_one_gpu_s_reading_sees_another_s_knows(monkeypatch: pytest.MonkeyP
         clock[0] += LINGER + 0.1
         host.take(gpus[1], 98 * MIB)
         assert overheads() == [begun[0] + 98, begun[1]], "it was not for this one"
+        clock[0] += 5
+        host.enter(KERNELS)
+        host.take(gpus[0], 4 * MIB)
+        host.take(gpus[1], 4 * MIB)
+        assert overheads() == [begun[0] + 102, begun[1] + 4], "kernels of both"
     finally:
         memguard.shutdown()
 
