@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -114,7 +115,8 @@ class JaxProducer(Producer):
         import jax
         import jax.numpy as jnp
 
-        self.eye, self.x = jnp.eye(_EYE), None
+        self.eye = jnp.eye(_EYE)
+        self.x: Any = None
 
         def chain(count: int) -> Any:
             @jax.jit
@@ -344,6 +346,29 @@ def sleep(seconds: float) -> None:
         import torch
 
         torch.cuda._sleep(int(seconds * _cycles()))
+
+
+class Edge:
+    """Lengths of work that ends about when it is looked at, whatever lies between: after `told`, the next is nearer.
+
+    Each length is drawn from half to one and a half times the middle, which grows while the work had ended and shrinks
+    while it had not. So both come about equally often on any card, and most lengths are near the edge.
+    """
+
+    SHORTEST, LONGEST, STEP = 1.0, 1e8, 1.15
+
+    def __init__(self, seed: int, middle: float) -> None:
+        self.draw, self.middle = random.Random(seed), middle
+        self.ended, self.under_way = 0, 0
+
+    def length(self) -> int:
+        return max(round(self.middle * self.draw.uniform(0.5, 1.5)), 1)
+
+    def told(self, ended: bool) -> None:
+        self.ended += ended
+        self.under_way += not ended
+        middle = self.middle * self.STEP if ended else self.middle / self.STEP
+        self.middle = min(max(middle, self.SHORTEST), self.LONGEST)
 
 
 def _cycles() -> float:

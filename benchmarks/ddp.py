@@ -149,7 +149,7 @@ def main() -> None:
         if child.returncode or not lines:
             ended |= {"stderr": err[-3000:], "stderr_tail": err[-1500:]}
         ranks.append({**one, **ended})
-    result = {"about": header("python benchmarks/ddp.py"), "ranks": ranks, "checks": ddp_checks(ranks)}
+    result: dict[str, Any] = {"about": header("python benchmarks/ddp.py"), "ranks": ranks, "checks": ddp_checks(ranks)}
     conclude(result, arguments.output)
     if not all(passed for passed, _ in result["checks"].values()):
         raise SystemExit(1)

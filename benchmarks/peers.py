@@ -355,7 +355,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     if arguments.child:
-        child(*arguments.child, arguments.cap)
+        library, way = arguments.child
+        child(library, way, arguments.cap)
         return
     libraries = arguments.only.split(";")
     started = time.monotonic()

@@ -213,12 +213,12 @@ def readings() -> dict[str, Any]:
                 taken[name, what].append(spent)
     found: dict[str, Any] = {}
     for name in calls:
-        reading, probes, again = (taken[name, what] for what in ("us", "bare_us", "again"))
+        timings, without, again = (taken[name, what] for what in ("us", "bare_us", "again"))
         found[name] = {
-            "us": spread(reading),
-            "bare_us": spread(probes),
-            "above_us": spread([a - b for a, b in zip(reading, probes)]),
-            "control_us": spread([a - b for a, b in zip(again, probes)]),
+            "us": spread(timings),
+            "bare_us": spread(without),
+            "above_us": spread([a - b for a, b in zip(timings, without)]),
+            "control_us": spread([a - b for a, b in zip(again, without)]),
         }
     alone = {name: spread([timed(probe) for _ in range(500)]) for name, probe in bare.alone().items()}
     return {"readings": found, "probes_us": alone, "fresh": fresh(guard, takes), "arrays": len(kept)}
@@ -408,7 +408,8 @@ def main() -> None:
     about["stand_ins"] = about["gpu"] is None
     scenarios = {}
     for name in SCENARIOS:
-        with without_gpu() if about["stand_ins"] else contextlib.nullcontext({}) as env:
+        with contextlib.ExitStack() as stand_ins:
+            env = stand_ins.enter_context(without_gpu()) if about["stand_ins"] else {}
             outcome = run_scenario(__file__, name, env=env, timeout=TICKING_SECONDS + 240)
         error = outcome.pop("_stderr")
         if outcome["returncode"]:

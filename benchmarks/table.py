@@ -597,7 +597,7 @@ def training() -> list[str]:
         "Time of training steps with a budget and a monitor at 10 Hz as a ratio to without, in the same process, in",
         "interleaved segments; medians with their 95 % intervals:",
         "",
-        "| | measured | watched / without | without / without | one / the other |",
+        "| | measured | watched / without | without / without | watched / both without |",
         "| --- | --- | --- | --- | --- |",
         *rows,
         "",

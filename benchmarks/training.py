@@ -4,22 +4,26 @@
 
 A ResNet-50 on random images, and GPT-2 (small) on random tokens, each in a process of its own. One process, and not a
 pair of them, because two processes differ by more than what is asked for: in where their memory lies, in the kernels
-that cuDNN chose, in their cores. So a block is three short segments of steps, in an order that changes: one with budget
-and monitor, and two without, which are each other's control. Before each of the three `memguard.init` runs, and before
-those without also `memguard.shutdown`; then some steps that are not timed, so that each begins with the same GPU, and
-the monitor's samples fall anywhere in the timed ones. What `memguard.init` itself takes is in `light.py`.
+that cuDNN chose, in their cores. So a block is three short segments of steps: one with budget and monitor, and two
+without, which are each other's control. Every second block runs in the reverse order, so that steady drift cancels, and
+so that the budget of one watched segment serves for the next: it ends one block and begins the other.
+
+A monitor's first sample costs the most, and the second waits until the CPU time of the first is within the monitor's
+share. So after `memguard.init` steps go on untimed until the second sample is there. What `memguard.init` itself takes
+is in `light.py` and `init.py`. `spent_s` says what the run's time went to.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import math
 import os
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +33,18 @@ from _run import conclude, emit, header, run_scenario
 from checks import TRAINING_PAIRS, training_checks
 
 BLOCKS = int(os.environ.get("MEMGUARD_TRAINING_BLOCKS", str(TRAINING_PAIRS)))
-SECONDS = float(os.environ.get("MEMGUARD_TRAINING_SECONDS", "0.1"))
-"""That a segment takes."""
+SECONDS = float(os.environ.get("MEMGUARD_TRAINING_SECONDS", "0.14"))
+"""That a segment takes: more than the monitor's interval."""
 INTERVAL = 0.1
+SETTLED, PATIENCE = 2, 1.5
+"""Samples after `init` before anything is timed, and the seconds after which it is timed without them."""
 BUDGET = {
     "version": 1,
     "device": {"limit": "48GiB"},
     "frameworks": {"torch": {"limit": "40GiB"}},
     "monitor": {"interval": f"{INTERVAL * 1000:.0f}ms"},
 }
-WARM = 15
+WARM = 25
 """Steps before anything is timed: cuDNN chooses its kernels, torch's cache grows."""
 
 
@@ -118,8 +124,16 @@ class Segments:
     def __init__(self, step: Callable[[], Any], wait: Callable[[], None], simulate: str | None = None) -> None:
         self.step, self.wait, self.simulate = step, wait, simulate
         self.count = 1
-        self.watched, self.samples = 0.0, 0
+        self.monitor: Any = None
+        """The monitor of the budget that is active; None between budgets."""
+        self.forget()
+
+    def forget(self) -> None:
+        """What was counted so far."""
+        self.watched, self.samples, self.empty = 0.0, 0, 0
+        self.budgets, self.settled = 0, 0
         self.states: dict[str, set[bool]] = {}
+        self.spent: dict[str, float] = {}
 
     def calibrate(self, seconds: float) -> float:
         """Set how many steps a segment has. Returns the seconds of one."""
@@ -138,29 +152,69 @@ class Segments:
         return time.perf_counter() - begun
 
     def segment(self, name: str, warm: int) -> float:
-        """Seconds for its steps, after `warm` others. Only the one called `watched` has a budget and a monitor."""
-        import memguard
-        from memguard import _api
+        """Seconds for its steps. Only the one called `watched` has a budget and a monitor.
 
-        memguard.init(BUDGET, simulate=self.simulate)
-        monitor: Any = _api.current_session().monitor
-        if name != "watched":
-            memguard.shutdown()
-        gc.collect()
-        self.timed(warm)
+        `warm` other steps come before, if the segment before was of the other kind.
+        """
+        if (name == "watched") != (self.monitor is not None):
+            if name == "watched":
+                self.begin()
+            else:
+                self.end()
+            with self.part("between"):
+                self.timed(warm)
         since = time.time()
-        took = self.timed(self.count)
+        with self.part("timed"):
+            took = self.timed(self.count)
         until = time.time()
         self.states.setdefault(name, set()).add(active())
         if name == "watched":
+            seen = sum(since <= sample.time <= until for sample in self.monitor.last(60))
             self.watched += until - since
-            self.samples += sum(since <= sample.time <= until for sample in monitor.last(60))
-            memguard.shutdown()
+            self.samples += seen
+            self.empty += not seen
         return took
 
+    def begin(self) -> None:
+        """A budget, and steps until its monitor samples at its pace."""
+        import memguard
+        from memguard import _api
+
+        with self.part("init"):
+            memguard.init(BUDGET, simulate=self.simulate)
+            session: Any = _api.current_session()
+            self.monitor = session.monitor
+        with self.part("until the second sample"):
+            begun = time.perf_counter()
+            while not (settled := len(self.monitor.last(60)) >= SETTLED) and time.perf_counter() - begun < PATIENCE:
+                self.timed(1)
+        self.budgets += 1
+        self.settled += settled
+
+    def end(self) -> None:
+        """No budget, and no garbage of one that later steps would have to collect."""
+        import memguard
+
+        with self.part("shutdown"):
+            memguard.shutdown()
+            self.monitor = None
+            gc.collect()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add what runs inside to `spent`."""
+        begun = time.perf_counter()
+        yield
+        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
+
     def block(self, number: int) -> dict[str, float]:
-        names, draw = ["watched", "without", "again"], random.Random(number)
+        """The times of three segments. The watched one is the last, and in the block after it the first."""
+        names, draw = ["without", "again"], random.Random(number // 2)
         draw.shuffle(names)
+        names.append("watched")
+        if number % 2:
+            names.reverse()
+        draw = random.Random(number)
         return {name: self.segment(name, 1 + draw.randrange(self.count)) for name in names}
 
 
@@ -177,37 +231,43 @@ def active() -> bool:
 
 def measure(segments: Segments, blocks: int, seconds: float) -> dict[str, Any]:
     each = segments.calibrate(seconds)
-    for number in range(2):  # what `init` imports, and does once
-        segments.block(number)
-    segments.watched, segments.samples = 0.0, 0
-    taken = [segments.block(number) for number in range(blocks)]
+    try:
+        for number in range(4):  # what `init` imports, and does once
+            segments.block(number)
+        gc.collect()
+        gc.freeze()  # the frameworks' own objects: to look through them takes longer than a segment
+        segments.forget()
+        taken = [segments.block(number) for number in range(blocks)]
+    finally:
+        segments.end()
+        gc.unfreeze()
     return {
         "step_ms": round(each * 1e3, 3),
         "steps": segments.count,
         "pairs": blocks,
         "watched_s": round(segments.watched, 2),
         "samples": segments.samples,
+        "without_a_sample": segments.empty,
+        "budgets": {"begun": segments.budgets, "settled": segments.settled},
         "active": {name: sorted(states) for name, states in segments.states.items()},
+        "spent_s": {name: round(took, 2) for name, took in segments.spent.items()},
         "seconds": {name: [round(one[name], 6) for one in taken] for name in ("watched", "without", "again")},
         **ratios(taken),
     }
 
 
 def ratios(taken: list[dict[str, float]]) -> dict[str, Any]:
-    """Watched against without, without against without, and the first as a multiple of the second."""
-    pairs = [(one["watched"] / one["without"], one["again"] / one["without"]) for one in taken]
-    draw = random.Random(11)
-    beyond = sorted(_beyond(draw.choices(pairs, k=len(pairs))) for _ in range(_spread.RESAMPLES))
-    low, high = beyond[_spread.RESAMPLES * 25 // 1000], beyond[_spread.RESAMPLES * 975 // 1000 - 1]
+    """Watched against without, without against without, and watched against both of its block.
+
+    The last is what a bar is held against: the two without are equals, and so their mean is the better divisor. The
+    bounds come from resampling whole blocks.
+    """
+    beyond = [one["watched"] / math.sqrt(one["without"] * one["again"]) for one in taken]
     return {
-        "ratio": _spread.interval([[ratio] for ratio, _ in pairs]),
-        "control": _spread.interval([[control] for _, control in pairs]),
-        "beyond": {"median": _beyond(pairs), "low": low, "high": high},
+        "ratio": _spread.interval([[one["watched"] / one["without"]] for one in taken]),
+        "control": _spread.interval([[one["again"] / one["without"]] for one in taken]),
+        "beyond": _spread.interval([[ratio] for ratio in beyond]),
     }
-
-
-def _beyond(pairs: list[tuple[float, float]]) -> float:
-    return statistics.median(ratio for ratio, _ in pairs) / statistics.median(control for _, control in pairs)
 
 
 def program(make: Callable[[], tuple[Callable[[], Any], str]]) -> dict[str, Any]:

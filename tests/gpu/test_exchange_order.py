@@ -149,31 +149,34 @@ result["said"] = said
 
 @pytest.mark.parametrize("consumer", ["cupy", "jax", "numba"])
 def test_none_is_stale_when_the_producers_work_ends_just_then(run: Run, consumer: str) -> None:
-    """Work of any length, from none to 200 us: the stream is idle at some hand-overs and busy at others."""
+    """Work that ends about when the hand-over asks, on any card: the stream is idle at some and busy at others."""
     found = run(
         BENCH
         + f"CONSUMER = {consumer!r}\n"
         + """
-import random
+from _order import Edge
 _arrays.start("torch", CONSUMER)
 import torch
 from memguard._devices import streams
 told, real = [], streams.idle
 streams.idle = lambda *args: told.append(real(*args)) or told[-1]
-side, draw, stale = torch.cuda.Stream(), random.Random(7), 0
+side, edge, stale, rounds, asked = torch.cuda.Stream(), Edge(7, 100_000), 0, 0, 0
 x = torch.zeros(1 << 16, device="cuda")
-for number in range(600):
+while rounds < 600 or (min(told.count(True) - 100, told.count(False)) < 100 and rounds < 4000):
+    rounds += 1
+    finished = rounds % 6 == 0  # work that has ended for sure
     with torch.cuda.stream(side):
-        torch.cuda._sleep(draw.randrange(1, 400_000))
-        x.fill_(float(number))
-        for _ in range(draw.randrange(60)):
-            pass
-        if number % 3 == 0:
+        torch.cuda._sleep(edge.length())
+        x.fill_(float(rounds))
+        if finished:
             side.synchronize()
         y = exchange.to(x, CONSUMER)
-    stale += not bool((_arrays.read(y) == number).all())
+    stale += not bool((_arrays.read(y) == rounds).all())
     del y
-result.update(stale=stale, idle=told.count(True), busy=told.count(False))
+    if len(told) > asked and not finished:
+        edge.told(told[-1])
+    asked = len(told)
+result.update(stale=stale, idle=told.count(True), busy=told.count(False), rounds=rounds, middle=edge.middle)
 """,
         timeout=150,
     )

@@ -268,8 +268,16 @@ framework._pools = {uuid: Pool() for uuid in host.uuids}
 result["pool"] = rows()
 framework._pools[host.uuids[1]].high = 4
 result["pooled"] = rows()
+Pool.used = lambda self: self.high // 4
+sizes = (4, 64 * MIB, 256 * MIB)
+result["returns"] = []
+for framework._pools[host.uuids[1]].high in sizes:
+    usage = framework.usage(host.gpus[1])
+    result["returns"].append([usage.held, usage.in_use, usage.reclaimable])
 """
     )
+    mib = 1 << 20
+    assert found.pop("returns") == [[2, 1, 0], [32 * mib, 16 * mib, 0], [128 * mib, 64 * mib, None]]
     assert found == {"one": [1 << 20, None], "freed": [0, 0], "pool": [None, None], "pooled": [None, 2]}
 
 

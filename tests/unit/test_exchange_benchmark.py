@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from memguard.exchange.view import DTYPES, View
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_arrays, _edges, _exchange_tables, benchmark, table, checks = (
-    importlib.import_module(name) for name in ("_arrays", "_edges", "_exchange_tables", "exchange", "table", "checks")
+_arrays, _edges, _exchange_tables, _order, benchmark, table, checks = (
+    importlib.import_module(name)
+    for name in ("_arrays", "_edges", "_exchange_tables", "_order", "exchange", "table", "checks")
 )
 exchange_checks = checks.exchange_checks
 
@@ -288,3 +290,22 @@ def test_the_committed_results_pass_their_own_checks_again() -> None:
             again = exchange_checks(result["scenarios"])
             told = [check for check in result["checks"] if check in again]
             assert len(told) >= 3 and all(again[check][0] == result["checks"][check][0] for check in told), name
+
+
+@pytest.mark.parametrize("between_us", [0, 20, 60, 300, 5000])
+@pytest.mark.parametrize("launch_us", [0, 8])
+@pytest.mark.parametrize("mhz", [345, 1980])
+def test_work_ends_just_when_it_is_looked_at_on_any_card(between_us: float, launch_us: float, mhz: int) -> None:
+    """Slow clocks and fast, a hand-over that asks soon or late after the launch: 600 rounds of each.
+
+    Where the launch alone takes longer than the hand-over, all work is still under way, and the shortest is tried.
+    """
+    edge, noise = _order.Edge(7, 100_000), random.Random(between_us)
+    for _ in range(600):
+        works = launch_us + edge.length() / mhz
+        edge.told(works <= between_us * noise.uniform(0.8, 1.3))
+    assert edge.ended + edge.under_way == 600
+    if between_us <= launch_us * 1.3:
+        assert edge.ended <= 60 and edge.middle == edge.SHORTEST
+    else:
+        assert edge.ended >= 200 and edge.under_way >= 200

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import importlib
 import random
 import sys
@@ -40,7 +42,8 @@ def taken(cost: float, noise: float, blocks: int = 100, seed: int = 1) -> list[d
 def good() -> dict[str, Any]:
     one = {
         "says": "a model", "step_ms": 30.0, "steps": 4, "pairs": 100, "watched_s": 20.0, "samples": 205,
-        "active": {"watched": [True], "without": [False], "again": [False]}, **benchmark.ratios(taken(1.0, 0.003)),
+        "without_a_sample": 3, "active": {"watched": [True], "without": [False], "again": [False]},
+        **benchmark.ratios(taken(1.0, 0.003)),
     }  # fmt: skip
     about = {"gpu": "NVIDIA H200", "gpus": 1, "command": "c", "date": "2026-11-22", "memguard_hash": "0"}
     return {"about": about, "scenarios": {name: copy.deepcopy(one) for name in checks.TRAINING}}
@@ -69,7 +72,8 @@ def test_a_good_run_passes_and_one_that_did_not_run_has_failed() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pairs": 99}, {"samples": 100}, {"samples": 0}, {"watched_s": 0.0},
+        {"pairs": 99}, {"samples": 100}, {"samples": 0}, {"samples": 300}, {"watched_s": 0.0},
+        {"without_a_sample": 21},
         {"beyond": {"median": 1.0, "low": 0.99, "high": 1.006}},
         {"active": {"watched": [False], "without": [False], "again": [False]}},
         {"active": {"watched": [True], "without": [False, True], "again": [False]}}, {"active": {}},
@@ -101,36 +105,102 @@ def test_drift_from_block_to_block_changes_no_ratio(monkeypatch: pytest.MonkeyPa
     assert benchmark.ratios(drifting)["beyond"]["high"] <= 1.001
 
 
+class Watching(benchmark.Segments):
+    """Notes for each step which part of the run it belongs to, and whether a budget is active."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[bool]] = {}
+        self.inside = ""
+        super().__init__(self.take, lambda: None, simulate="h200")
+
+    def take(self) -> None:
+        time.sleep(0.002)
+        self.seen.setdefault(self.inside, []).append(benchmark.active())
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self.inside = name
+        with super().part(name):
+            yield
+
+
 def test_segments_have_a_budget_when_watched_and_none_otherwise() -> None:
-    """On a simulated GPU, with steps that only wait: 12 blocks."""
-    seen: list[bool] = []
+    """On a simulated GPU, with steps that only wait: 6 blocks."""
+    segments = Watching()
+    found = benchmark.measure(segments, 6, 0.11)
+    assert found["pairs"] == 6 and 1 <= found["steps"] <= 55 and found["step_ms"] >= 2
+    assert found["active"] == {"watched": [True], "without": [False], "again": [False]}
+    timed = segments.seen["timed"]
+    assert timed.count(False) == 2 * timed.count(True) > 0, "a third of the segments"
+    assert not any(segments.seen[""]) and all(segments.seen["until the second sample"])
+    assert found["watched_s"] > 0.5 and 4 <= found["samples"] / found["watched_s"] <= 15, "of 10 a second"
+    assert found["budgets"] == {"begun": 3, "settled": 3}, "two watched segments for each"
+    assert {"init", "timed", "between", "shutdown"} < set(found["spent_s"])
+    assert all(len(found["seconds"][name]) == 6 for name in NAMES)
+    assert 0.5 < found["beyond"]["low"] <= found["beyond"]["median"] <= found["beyond"]["high"] < 2
+    with pytest.raises(memguard.NotActive):
+        memguard.ledger()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("cpu", [0.002, 0.02])
+def test_a_first_sample_that_costs_much_leaves_no_segment_without_samples(
+    monkeypatch: pytest.MonkeyPatch, cpu: float
+) -> None:
+    """The monitor pays for it by waiting: 0.2 or 2 s. It is waited for too, or the result says that it was not."""
+    from memguard._monitor.session import Session
+
+    take = Session._take
+
+    def costly(session: Session) -> Any:
+        if not session.monitor.last(60):
+            begun = time.thread_time()
+            while time.thread_time() - begun < cpu:
+                pass
+        return take(session)
+
+    monkeypatch.setattr(Session, "_take", costly)
+    monkeypatch.setattr(benchmark, "PATIENCE", 0.8)
+    segments = Watching()
+    segments.count = 60
+    for number in range(2):
+        segments.block(number)
+    segments.end()
+    if cpu == 0.002:
+        assert segments.settled == 1 and segments.empty == 0
+    else:
+        assert segments.settled == 0 and segments.empty == 2
+        result = good()
+        result["scenarios"]["GPT"] |= {"samples": segments.samples, "watched_s": segments.watched}
+        assert len(failed(result)) == 1
+
+
+def test_a_budget_ends_if_a_step_fails() -> None:
+    calls = iter(range(1000))
 
     def step() -> None:
-        time.sleep(0.002)
+        if next(calls) == 100:
+            raise RuntimeError("a step")
 
-    segments = benchmark.Segments(step, lambda: seen.append(benchmark.active()), simulate="h200")
-    found = benchmark.measure(segments, 12, 0.06)
-    assert found["pairs"] == 12 and 1 <= found["steps"] <= 30 and found["step_ms"] >= 2
-    assert found["active"] == {"watched": [True], "without": [False], "again": [False]}
-    assert seen.count(True) * 2 == len(seen) - seen.count(True) - 6, (
-        "a third of the segments, and none while calibrating"
-    )
-    assert found["watched_s"] > 0.15 and 2 <= found["samples"] / found["watched_s"] <= 20, "of 10 a second"
-    assert all(len(found["seconds"][name]) == 12 for name in NAMES)
-    assert 0.5 < found["beyond"]["low"] <= found["beyond"]["median"] <= found["beyond"]["high"] < 2
+    with pytest.raises(RuntimeError, match="a step"):
+        benchmark.measure(benchmark.Segments(step, lambda: None, simulate="h200"), 3, 0.001)
     with pytest.raises(memguard.NotActive):
         memguard.ledger()
 
 
-def test_the_order_of_the_three_changes() -> None:
-    orders = set()
+def test_the_order_of_the_three_changes_and_drift_cancels() -> None:
+    """Watched is the last of a block and the first of the next one, and the two without change places."""
+    orders, places = set(), dict.fromkeys(NAMES, 0)
     for number in range(100):
         segments = benchmark.Segments(lambda: None, lambda: None)
         order: list[str] = []
         segments.segment = lambda name, warm, order=order: order.append(name) or 1.0
         segments.block(number)
         orders.add(tuple(order))
-    assert len(orders) == 6
+        assert order.index("watched") == (0 if number % 2 else 2)
+        for place, name in enumerate(order):
+            places[name] += place
+    assert len(orders) == 4 and set(places.values()) == {100}
 
 
 def test_a_program_whose_library_is_not_here_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

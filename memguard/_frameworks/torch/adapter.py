@@ -45,12 +45,26 @@ _log = logging.getLogger("memguard")
 
 SEGMENT = 20 * MIB
 """Expandable segments take memory in pieces of this size (measured)."""
+PIECE = 32 * MIB
+"""The driver's pools under the async backend grow in such steps (measured)."""
 
 
 _observed: Any = None
 """The torch that has our observer: it cannot be taken back, so it is attached once."""
 _observer: tuple[Torch, int] | None = None
 """The adapter that the observer tells, and its process; None if no cap is set."""
+
+
+def returned_by_trim(reserved: int, used: int) -> int | None:
+    """What trimming a driver pool that holds `reserved` bytes, `used` of them in live blocks, gives back to the driver.
+
+    Whole pieces come back, those with a live block stay, and the driver tells nobody which pieces those are. So it is
+    known where nothing is live, and where what idles is less than a piece; else None.
+    """
+    idle = reserved - used
+    if used == 0:
+        return reserved
+    return 0 if idle < PIECE else None
 
 
 class Torch(Framework):
@@ -143,7 +157,7 @@ class Torch(Framework):
             return None
         if pool is not None:
             reserved, used = pool.reserved(), pool.used()
-            return Usage(reserved, used, reserved - used, peak=peak)
+            return Usage(reserved, used, returned_by_trim(reserved, used), peak=peak)
         if held is None or in_use is None:
             return Usage(held, in_use)
         # Blocks of a partly used segment are cached but cannot be released: PyTorch frees whole segments only.
@@ -186,7 +200,7 @@ class Torch(Framework):
     def footprint(self, size: int) -> int:
         """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
         if self._pools:
-            return round_up(size, 32 * MIB)  # the driver's pools grow in such steps (measured)
+            return round_up(size, PIECE)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
         if expandable is None:  # asking torch takes a snapshot of all blocks
