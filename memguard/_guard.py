@@ -55,6 +55,7 @@ _SPILLS = (
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
+_ENFORCED = Enforcement.ENFORCED
 _NOTING = 1.0
 """Seconds to wait for another thread that notes the drift of a cap."""
 _SAMPLES_PER_CHECK = 10
@@ -114,6 +115,8 @@ class Guard:
         self._undo = Undo()
         self._not_undone: list[str] = []
         self._entries: dict[str, _Entry] = {}
+        self._frameworks: Mapping[str, Framework] = {}
+        """Those of `_entries`. Always the same one, which the reader knows again."""
         self._warned: set[str] = set()
         self._samples = self._resized = 0
         self._started = self._over = self._told = False
@@ -136,7 +139,7 @@ class Guard:
     @property
     def frameworks(self) -> Mapping[str, Framework]:
         """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
-        return {name: entry.framework for name, entry in self._entries.items()}
+        return dict(self._frameworks)
 
     def start(self) -> None:
         """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
@@ -165,7 +168,7 @@ class Guard:
                 if self._over:
                     raise NotActive("this budget was shut down while it was being applied")
                 self._undo.add("import hooks", self._hook.clear)
-                self._entries = entries
+                self._entries, self._frameworks = entries, {name: one.framework for name, one in entries.items()}
                 self._cure(states)
                 for name, entry in entries.items():
                     self._start_framework(name, entry, states[name])
@@ -192,7 +195,7 @@ class Guard:
                 finally:
                     for entry in self._entries.values():
                         entry.framework.on_refusal = None
-                    self._entries = {}  # a new dict: other threads may be iterating over the old one
+                    self._entries, self._frameworks = {}, {}  # new: other threads may be iterating over the old ones
                     self._reader.clear()
                     self.host.close()
         stays = [*self._not_undone, *self.permanent]
@@ -217,20 +220,19 @@ class Guard:
         self._find_drift()
         # Without the guard's lock, which another thread may have while it waits for one that this thread has.
         self._check_active()
-        frameworks, plan = self.frameworks, self.plan
-        enforcements = {name: entry.enforcement.value for name, entry in self._entries.items()}
-        parts = tuple(
-            self._reader.ledger(part, frameworks, enforcements, self._refusals_on(part.device.uuid))
-            for part in plan.devices
-        )
+        frameworks, plan, reader = self._frameworks, self.plan, self._reader
+        enforcements = {name: entry.enforcement._value_ for name, entry in self._entries.items()}
+        readings = [reader.reading(part, frameworks) for part in plan.devices]
         self._check_active()  # another thread's shutdown would leave half a reading
         notes = self._all_notes()
-        for part in parts:
-            for row in part.rows:
-                if row.cap is not None and row.at_least is None:
-                    note = _above_cap(row.name, row.bytes, row.cap, row.enforcement, part.device)
-                    notes += [note] if note is not None else []
-        return Ledger(time.time(), parts, self.host.simulated, tuple(notes))
+        ledgers = []
+        for part, reading in zip(plan.devices, readings, strict=True):
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid)))
+            for name, cap in part.caps.items():
+                held = usage.held if (usage := reading.usages.get(name)) is not None else None
+                if held is not None and held > cap:
+                    notes += [_above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
+        return Ledger(time.time(), tuple(ledgers), self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
         """The ledger's figures without its rows, for several readings a second on any thread.
@@ -241,7 +243,7 @@ class Guard:
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1:
             self._find_drift()
-        frameworks, reader = self.frameworks, self._reader
+        frameworks, reader = self._frameworks, self._reader
         parts = [reader.sample(part, frameworks) for part in self.plan.devices]
         return Sample(time.time(), tuple(parts))
 
@@ -305,16 +307,24 @@ class Guard:
                 found[name] = known.count, known.last
         return found
 
-    def _find_drift(self) -> None:
-        """Ask each framework whether the cap that was set still holds, and note what changed.
+    def _find_drift(self, only: str | None = None) -> None:
+        """Ask each framework, or `only` this one, whether the cap that was set still holds, and note what changed.
 
         Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
         changes what they compare with.
         """
         entries, resized = self._entries, self._resized
         answers: dict[str, tuple[str, ...]] = {}
-        for name, entry in entries.items() if self.active else ():
-            if (now := self._drift_of(name, entry)) != entry.drift:
+        asked = entries if only is None else {only: entries[only]} if only in entries else {}
+        for name, entry in asked.items() if self.active else ():
+            if entry.enforcement is not _ENFORCED and not entry.drift:
+                continue  # no cap was set
+            try:
+                found = entry.framework.drift()
+            except Exception as error:
+                self._unchecked(name, error)
+                continue
+            if (found or entry.drift) and (now := tuple(found)) != entry.drift:
                 answers[name] = now
         if not answers:  # nothing is to be noted
             return
@@ -337,8 +347,11 @@ class Guard:
         try:
             return tuple(entry.framework.drift())
         except Exception as error:
-            self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
+            self._unchecked(name, error)
             return entry.drift
+
+    def _unchecked(self, name: str, error: Exception) -> None:
+        self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
     def _drifted(self, name: str, entry: _Entry, found: tuple[str, ...]) -> Event | None:
         """Note the drift of one framework. The event, if it is another than before."""
@@ -360,7 +373,7 @@ class Guard:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
         self._checkpoint()
-        self._find_drift()
+        self._find_drift(framework)
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()
@@ -400,17 +413,16 @@ class Guard:
 
     def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
+        return Block(lambda: self._begin_workload(name, framework, needs))
 
-        def begin() -> tuple[WorkloadReport, End]:
-            if needs is not None:
-                self.require(framework, needs)
-            else:
-                self._checkpoint()
-            report = WorkloadReport(name, framework)
-            report.before, earlier = totals(self._usages_of(framework))
-            return report, lambda error: self._end_workload(report, earlier, error)
-
-        return Block(begin)
+    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
+        if needs is not None:
+            self.require(framework, needs)
+        else:
+            self._checkpoint()
+        report = WorkloadReport(name, framework)
+        report.before, earlier = totals(self._usages_of(framework))
+        return report, lambda error: self._end_workload(report, earlier, error)
 
     def _end_workload(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
         try:

@@ -24,6 +24,8 @@ _IDS_FROM = 13000  # the driver's CUDA, as cuDriverGetVersion counts
 _initialised: libcuda.DriverAPI | None = None
 """libcuda once it was found initialised: it stays so, and asking again would cost more than the calls themselves."""
 _primaries: dict[int, int] = {}
+_handles: dict[int, int] = {}
+"""The driver's handle of a GPU, by ordinal."""
 _lost = False
 """True in a child forked after that: CUDA can never be used there."""
 
@@ -72,6 +74,7 @@ def _forked() -> None:
     global _initialised, _lost
     _initialised, _lost = None, _lost or _initialised is not None
     _primaries.clear()
+    _handles.clear()
 
 
 def initialised() -> bool:
@@ -81,17 +84,18 @@ def initialised() -> bool:
 
 def current() -> int | None:
     """The ordinal of the GPU whose context is current on this thread; None if there is none."""
-    cuda = loaded()
+    cuda = _initialised if _initialised is not None else loaded()
     ordinal = c_int()
     return ordinal.value if cuda is not None and cuda.cuCtxGetDevice(ordinal) == 0 else None
 
 
 def current_handle() -> int | None:
     """The handle of this thread's current context, primary or not; None if there is none."""
-    cuda, context = loaded(), c_void_p()
+    cuda, context = _initialised if _initialised is not None else loaded(), c_void_p()
     if cuda is None or cuda.cuCtxGetCurrent(context):
         return None
-    return context.value
+    found: int | None = context.value
+    return found
 
 
 def visible() -> tuple[VisibleDevice, ...] | None:
@@ -136,13 +140,17 @@ def ordinals() -> dict[str, int]:
 
 def active(ordinal: int) -> bool | None:
     """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, which makes none); None if unknown."""
-    cuda = loaded()
-    device, flags, found = c_int(), c_uint(), c_int()
+    cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:
         return False
-    if cuda.cuDeviceGet(device, ordinal) or cuda.cuDevicePrimaryCtxGetState(device.value, flags, found):
-        return None
-    return bool(found.value)
+    found = c_int()
+    device = _handles.get(ordinal)
+    if device is None:
+        handle = c_int()
+        if cuda.cuDeviceGet(handle, ordinal):
+            return None
+        device = _handles[ordinal] = handle.value  # which cannot change
+    return None if cuda.cuDevicePrimaryCtxGetState(device, c_uint(), found) else found.value != 0
 
 
 def _with_primary(cuda: libcuda.DriverAPI, ordinal: int) -> int | None:
@@ -171,6 +179,11 @@ def primary(ordinal: int) -> int | None:
     if context.value:
         _primaries[ordinal] = context.value
     return context.value
+
+
+def primary_known(ordinal: int) -> int | None:
+    """The handle that `primary` found before, without a call of CUDA. That context may have been released since."""
+    return _primaries.get(ordinal)
 
 
 def primary_now(ordinal: int) -> int | None:

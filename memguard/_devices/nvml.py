@@ -158,6 +158,7 @@ class _Process(Structure):
 
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Processes that a list has room for: at first, and at most."""
+_Room: Any = _Process * _ROOM
 
 
 class _Here(threading.local):
@@ -198,6 +199,8 @@ class Nvml:
         self._refused: dict[int, str] = {}
         self._v2: dict[str, bool] = {}
         self._totals: dict[str, int] = {}
+        self._ready: dict[str, tuple[Any, ...]] = {}
+        """By UUID what `_prepare` found: so that a reading is one call of NVML, and hardly anything beside it."""
         self._bytes_trusted = True
         self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
 
@@ -215,14 +218,72 @@ class Nvml:
 
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
-        return self._call("memory of", self._memory, uuid)
+        ready = self._ready.get(uuid)
+        if ready is not None and self._as_prepared(ready):
+            _, _, handle, ask, version, _ = ready
+            found, started = _Memory(version), time.monotonic()
+            code = ask(handle, byref(found))
+            if time.monotonic() - started >= _SLOW:
+                self._warn_slow(f"memory of {uuid}", time.monotonic() - started)
+            total, reserved, free, used = found.total, found.reserved, found.free, found.used
+            if not code and used <= total and free <= total and reserved <= total and 0 < total <= MAX_SIZE:
+                return MemoryInfo(total, reserved, used, free)
+            answers = [(code, found)]  # to say what is wrong, NVML is not asked once more
+
+            def work(n: Any, uuid: str) -> MemoryInfo:
+                if not answers:
+                    return self._memory(n, uuid)
+                code, found = answers.pop()
+                if code:
+                    raise n.NVMLError(code)
+                return self._checked(n, uuid, found.total, found.reserved, found.used, found.free)
+
+            return self._call("memory of", work, uuid)
+        asked = self._call("memory of", self._memory, uuid)
+        self._prepare(uuid)
+        return asked
 
     def processes(self, uuid: str) -> dict[int, int | None]:
         """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
 
         40 µs on an H200 with the two calls of nvidia-ml-py.
         """
+        ready = self._ready.get(uuid)
+        if ready is not None and ready[5] is not None and self._as_prepared(ready):
+            count, room, started = c_uint(_ROOM), _Room(), time.monotonic()
+            code = ready[5](ready[2], byref(count), room)
+            if time.monotonic() - started >= _SLOW:
+                self._warn_slow(f"processes of {uuid}", time.monotonic() - started)
+            if not code:
+                return self._summed(uuid, room[: count.value])
+            answers = [(code, max(2 * count.value, 2 * _ROOM))]
+
+            def work(n: Any, uuid: str) -> dict[int, int | None]:
+                return self._processes(n, uuid, *(answers.pop() if answers else ()))
+
+            return self._call("processes of", work, uuid)
         return self._call("processes of", self._processes, uuid)
+
+    def _prepare(self, uuid: str) -> None:
+        """Remember NVML's functions and the handle, once a reading with them has worked."""
+        n = sys.modules.get("pynvml")
+        find, handle = getattr(n, "_nvmlGetFunctionPointer", None), self._handles.get(uuid)
+        if n is None or find is None or handle is None or not self._v2.get(uuid) or _here.calls:
+            return
+        try:
+            ask = find("nvmlDeviceGetMemoryInfo_v2")
+        except n.NVMLError:
+            return
+        try:
+            listed = find("nvmlDeviceGetComputeRunningProcesses_v3")
+        except n.NVMLError:
+            listed = None
+        self._ready[uuid] = n, find, handle, ask, n.nvmlMemory_v2, listed
+
+    def _as_prepared(self, ready: tuple[Any, ...]) -> bool:
+        """Whether NVML is still the one that `ready` was prepared of. It is called without pynvml's lock then."""
+        n, find = ready[0], ready[1]
+        return self._pid == os.getpid() and getattr(n, "_nvmlGetFunctionPointer", None) is find
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
@@ -237,7 +298,7 @@ class Nvml:
 
                 if _possible(pynvml):
                     self._shut_down(pynvml)
-            self._handles = {}
+            self._handles, self._ready = {}, {}
 
     def _shut_down(self, n: Any) -> None:
         self._turning = True
@@ -360,6 +421,7 @@ class Nvml:
                 refused[index] = self._text(error)
                 continue
             handles[uuid], indices[uuid] = handle, index
+        self._ready = {}
         self._handles, self._indices, self._refused = handles, indices, refused
         self._doing = "driver version"
         version = tuple(int(part) for part in n.nvmlSystemGetDriverVersion().split(".")[:2] if part.isdigit())
@@ -421,17 +483,27 @@ class Nvml:
         self._totals[uuid] = total
         return MemoryInfo(total, reserved, used, free)
 
-    def _processes(self, n: Any, uuid: str) -> dict[int, int | None]:
-        found: dict[int, int | None] = {}
-        total = self._totals.get(uuid, MAX_SIZE)
+    def _processes(self, n: Any, uuid: str, code: int = 0, room: int = _ROOM) -> dict[int, int | None]:
+        """`code`: what NVML has answered already. If that is for want of room, it is asked with this `room`."""
         try:
-            processes = _listed(n, self._handle(n, uuid))
+            if code not in (n.NVML_SUCCESS, n.NVML_ERROR_INSUFFICIENT_SIZE):
+                raise n.NVMLError(code)
+            processes = _listed(n, self._handle(n, uuid), room)
         except n.NVMLError_NotSupported:
             return {}
+        return self._summed(uuid, processes)
+
+    def _summed(self, uuid: str, processes: Sequence[Any]) -> dict[int, int | None]:
+        """The bytes by PID, which NVML may list more than once."""
+        found: dict[int, int | None] = {}
+        total = self._totals.get(uuid, MAX_SIZE)
         for process in processes:
             pid = process.pid
             size: object = process.usedGpuMemory if self._bytes_trusted else None
-            before = found.get(pid, 0)
+            if pid not in found:
+                found[pid] = size if type(size) is int and 0 <= size <= total else None
+                continue
+            before = found[pid]
             together = None if before is None or not is_whole(size) else before + size
             found[pid] = together if together is None or together <= total else None
         return found
@@ -468,7 +540,7 @@ def _memory_v2(n: Any, handle: Any) -> Any:
     return found
 
 
-def _listed(n: Any, handle: Any) -> Sequence[Any]:
+def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
     """The compute processes, asked for with one call of NVML. nvidia-ml-py makes two: the first to learn their number.
 
     A size that NVML does not know is 2⁶⁴-1. Without the call, or nvidia-ml-py's way to it, its own function serves.
@@ -477,7 +549,6 @@ def _listed(n: Any, handle: Any) -> Sequence[Any]:
         call = _function(n, "nvmlDeviceGetComputeRunningProcesses_v3")
     except n.NVMLError_FunctionNotFound:
         call = None
-    room = _ROOM
     while call is not None and room <= _MOST_ROOM:
         count, found = c_uint(room), (_Process * room)()
         code = call(handle, byref(count), found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -245,7 +245,7 @@ class DriverPages:
             self._expected = before  # an interruption before it was set changes nothing
 
     def held(self) -> int:
-        return self.counted() + self._expected
+        return self._large + self._small + self._queued + self._expected
 
     def counted(self) -> int:
         """`held` without what is expected."""
@@ -257,7 +257,8 @@ class DriverPages:
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
         """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
-        found, small = 0, Counter[int]()
+        found = 0
+        small: dict[int, int] = {}
         for address, size in pieces:
             slab = self._slabs.get(address // GRANULE)
             if size > SMALL:
@@ -265,12 +266,13 @@ class DriverPages:
             elif slab is None:
                 continue  # gone meanwhile: a signal handler gave it back
             elif slab.whole:
-                small[address // GRANULE] += 1
+                small[address // GRANULE] = small.get(address // GRANULE, 0) + 1
             else:
                 found += round_up(size, UNIT)
-        return found + GRANULE * sum(
-            place in self._slabs and count == self._slabs[place].pieces for place, count in small.items()
-        )
+        for place, count in small.items():
+            if (slab := self._slabs.get(place)) is not None and count == slab.pieces:
+                found += GRANULE
+        return found
 
     def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int) -> None:
         """Update the slab and every sum, so that reading a figure costs nothing."""

@@ -128,9 +128,13 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
-        found, unknown = None, False
-        for local, uuid in self._locals():
-            if uuid == device.uuid:
+        client = _client()
+        if client is None:
+            return None
+        found, unknown, wanted, known = None, False, device.uuid, self._by_ordinal or self._numbering()
+        for local in client.local_devices():
+            uuid = known.get(_ordinal(local), "")
+            if uuid == wanted:
                 found = local
                 break
             unknown = unknown or not uuid
@@ -139,7 +143,7 @@ class JAX(Framework):
         stats = found.memory_stats()
         if not stats or "pool_bytes" not in stats:  # not BFC: another has no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
-        return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, peak=stats["peak_bytes_in_use"])
+        return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"])
 
     def trim(self, device: Device) -> None:
         """Does nothing: XLA's pool cannot be shrunk from outside."""
@@ -280,12 +284,17 @@ class JAX(Framework):
         client = _client()
         if client is None:
             return []
+        known = self._numbering()
+        return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
+
+    def _numbering(self) -> dict[int, str]:
+        """The UUIDs by JAX's number, which is CUDA's."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
             if len(known) == 1:
                 self._by_ordinal = self._by_ordinal or {0: known[0].uuid}
-        return [(found, self._by_ordinal.get(_ordinal(found), "")) for found in client.local_devices()]
+        return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
         """By ordinal: the limit that the live backend has, and its cap, in bytes."""

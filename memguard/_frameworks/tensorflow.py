@@ -132,18 +132,19 @@ class TensorFlow(Framework):
                 return None
             limit = self._limits.get(device.uuid)
             return Usage(None, None, 0, held_at_most=limit) if self._growth else Usage(limit, None, 0)
+        in_use = peak = 0
         try:
-            infos = [tf.config.experimental.get_memory_info(f"GPU:{n}") for n in self._numbers(tf, device)]
+            numbers = self._numbers(tf, device)
+            for number in numbers:
+                info = tf.config.experimental.get_memory_info(f"GPU:{number}")
+                in_use, peak = in_use + info["current"], peak + info["peak"]
         except (ValueError, RuntimeError, AttributeError):
             return None
-        if not infos:
+        if not numbers:
             return None
         limit = self._limits.get(device.uuid) if device.uuid in self._logical else None
-        in_use = peak = 0
-        for info in infos:
-            in_use, peak = in_use + info["current"], peak + info["peak"]
         if limit is not None and not self._growth:
-            return Usage(limit, in_use, 0, peak=peak)
+            return Usage(limit, in_use, 0, None, None, peak)
         return Usage(None, in_use, 0, held_at_least=peak, held_at_most=limit, peak=peak)
 
     def trim(self, device: Device) -> None:
@@ -209,7 +210,8 @@ class TensorFlow(Framework):
         if self._spans:
             return self._spans.get(device.uuid, ())
         if self._logical:
-            return [self._logical[device.uuid]] if device.uuid in self._logical else ()
+            number = self._logical.get(device.uuid)
+            return () if number is None else (number,)
         if self._seen is None:
             self._seen = self._look(tf)
         return self._seen.get(device.uuid, ())

@@ -323,13 +323,21 @@ def gap_of(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> i
     """This process's bytes less what its frameworks are known to hold and the gaps in the driver's slabs."""
     if own is None:
         return None
-    known = [u.held if u.held is not None else u.held_at_least or 0 for u in usages if u is not None]
-    return own - sum(known) - slabs
+    for usage in usages:
+        if usage is not None:
+            held, _, _, at_least, _, _ = usage
+            own -= held if held is not None else at_least or 0
+    return own - slabs
 
 
 def totals(usages: Iterable[Usage | None]) -> tuple[int | None, int | None]:
     """What one framework has in use on all GPUs together, and its peak; None for what it does not report."""
-    known = [usage for usage in usages if usage is not None]
-    peaks = [usage.peak for usage in known if usage.peak is not None]
-    unknown = any(usage.in_use is None for usage in known)
-    return None if unknown else sum(usage.in_use or 0 for usage in known), sum(peaks) if peaks else None
+    in_use: int | None = 0
+    most: int | None = None
+    for usage in usages:
+        if usage is not None:
+            _, used, _, _, _, peak = usage
+            in_use = None if in_use is None or used is None else in_use + used
+            if peak is not None:
+                most = peak if most is None else most + peak
+    return in_use, most

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from memguard._devices import contexts
@@ -27,6 +28,8 @@ from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
 
 _Read = TypeVar("_Read")
+_framework_sample: Callable[[tuple[int | None, ...]], FrameworkSample] = partial(tuple.__new__, FrameworkSample)
+"""From its fields, in half the time that the class takes: six in each sample."""
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
@@ -36,6 +39,10 @@ _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
+_SILENT = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
+"""What few frameworks have anything to say about, and the methods of those that do not."""
+_Named = tuple[tuple[str, Framework], ...]
+_Tellers = tuple[_Named, ...]
 _SECOND_LOOK = 1.0
 """Seconds. Where memory leaks, each reading finds that the gap has grown."""
 _FRESH = 0.1
@@ -56,6 +63,7 @@ class LedgerReader:
         self._ordinals: dict[str, int] = {}
         self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
         self._looked = math.inf  # when what was entered was looked at; not before something has appeared
+        self._tellers: tuple[Mapping[str, Framework], int, _Tellers] | None = None
         self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of contexts beside the primary one
 
     def clear(self) -> None:
@@ -88,7 +96,20 @@ class LedgerReader:
 
         Raises MemguardError if another thread's reading does not return: a driver that hangs must not hang everybody.
         """
-        reading = self._in_turn(lambda charge: self._read(part, frameworks, charge))
+        return self.ledger_of(self.reading(part, frameworks), part, enforcements, refusals)
+
+    def reading(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
+        """What the rows of `ledger` are made from. Raises as that does."""
+        return self._in_turn(self._read, part, frameworks)
+
+    def ledger_of(
+        self,
+        reading: Reading,
+        part: DevicePlan,
+        enforcements: Mapping[str, str],
+        refusals: Mapping[str, tuple[int, float | None]] | None = None,
+    ) -> DeviceLedger:
+        """The rows of a reading. The arguments must not change any more."""
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
         return device_ledger(reading, part, {**watched, **enforcements}, refusals)
 
@@ -122,20 +143,29 @@ class LedgerReader:
 
         If the unaccounted part has changed, a whole reading follows, which charges it to overhead if it belongs there.
         """
-        return self._in_turn(lambda charge: self._sample(part, frameworks, charge))
+        return self._in_turn(self._sample, part, frameworks)
 
-    def _in_turn(self, read: Callable[[bool], _Read]) -> _Read:
+    def _in_turn(
+        self,
+        read: Callable[[DevicePlan, Mapping[str, Framework], bool], _Read],
+        part: DevicePlan,
+        frameworks: Mapping[str, Framework],
+    ) -> _Read:
         """What `read` returns. Readings that charge something (True) come one after the other.
 
         A signal handler may ask while another thread reads. That one may wait for a framework's lock, which this thread
         has: so the handler waits for nobody, and its reading charges nothing.
         """
         found: list[_Read] = []
-        if self._turn.take(lambda: found.append(read(True)), 0):
+
+        def charging() -> None:
+            found.append(read(part, frameworks, True))
+
+        if self._turn.take(charging, 0):
             return found[0]
         if interrupting():
-            return read(False)
-        if self._turn.take(lambda: found.append(read(True)), _PATIENCE):
+            return read(part, frameworks, False)
+        if self._turn.take(charging, _PATIENCE):
             return found[0]
         raise MemguardError(
             f"another thread has waited {_PATIENCE:.0f} s for the driver\n    fix: run nvidia-smi to see if it hangs"
@@ -143,30 +173,34 @@ class LedgerReader:
 
     def _read(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> Reading:
         """NVML is read before and after the frameworks, and all of it again if its figures moved meanwhile."""
-        device, pid = part.device, self._host.pid
+        device, host = part.device, self._host
+        pid, uuid = host.pid, device.uuid
         for attempt in range(_ATTEMPTS):
-            before = self._host.memory(device), self._host.processes(device).get(pid)
+            memory_before, before = host.memory(device), host.processes(device).get(pid)
             usages: dict[str, Usage | None] = {name: one.usage(device) for name, one in frameworks.items()}
-            processes = self._host.processes(device)
-            memory = self._host.memory(device)
-            moved = (memory, processes.get(pid)) != before
+            processes = host.processes(device)
+            memory = host.memory(device)
+            now = processes.get(pid)
+            moved = memory != memory_before or now != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
         if unnamed := self.unnamed():
             usages.update(_usages(unnamed, device))
+        with_libraries, with_contexts, with_uncounted = self._who_tells(frameworks)
         live = frozenset([name for name, usage in usages.items() if usage is not None])
-        active = self._host.context_active(device)
+        active = host.context_active(device)
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
-        known = {**self._created, **frameworks}
-        appeared = live.union(*[known[name].libraries() for name in live], _CONTEXT if active or own else ())
-        slabs = driver_pages.slabs[device.uuid].gaps
-        state = self._overhead.get(device.uuid, _NOTHING)
+        found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
+        appeared = live.union(*found, _CONTEXT if active or own else ())
+        slabs = driver_pages.slabs[uuid].gaps
+        state = self._overhead.get(uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
-        usages.update(self._kept(device))
+        if _LOANS in sys.modules:
+            usages.update(self._kept(device))
         gap = gap_of(own, usages.values(), slabs)
-        if processes.get(pid) != before[1]:  # another thread allocates: no time to charge anything
+        if now != before:  # another thread allocates: no time to charge anything
             gap = None
-        owners = self._contexts(device, known.values(), 0 if gap is None else state.last - gap)
+        owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
         if gap is not None:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
@@ -174,24 +208,33 @@ class LedgerReader:
             loaded, entries = self._loaded(state, gap, appeared, charge)
             state = state.after(gap, appeared, exact, loaded, time.monotonic(), entries)
             if charge:
-                self._overhead[device.uuid] = state
-        self._warn_of_overhead(state, part)
-        past = sorted([(name, what) for name in live if (what := known[name].uncounted()) is not None])
+                self._overhead[uuid] = state
+        if state.total > part.reserve:
+            self._warn_of_overhead(state, part)
+        past = sorted([(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())])
         uncounted = tuple([what for _, what in past])
-        return Reading(device, memory, own, usages, state, moved, owners, self._lent(device), uncounted)
+        lent = self._lent(device) if _LOANS in sys.modules else {}
+        return Reading(device, memory, own, usages, state, moved, owners, lent, uncounted)
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
-        uuid = device.uuid
-        usages = _usages(frameworks, device)
-        if unnamed := self.unnamed():
-            usages.update(_usages(unnamed, device))
+        uuid, caps, known = device.uuid, part.caps, 0
+        figures: dict[str, FrameworkSample] = {}
+        unnamed = self.unnamed()
+        for name, one in ({**frameworks, **unnamed} if unnamed else frameworks).items():
+            if (usage := one.usage(device)) is not None:
+                held, in_use, reclaimable, at_least, _, _ = usage
+                known += held if held is not None else at_least or 0
+                figures[name] = _framework_sample((held, in_use, reclaimable, caps.get(name)))
         memory = self._host.memory(device)
-        own = self._own(device, memory.used, bool(usages))
-        usages.update(self._kept(device))
+        own = self._own(device, memory.used, bool(figures))
+        if _LOANS in sys.modules:
+            for name, usage in self._kept(device).items():
+                known += usage.held or 0
+                figures[name] = _framework_sample((*usage[:3], caps.get(name)))
         slabs = driver_pages.slabs[uuid].gaps
-        gap = gap_of(own, usages.values(), slabs)
-        charged = self._charged(uuid)
+        gap = None if own is None else own - known - slabs
+        charged = self._overhead.get(uuid, _NOTHING).charged
         rest = None if gap is None else gap - charged
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
             reading = self._read(part, frameworks, charge)
@@ -200,10 +243,9 @@ class LedgerReader:
             gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
+            figures = {name: _framework_sample((*usage[:3], caps.get(name))) for name, usage in usages.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
-        caps = part.caps
-        figures = {n: FrameworkSample(u.held, u.in_use, u.reclaimable, caps.get(n)) for n, u in usages.items()}
         overhead = charged + slabs
         return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
 
@@ -239,8 +281,17 @@ class LedgerReader:
             self._overhead[uuid] = state.saw(entries, self._looked, new)
         return entries
 
-    def _charged(self, uuid: str) -> int:
-        return self._overhead[uuid].charged if uuid in self._overhead else 0
+    def _who_tells(self, frameworks: Mapping[str, Framework]) -> _Tellers:
+        """Who has to be asked for `libraries`, `contexts` and `uncounted`: most frameworks say nothing there."""
+        if self._tellers is not None and self._tellers[0] is frameworks and self._tellers[1] == len(self._created):
+            return self._tellers[2]
+        known = {**self._created, **frameworks}.items()
+        found = tuple(
+            tuple((name, one) for name, one in known if getattr(getattr(one, what), "__func__", None) is not silent)
+            for what, silent in _SILENT.items()
+        )
+        self._tellers = frameworks, len(self._created), found
+        return found
 
     def _own(self, device: Device, used: int | None, live: bool) -> int | None:
         """This process's bytes. NVML's list is the slowest of the probes: it is asked when the card's figure has
@@ -283,17 +334,17 @@ class LedgerReader:
         lent = {n: Lent(loans.lent_by(n, ordinal), to) for n, to in loans.lent().get(ordinal, {}).items()}
         return {name: loan for name, loan in lent.items() if loan.bytes}
 
-    def _contexts(self, device: Device, frameworks: Iterable[Framework], fell: int) -> tuple[str, ...]:
+    def _contexts(self, device: Device, frameworks: _Named, fell: int) -> tuple[str, ...]:
         """Who made each context beside the primary one. `fell`: how many bytes fewer are unaccounted than before.
 
         A context that was seen before and is not now may be on another thread. It is gone if its memory is.
         """
         ordinal = self._ordinal(device)
-        pools = [handle for one in frameworks for handle in one.contexts(device)]
+        pools = [handle for _, one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
-        known = {**self._second.get(device.uuid, {})}
-        if not found and not known:
+        if not found and not self._second.get(device.uuid):
             return ()
+        known = {**self._second.get(device.uuid, {})}
         cost = modules(SECOND_CONTEXT)
         unseen = [handle for handle in known if handle not in found]
         for handle in unseen[: max((fell + cost // 2) // cost, 0)]:
@@ -304,8 +355,8 @@ class LedgerReader:
         return tuple(known.values())
 
     def _warn_of_overhead(self, state: Overhead, part: DevicePlan) -> None:
-        """Once for each GPU, if the reserve is too small."""
-        if state.total <= part.reserve or part.device.uuid in self._warned:
+        """Once for each GPU whose reserve is too small."""
+        if part.device.uuid in self._warned:
             return
         self._warned.add(part.device.uuid)
         fix = f"device: {{reserve: {-(-state.total // MIB)}MiB}}"

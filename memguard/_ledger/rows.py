@@ -6,8 +6,10 @@ above that is in `unaccounted`, whose row then says so. `unaccounted` is signed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
@@ -19,8 +21,7 @@ from memguard._units import GRANULE, format_size
 _UNKNOWN = (None, None)
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One GPU at one moment: what NVML and each framework say, each asked once. Sizes are bytes.
 
     own       what this process holds by NVML; None if unknown
@@ -36,10 +37,10 @@ class Reading:
     memory: MemoryInfo
     own: int | None
     usages: Mapping[str, Usage | None]
-    overhead: Overhead = field(default_factory=Overhead)
+    overhead: Overhead = Overhead()
     moved: bool = False
     contexts: Sequence[str] = ()
-    lent: Mapping[str, Lent] = field(default_factory=dict)
+    lent: Mapping[str, Lent] = MappingProxyType({})
     uncounted: Sequence[str] = ()
 
 
@@ -51,8 +52,20 @@ def device_ledger(
 ) -> DeviceLedger:
     """The rows of one GPU. `part` gives the caps and the limit, `enforcements` how each framework's cap holds.
 
-    `refusals`: how often each framework was refused, and the last time; none for one of which that is unknown.
+    `refusals`: how often each framework was refused, and the last time; none for one of which that is unknown. The rows
+    are made when somebody looks at them, so none of the arguments may change any more.
     """
+    limit = part.limit if part is not None else None
+    rows = functools.partial(_rows, reading, part, enforcements, refusals)
+    return DeviceLedger.later(reading.device, rows, reading.own, limit, reading.moved)
+
+
+def _rows(
+    reading: Reading,
+    part: DevicePlan | None,
+    enforcements: Mapping[str, str] | None,
+    refusals: Mapping[str, tuple[int, float | None]] | None,
+) -> tuple[Row, ...]:
     caps: Mapping[str, int] = part.caps if part is not None else {}
     enforcements, refusals = enforcements or {}, refusals or {}
     usages, memory, overhead = reading.usages, reading.memory, reading.overhead
@@ -71,8 +84,7 @@ def device_ledger(
         note = _of_contexts(reading.contexts, bool(second))
         rows.append(Row("overhead", SECOND_CONTEXT, second or None, note=note))
     if memory.used is None:
-        rows += _unified(reading, counted, silent)
-        return DeviceLedger(reading.device, tuple(rows), reading.own, part.limit if part else None, reading.moved)
+        return (*rows, *_unified(reading, counted, silent))
     if reading.own is None:
         rest = memory.used - counted - overhead.total
         note = "this process and others together: NVML does not name this process here"
@@ -85,7 +97,7 @@ def device_ledger(
     reserve_note = "" if memory.reserved is not None else "unknown on this driver: counted under other processes"
     rows.append(Row("driver reserve", "driver reserve", memory.reserved, note=reserve_note))
     rows.append(Row("free", "free", memory.free))
-    return DeviceLedger(reading.device, tuple(rows), reading.own, part.limit if part else None, reading.moved)
+    return tuple(rows)
 
 
 def _unified(reading: Reading, counted: int, silent: Sequence[str]) -> list[Row]:

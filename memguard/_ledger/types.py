@@ -9,7 +9,7 @@ frameworks + overhead + unaccounted = this process's bytes, to the byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,27 @@ class DeviceLedger:
     process: int | None
     limit: int | None = None
     moved: bool = False
+
+    @classmethod
+    def later(
+        cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
+    ) -> DeviceLedger:
+        """One whose rows are made when somebody looks at them, by a call that always gives the same ones."""
+        found = cls.__new__(cls)
+        vars(found).update(device=device, process=process, limit=limit, moved=moved, _rows=rows)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """The rows, the first time."""
+        make = vars(self).get("_rows") if name == "rows" else None
+        if make is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        vars(self)["rows"] = rows = make()
+        vars(self).pop("_rows", None)
+        return rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.device, self.rows, self.process, self.limit, self.moved)
 
     @property
     def own_rows(self) -> tuple[Row, ...]:

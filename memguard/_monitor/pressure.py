@@ -121,6 +121,7 @@ class _Track(NamedTuple):
 
 
 _NEW = _Track()
+_NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
@@ -159,10 +160,21 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
         return state, []  # nothing has moved, and the half second is not over
     tracks: dict[tuple[str | None, str | None], _Track] = {}
     actions: list[Action] = []
+    before = {device.uuid: device.frameworks for device in state._devices} if block == state._block else {}
     for device in sample.devices:
+        known = before.get(device.uuid, _NONE)
         for framework, level in _levels(device):
             key = device.uuid, framework
-            track = _seen(state._tracks.get(key, _NEW), sample.time, level.used)
+            track = state._tracks.get(key, _NEW)
+            if (
+                framework is not None
+                and track.blocks
+                and track.announced is None
+                and known.get(framework) == device.frameworks[framework]
+            ):
+                tracks[key] = track  # it is as it was, and so is all that follows from it
+                continue
+            track = _seen(track, sample.time, level.used)
             if track.level is not Pressure.OK or level.used >= settings.warn * level.top:
                 track = _pressure(settings, sample.time, key, level, track, actions)
             if settings.forecast > 0 and (level.used > FLOOR * level.top or track.announced is not None):
@@ -180,13 +192,10 @@ def needed(name: str, usage: FrameworkSample) -> int | None:
 
     Held less reclaimable. In use, if that is unknown, or if idle memory never leaves the framework.
     """
-    if (
-        usage.held is not None
-        and usage.reclaimable is not None
-        and (name not in NEVER_GIVE_BACK or usage.in_use is None)
-    ):
-        return max(usage.held - usage.reclaimable, 0)
-    return usage.in_use if usage.in_use is not None else usage.held
+    held, in_use, reclaimable, _ = usage
+    if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
+        return max(held - reclaimable, 0)
+    return in_use if in_use is not None else held
 
 
 def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
@@ -194,19 +203,20 @@ def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
     need = idle = reclaimable = held = 0
     silent = False
     for name, usage in device.frameworks.items():
+        taken, _, free, cap = usage
         part = needed(name, usage)
         if part is None:
             silent = True
             continue
         need += part
-        reclaimable += usage.reclaimable or 0
-        if usage.held is None:
+        reclaimable += free or 0
+        if taken is None:
             silent = True  # `process` contains what it holds beyond its need, and that is unknown
         else:
-            idle += usage.held - part
-            held += usage.held
-        if usage.cap:
-            yield name, _Level(part, usage.cap, 0)
+            idle += taken - part
+            held += taken
+        if cap:
+            yield name, _Level(part, cap, 0)
     if not device.limit:
         return
     process = device.process if device.process is not None else held + device.overhead

@@ -41,6 +41,8 @@ class Refusals:
 
     def due(self, everything: bool = False) -> list[Event]:
         """The events that have waited long enough, or all."""
+        if not self._waiting:  # mostly
+            return []
         with self._lock:
             return self._due(everything)
 

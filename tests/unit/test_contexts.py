@@ -23,6 +23,7 @@ def nothing_found_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "_initialised", None)
     monkeypatch.setattr(contexts, "_lost", False)
     monkeypatch.setattr(contexts, "_primaries", {})
+    monkeypatch.setattr(contexts, "_handles", {})
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ class CuPy(Framework):
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return None
-        ordinal = self._by_uuid().get(device.uuid)
+        ordinal = (self._ordinals or self._by_uuid()).get(device.uuid)
         if ordinal is None:
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
@@ -188,9 +188,13 @@ class CuPy(Framework):
         if self._rmm is not None:
             return self._rmm.drift(self.name)
         pool = self._pool
-        for ordinal, (_, limit) in list(self._limited.items()):
+        for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():
+            if contexts.current() == ordinal:
+                if pool.get_limit() != limit:
+                    self._hold(ordinal)
+                continue
             with contexts.pushed(ordinal) as there:
-                if there and pool is not None and pool.get_limit() != limit:
+                if there and pool.get_limit() != limit:
                     self._hold(ordinal)
         return []
 
@@ -546,15 +550,19 @@ class CuPy(Framework):
             ) from error
 
     def _totals(self, ordinal: int) -> tuple[int, int] | None:
+        if contexts.current() == ordinal:
+            return self._totals_here(ordinal)
         with contexts.pushed(ordinal) as there:
-            if not there:
-                return None
-            pool = self._pool or self._asked(sys.modules["cupy"])
-            total, used = int(pool.total_bytes()), int(pool.used_bytes())
-            for former, _ in self._former:
-                total, used = total + int(former.total_bytes()), used + int(former.used_bytes())
-            if ordinal in self._pieces:
-                self._pieces[ordinal].settle(total)
+            return self._totals_here(ordinal) if there else None
+
+    def _totals_here(self, ordinal: int) -> tuple[int, int] | None:
+        """Of the GPU whose context is current."""
+        pool = self._pool or self._asked(sys.modules["cupy"])
+        total, used = int(pool.total_bytes()), int(pool.used_bytes())
+        for former, _ in self._former:
+            total, used = total + int(former.total_bytes()), used + int(former.used_bytes())
+        if (pieces := self._pieces.get(ordinal)) is not None:
+            pieces.settle(total)
         return (total, used) if total or used or ordinal in self._limited else None
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
-from memguard._frameworks.numba.places import ARRAYS, DRIVER, numba_contexts, uuid_of
+from memguard._frameworks.numba.places import ARRAYS, DRIVER, is_on, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
 from memguard._specs import SPECS
@@ -162,6 +162,9 @@ class Numba(Framework):
             return Usage(None, None)  # another memory manager took its place, and nobody counts
         bank: Bank = managers[0].bank
         with bank.lock:
+            if managers[0].alone():
+                held, in_use, reclaimable, peak = managers[0].usage()
+                return Usage(held, in_use, reclaimable, None, None, peak)
             found = [manager.usage() for manager in {managers[0], *bank.members}]
         held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
         return Usage(held, in_use, reclaimable, peak=peak)
@@ -233,7 +236,7 @@ class Numba(Framework):
 
 
 def _managers(uuid: str) -> list[Any]:
-    return [context.memory_manager for context in numba_contexts() if uuid_of(context) == uuid]
+    return [context.memory_manager for context in numba_contexts() if is_on(context, uuid)]
 
 
 def _give_back(banks: Mapping[str, Bank]) -> None:

@@ -172,8 +172,14 @@ def capped(driver: Any) -> type:
 
         def usage(self) -> tuple[int, int, int, int]:
             """Bytes held, in use, reclaimable, and in use at most, with the lock held."""
-            held, figures = self.held(), self.figures
-            return held, figures.in_use, figures.reclaimable(), figures.peak
+            figures = self.figures
+            if self._log:
+                figures.apply()
+            return figures.pages.held(), figures.in_use, figures.reclaimable(), figures.peak
+
+        def alone(self) -> bool:
+            """Whether it is the only one that has allocated on its GPU."""
+            return self._member and bool(self.bank.single)
 
         def memalloc(self, size: int) -> Any:
             if not self.uuid and (here := current_uuid()):

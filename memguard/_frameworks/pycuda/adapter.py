@@ -92,18 +92,25 @@ class PyCUDA(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
-        if drv is None or not self._caps or not self._live(drv):
+        if drv is None or not self._caps or not (self._own or self._live(drv)):
             return None
+        uuid = device.uuid
         with self._lock:
-            self._settle()
-            pools, pages = self._pools(device.uuid), self._pages_of(device.uuid)
+            if self._gone:
+                self._settle()
+            pools, pages = self._pools(uuid), self._pages_of(uuid)
+            in_use = 0
+            pieces: list[tuple[int, int]] = []
             for pool in pools:
-                pool.look()
-            held, in_use, peak = pages.held(), self._in_use(device.uuid, pools), self._peak[device.uuid]
-            idle = pages.returned_by(piece for pool in pools for piece in pool.idle())
+                active, unused = pool.looked_at()
+                in_use += active
+                pieces += unused
+            in_use = self._noted(uuid, in_use)
+            held, peak = pages.held(), self._peak[uuid]
+            idle = pages.returned_by(pieces)
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or it has not allocated yet
-        return Usage(held, in_use, idle, peak=peak)
+        return Usage(held, in_use, idle, None, None, peak)
 
     def trim(self, device: Device) -> None:
         """`free_held()` of the pools whose context is current on this thread. Others can only be freed in theirs."""
@@ -137,7 +144,7 @@ class PyCUDA(Framework):
 
     def contexts(self, device: Device) -> frozenset[int]:
         with self._lock:
-            return frozenset(pool.context for pool in self._pools(device.uuid))
+            return frozenset([pool.context for pool in self._pools(device.uuid)])
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
@@ -414,7 +421,8 @@ class PyCUDA(Framework):
         )
 
     def _pages_of(self, uuid: str) -> DriverPages:
-        return self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
+        found = self._pages.get(uuid)
+        return found if found is not None else self._pages.setdefault(uuid, DriverPages(slabs[uuid]))
 
     def _counted_bytes(self, uuid: str) -> int:
         for pool in self._pools(uuid):
@@ -423,10 +431,15 @@ class PyCUDA(Framework):
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
         """Bytes of live allocations. Also updates the peak."""
-        pitched = self._pitched.get(uuid)
         pools = self._pools(uuid) if pools is None else pools
-        in_use = sum(p.active_bytes() for p in pools) + (pitched.in_use if pitched else 0)
-        self._peak[uuid] = max(self._peak[uuid], in_use)
+        return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
+
+    def _noted(self, uuid: str, in_use: int) -> int:
+        """These bytes of the pools, with the pitched allocations: a new peak if they are the most so far."""
+        if (pitched := self._pitched.get(uuid)) is not None:
+            in_use += pitched.in_use
+        if uuid not in self._peak or in_use > self._peak[uuid]:
+            self._peak[uuid] = in_use
         return in_use
 
     def _grant(self, uuid: str, riser: Pool | None = None) -> None:
@@ -463,9 +476,10 @@ class PyCUDA(Framework):
     def _pools(self, uuid: str) -> list[Pool]:
         for handle in destroyed(self._own, uuid, self._by_ordinal):
             self._bury(handle)
-        for key in [key for key, pool in list(self._others.items()) if pool.reference() is None]:
-            self._others.pop(key).forget()
-        return [pool for pool in self._all() if pool.uuid == uuid]
+        if self._others:
+            for key in [key for key, pool in list(self._others.items()) if pool.reference() is None]:
+                self._others.pop(key).forget()
+        return [pool for pool in (*self._own.values(), *self._others.values()) if pool.uuid == uuid]
 
     def _released(self, uuid: str, serial: int) -> None:
         # May run inside any allocation, on any thread: it only appends, without a lock or a CUDA call.

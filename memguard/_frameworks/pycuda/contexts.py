@@ -37,6 +37,12 @@ def serve_by_primary(drv: Any, replaced: Replacements) -> None:
     replaced.put(drv.Device, "make_context", lambda _: make_context)
 
 
+def automatic_made() -> bool:
+    """Whether one of PyCUDA's modules that make a context was imported."""
+    first, second = _AUTOINIT
+    return first in sys.modules or second in sys.modules
+
+
 def automatic(ordinal: int) -> dict[int, str]:
     """The contexts that PyCUDA's modules made on the GPU when they were imported: handle to module."""
     drv: Any = sys.modules.get("pycuda.driver")
@@ -52,5 +58,5 @@ def automatic(ordinal: int) -> dict[int, str]:
 def pushed() -> int | None:
     """The handle of the context that PyCUDA has current on this thread, which may not be the driver's; None if none."""
     drv: Any = sys.modules.get("pycuda.driver")
-    context = current_context(drv) if drv is not None and hasattr(drv, "Context") else None
+    context = current_context(drv) if hasattr(drv, "Context") else None
     return None if context is None else int(context.handle)

@@ -300,14 +300,25 @@ class Pool:
             self._forget_gone()
             self._looked = managed, self._sum
 
+    def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
+        """`active_bytes` and `idle` after a `look`."""
+        pool = self.reference()
+        if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
+            self.look()
+        return int(pool.active_bytes) if pool is not None else 0, self.idle()
+
     def active_bytes(self) -> int:
         pool = self.reference()
         return int(pool.active_bytes) if pool is not None else 0
 
     def idle(self) -> list[tuple[int, int]]:
         """Address and size of the blocks that a trim gives back: those without an allocation."""
-        bins = list(self._bins.values())
-        return [(address, found.size) for found in bins for address in list(found.held) if found.free(address)]
+        return [
+            (address, found.size)
+            for found in list(self._bins.values())
+            for address, allocation in list(found.held.items())
+            if allocation is None or allocation() is None
+        ]
 
     def forget(self) -> None:
         """Stop counting its blocks."""
@@ -446,7 +457,10 @@ def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str
     checked: other frameworks keep it alive, and this runs with each reading.
     """
     on_it = [handle for handle, pool in pools.items() if pool.uuid == uuid]
-    if not on_it:
-        return []
-    primary = next((contexts.primary(ordinal) for ordinal, known in by_ordinal.items() if known == uuid), None)
-    return [handle for handle in on_it if handle != primary and pools[handle].dead()]
+    for ordinal, known in by_ordinal.items() if on_it else ():
+        if known == uuid:
+            primary = contexts.primary(ordinal)
+            if primary in on_it:
+                on_it.remove(primary)
+            break
+    return [handle for handle in on_it if pools[handle].dead()] if on_it else on_it

@@ -53,6 +53,15 @@ _observed: Any = None
 """The torch that has our observer: it cannot be taken back, so it is attached once."""
 _observer: tuple[Torch, int] | None = None
 """The adapter that the observer tells, and its process; None if no cap is set."""
+_NO_LIBRARIES = frozenset[str]()
+_FIGURES = (
+    ("reserved_bytes", "current"),
+    ("allocated_bytes", "current"),
+    ("allocated_bytes", "peak"),
+    ("active_bytes", "current"),
+    ("inactive_split_bytes", "current"),
+)
+"""What a reading takes from torch's statistics."""
 
 
 def returned_by_trim(reserved: int, used: int) -> int | None:
@@ -139,7 +148,8 @@ class Torch(Framework):
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch):
             return None
-        ordinal = self._ordinals(torch).get(device.uuid)
+        known = self._uuids
+        ordinal = (self._ordinals(torch) if known is None else known).get(device.uuid)
         if ordinal is None:
             return None
         if self._rmm is not None:
@@ -148,9 +158,12 @@ class Torch(Framework):
             stats = torch._C._cuda_memoryStats(ordinal)
         except RuntimeError:  # a pluggable allocator reports nothing
             return Usage(None, None)
-        held = settings.stat(stats, "reserved_bytes", "current")
-        in_use = settings.stat(stats, "allocated_bytes", "current")
-        peak = settings.stat(stats, "allocated_bytes", "peak")
+        try:
+            held, allocated = stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]
+            in_use, peak = allocated["current"], allocated["peak"]
+            active, stuck = stats["active_bytes"]["all"]["current"], stats["inactive_split_bytes"]["all"]["current"]
+        except (KeyError, TypeError):  # this torch does not tell all of them
+            held, in_use, peak, active, stuck = [settings.stat(stats, *figure) for figure in _FIGURES]
         pool = self._pools.get(device.uuid) if self._pools else None
         pooled = pool is not None and pool.peak()
         if held == 0 and not pooled and settings.never_held(stats):
@@ -161,9 +174,8 @@ class Torch(Framework):
         if held is None or in_use is None:
             return Usage(held, in_use)
         # Blocks of a partly used segment are cached but cannot be released: PyTorch frees whole segments only.
-        active = settings.stat(stats, "active_bytes", "current") or in_use
-        stuck = settings.stat(stats, "inactive_split_bytes", "current") or 0
-        return Usage(held, in_use, max(held - active - stuck, 0), peak=peak)
+        idle = held - (active or in_use) - (stuck or 0)
+        return Usage(held, in_use, max(0, idle), None, None, peak)
 
     def trim(self, device: Device) -> None:
         """`torch.cuda.empty_cache()`: frees every wholly unused segment on every device. Not during a graph capture."""
@@ -239,7 +251,9 @@ class Torch(Framework):
     def libraries(self) -> frozenset[str]:
         """One `nccl` for each communicator that was used: NCCL takes its memory at the first collective."""
         distributed = sys.modules.get("torch.distributed.distributed_c10d")
-        groups = getattr(getattr(distributed, "_world", None), "pg_map", None) or {}
+        groups = getattr(getattr(distributed, "_world", None), "pg_map", None)
+        if not groups:
+            return _NO_LIBRARIES
         count = sum(1 for group in list(groups) if _communicates(group))
         return frozenset(f"nccl {number}" for number in range(1, count + 1))
 
