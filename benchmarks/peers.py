@@ -165,6 +165,8 @@ def child(library: str, way: str, cap: int) -> None:
     except Exception as error:  # a library that is not here, or a GPU
         tell({"missing": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]})
         return
+    gc.collect()
+    gc.freeze()  # the library's own objects: a collection before each block of work would take longer than the work
     quiet = Quiet()
     tell({"best": quiet.best})
     for line in sys.stdin:

@@ -27,13 +27,28 @@ SECOND_CONTEXT = "second context"
 
 
 LAZY = 8 * MIB
-"""What the ledger takes for kernels that are loaded at their first launch, for each live framework in all: nothing
-tells of them. The driver takes 2 MiB for several of them."""
+"""What the ledger takes for kernels that are loaded at their first launch, for each live framework in all. The driver
+takes 2 MiB for several of them."""
 LIBRARIES: Mapping[str, str] = MappingProxyType(
     {"cublas": "libcublas.so", "cudnn": "libcudnn_", "cusolver": "libcusolver.so", "cufft": "libcufft.so"}
 )
 """Libraries whose first use takes GPU memory, each with how its file's name begins. Of cuDNN these are the parts that
 it loads at its first use: `libcudnn.so` itself comes with an import."""
+KERNELS = "kernels"
+DOORS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "cublas": ("libcublas.so", ("cublasCreate_v2",)),
+        "cudnn": ("libcudnn_graph.so", ("cudnnCreate",)),
+        "cusolver": ("libcusolver.so", ("cusolverDnCreate",)),
+        "cufft": ("libcufft.so", ("cufftPlan1d", "cufftXtMakePlanMany")),
+        KERNELS: (
+            "libcuda.so",
+            ("cuLibraryLoadData", "cuModuleLoadData", "cuModuleLoadDataEx", "cuModuleLoadFatBinary"),
+        ),
+    }
+)
+"""The functions with which each use of a library begins, which makes a handle or a plan, and with which kernels are
+loaded: how the name of their library's file begins, and theirs."""
 
 
 class Outside(NamedTuple):

@@ -49,6 +49,13 @@ class Host(Protocol):
         """Those of `LIBRARIES` that this process has loaded; all of them if that cannot be read."""
         ...
 
+    def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
+        """How many looks have found each of `DOORS` entered, with its name; without those of which nothing tells.
+
+        Only what `libraries` has seen is known. Not `mark`: the next look is to find what this one has found.
+        """
+        ...
+
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's count of multiprocessors, to check what a framework believes; None if unknown."""
         ...

@@ -197,6 +197,34 @@ def quick(name: str) -> Callable[..., int] | None:
     return function  # type: ignore[no-any-return]
 
 
+def opened(path: str) -> ctypes.CDLL | None:
+    """The library of that file, if this process has loaded it; it then stays loaded. Loads nothing."""
+    try:
+        return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
+    except OSError:
+        return None
+
+
+def address(library: ctypes.CDLL, function: str) -> int | None:
+    """Where a function lies; None if the library has none of that name."""
+    try:
+        return ctypes.cast(getattr(library, function), c_void_p).value
+    except AttributeError:
+        return None
+
+
+def touch(address: int) -> None:
+    """Read one byte of a loaded library, so that the kernel maps its page."""
+    ctypes.string_at(address, 1)
+
+
+def advise(page: int, size: int, advice: int) -> bool:
+    """Tell the kernel how memory of this process is used (`madvise`); whether it has taken the advice."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (c_void_p, c_size_t, c_int)
+    return bool(madvise(page, size, advice) == 0)
+
+
 def load() -> DriverAPI:
     """libcuda, loaded if need be. OSError if that fails.
 

@@ -120,7 +120,12 @@ class RealHost:
     def libraries(self) -> frozenset[str]:
         from memguard._devices import loaded  # for the first reading, not for init
 
-        return loaded.libraries()
+        return loaded.doors.libraries()
+
+    def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
+        from memguard._devices import loaded
+
+        return loaded.doors.entries(mark)
 
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's own count, to check what a framework believes; None if CUDA cannot be asked."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memguard._specs import DOORS
 from memguard._types import Device, MemoryInfo
 from memguard._units import MIB, format_size
 from memguard.errors import DeviceError
@@ -127,6 +128,7 @@ class SimulatedHost:
             )
             self._states[uuid] = _State(device, kind)
         self._loaded: frozenset[str] = frozenset()
+        self._entries: dict[str, int] = {}
         self.spills = any(state.model.spills for state in self._states.values())
 
     @property
@@ -163,6 +165,15 @@ class SimulatedHost:
         """This process loads libraries, by their names in `LIBRARIES`. What their first use takes, `take` takes."""
         with self._lock:
             self._loaded |= frozenset(libraries)
+
+    def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
+        """Empty, as where nothing tells of them, until the first `enter`."""
+        return frozenset(self._entries.items())
+
+    def enter(self, *doors: str) -> None:
+        """A thread of this process runs the functions behind those of `DOORS`."""
+        with self._lock:
+            self._entries = {name: self._entries.get(name, 0) + (name in doors) for name in DOORS}
 
     def multiprocessors(self, uuid: str) -> int | None:
         return self._states[uuid].model.multiprocessors if uuid in self._states else None

@@ -5,30 +5,42 @@ Overhead is charged when its cause is seen, never as what is left over. Causes a
 - what appears: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
   after it turned up, up to what `_policy` keeps for it; a communicator that is made eagerly takes most at its first
   collective, and is charged then;
-- the first use of a library that the process has loaded, by each framework that uses it: charged once, in one reading
-  or two, if the growth is as large as such a first use was measured. Two at once only if a framework, a communicator or
-  a library has just appeared, and none for what grows again and again;
-- kernels that are loaded at their first launch, of which nothing tells: `LAZY` for each live framework in all.
+- the first use of a library, by each framework that uses it: charged once, in one reading or two, if the library was
+  entered since the last look (`Host.entries`) and the growth is no larger than such first uses were measured;
+- kernels that are loaded at their first launch, if a module was loaded: `LAZY` for each live framework in all.
 
-All other growth is unaccounted, and so is all beyond what `_policy` knows of the live frameworks. The gaps in the
-driver's slabs are counted by address. A second context is often seen only after it was made: it is charged then, from
-what was unaccounted, and has a row of its own.
+Where nothing tells what was entered, each library that is loaded may have been, and kernels may always have been. Then
+the growth must be about as large as it was measured. Two first uses come at once only if a framework, a communicator or
+a library has just appeared, and none is charged for what grows again and again.
+
+All other growth is unaccounted, and so is all beyond what `_policy` knows of the live frameworks. What was charged for
+a first use or for kernels and is given back is charged no more. The gaps in the driver's slabs are counted by address.
+A second context is often seen only after it was made: it is charged then, from what was unaccounted, and has a row of
+its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from memguard._policy import modules, workspace
-from memguard._specs import CONTEXT, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK, SPECS
+from memguard._specs import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK, SPECS
 from memguard._types import Usage
+from memguard._units import GRANULE
 
 PAUSE = 2.0
 """Seconds without growth that end a streak of it."""
+LINGER = 1.0
+"""Seconds for which a library that was entered may still take what its first use needs."""
+AT_ONCE = 0.01
+"""The same for kernels, which take theirs at once: the GPUs are read one after the other."""
 STREAK = 5
 """The growths in a streak that may be first uses: PyTorch's libraries in one training step. What goes on is a leak."""
+TOGETHER = 3
+"""The first uses that are told from one growth, of libraries that were seen to be entered."""
 ANY = frozenset(LIBRARIES)
 """Every library: where nothing tells which ones are loaded, each may be."""
 
@@ -47,10 +59,14 @@ class Overhead:
     used     the first uses that were charged: the framework, and the place in its `first_uses`
     lazy     the part of `charged` for kernels loaded at their first launch
     rest     what the first use that was charged in the last reading may still take, if that was little
-    pending  the growth of the last reading, if nothing explains it: it may be the beginning of a first use
+    pending  the growth of the last reading, if nothing explains it: where nothing tells, it may begin a first use
     grown    by how much the gap has grown, the last two times
     at       when it last did, in seconds
     streak   how often it has grown by then without a pause since something appeared
+    entries  how often each library was found entered by then; one that is not there cannot be told of
+    entered  those that were, if no first use was charged since
+    seen     when that was last seen, in seconds
+    charges  each charge for first uses or kernels: its bytes, the uses, and its part of `lazy`
     """
 
     charged: int = 0
@@ -69,6 +85,10 @@ class Overhead:
     grown: tuple[int, int] = (0, 0)
     at: float = 0.0
     streak: int = 0
+    entries: frozenset[tuple[str, int]] = frozenset()
+    entered: frozenset[str] = frozenset()
+    seen: float = -math.inf
+    charges: tuple[tuple[int, frozenset[tuple[str, int]], int], ...] = ()
 
     @property
     def total(self) -> int:
@@ -81,41 +101,46 @@ class Overhead:
         exact: bool = True,
         loaded: frozenset[str] = ANY,
         now: float = 0.0,
+        entries: frozenset[tuple[str, int]] = frozenset(),
     ) -> Overhead:
         """The state after a reading: `gap` is the process's bytes less what frameworks hold, `loaded` of `LIBRARIES`,
-        `now` in seconds.
+        `now` in seconds, `entries` as of `Host.entries`.
 
         Not `exact` if a framework does not report what it holds: part of the gap is then its pool, and no more is
         charged than was measured for what appeared.
         """
         quiet = gap == self.last and not (self.fresh or self.rest or self.pending)
-        if quiet and appeared == self.appeared and loaded == self.loaded:
+        if quiet and appeared == self.appeared and loaded == self.loaded and entries == self.entries:
             return self
         growth, since, paused = gap - self.gap, gap - self.last, now - self.at > PAUSE
         new, gone = appeared - self.appeared, self.appeared - appeared
         expected = expected_overhead(appeared, exact)
         allowed = expected - expected_overhead(appeared - new, exact)
+        looked = self.saw(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
+        elif looked.entered:  # whatever came and went before, and not what comes back of what is charged
+            growth = max(growth, gap - max(self.last, self.charged))
         late = sum(map(modules, _second(new)))
         growth = max(growth, min(late, gap - self.charged))
         room = max(expected - self.charged, 0)
         charge = max(min(growth, allowed, room), 0)
         used = frozenset(use for use in self.used if use[0] in appeared)
         state = replace(
-            self,
+            looked,
             appeared=appeared,
             loaded=loaded,
             used=used | _used_by(new, charge),
             owed=self._owed(new, charge, appeared),
-            rest=0 if paused else self.rest,
+            rest=0 if now - self.at > (LINGER if entries else PAUSE) else self.rest,
+            charges=tuple(one for one in self.charges if one[1] <= used),
         )
         fresh, left = bool(new or loaded - self.loaded), max(growth - charge, 0)
         streak = 0 if new or paused else self.streak
         steady = streak >= STREAK or (streak >= 2 and _steady(left, self.grown))
         most = 0 if steady else 2 if fresh or self.fresh else 1
         explained = None
-        begun = 0 if paused else self.pending
+        begun = 0 if paused or entries else self.pending
         for size in (left + begun, left) if left else ():
             if size <= room - charge and (explained := state._explained(size, most)):
                 state, charge, left = explained, charge + size, 0
@@ -123,6 +148,9 @@ class Overhead:
         shrunk, second = self.charged, self.second
         if ended := _second(gone):
             second -= second * len(ended) // len(_second(self.appeared))
+        returned = state._returned(-since, self.charged - gap) if since < 0 and exact and not (new or gone) else None
+        if returned is not None:
+            state, shrunk = returned
         if "context" not in appeared:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
@@ -130,7 +158,7 @@ class Overhead:
         return replace(
             state,
             charged=shrunk + charge,
-            gap=gap if gone else max(gap, self.gap),
+            gap=gap if gone or returned is not None else max(gap, self.gap),
             last=gap,
             fresh=fresh,
             second=min(second + min(charge, late), shrunk + charge),
@@ -141,9 +169,20 @@ class Overhead:
             streak=streak + 1 if growth > 0 and not new else streak,
         )
 
+    def saw(self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()) -> Overhead:
+        """The state after a look at what was entered. What was entered before the first look does not count if
+        something is `new`: it is charged with that."""
+        known = {name for name, _ in self.entries}
+        came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
+        since, before = now - self.seen, self.entered
+        entered = came | (before if since <= AT_ONCE else before - {KERNELS} if since <= LINGER else frozenset())
+        if entries == self.entries and entered == self.entered:
+            return self
+        return replace(self, entries=entries, entered=entered, seen=now if came else self.seen)
+
     def may_be_a_library(self, gap: int) -> bool:
         """Whether the gap has grown by enough for the first use of a library that was not loaded before."""
-        growth = gap - self.gap + self.pending
+        growth = gap - self.last + self.pending
         return growth > LAZY and any(
             growth >= size * 5 // 8 for *_, library, size in self._unused() if library not in self.loaded
         )
@@ -151,23 +190,54 @@ class Overhead:
     def _explained(self, size: int, most: int) -> Overhead | None:
         """The state with a growth of that size charged to what may have caused it; None if nothing may have.
 
-        `most`: how many libraries' first uses may have come at once; 0 if only communicators may be behind it.
+        `most`: how many libraries' first uses may have come at once where nothing tells of them; 0 if none.
         """
-        if most and size <= self.rest:
-            return replace(self, rest=0)
+        told = {name for name, _ in self.entries}
+        if (most or told) and size <= self.rest:
+            return replace(self, rest=0, charges=self._with(size))
+        if self.entered - {KERNELS} and (found := self._used(size, self.entered, TOGETHER, told=True)) is not None:
+            return found
         frameworks = sum(1 for name in self.appeared if name in SPECS)
-        if most and size <= LAZY and self.lazy + size <= LAZY * frameworks:
-            return replace(self, lazy=self.lazy + size, rest=0)
-        unused = [use for use in self._unused() if use[2] in self.loaded]
-        together = [uses for count in range(1, most + 1) for uses in combinations(unused, count)]
-        sizes = [(sum(use[3] for use in uses), uses) for uses in together]
-        near = [(abs(measured - size), measured, uses) for measured, uses in sizes if _fits(measured, size)]
-        if near:
-            _, measured, uses = min(near)
-            rest = _most(measured) - size if size < measured else 0
-            return replace(self, used=self.used | {(name, place) for name, place, *_ in uses}, rest=rest)
+        loads = KERNELS in self.entered if KERNELS in told else most > 0
+        if loads and size <= LAZY and self.lazy + size <= LAZY * frameworks:
+            return replace(self, lazy=self.lazy + size, rest=0, charges=self._with(size, lazy=size))
+        if most and (found := self._used(size, self.loaded - told, most, told=False)) is not None:
+            return found
         if self.owed // 8 <= size <= self.owed:
             return replace(self, owed=self.owed - size, rest=0)
+        return None
+
+    def _used(self, size: int, libraries: frozenset[str], most: int, told: bool) -> Overhead | None:
+        """The state with a growth of that size charged to up to `most` first uses of those libraries, if it may be."""
+        unused = [use for use in self._unused() if use[2] in libraries]
+        together = [uses for count in range(1, most + 1) for uses in combinations(unused, count)]
+        sizes = [(sum(use[3] for use in uses), uses) for uses in together]
+        near = [(abs(measured - size), measured, uses) for measured, uses in sizes if _fits(measured, size, told)]
+        if not near:
+            return None
+        _, measured, uses = min(near)
+        used = frozenset([(name, place) for name, place, *_ in uses])
+        rest = _most(measured) - size if size < measured else 0
+        return replace(self, used=self.used | used, rest=rest, charges=self._with(size, used), entered=frozenset())
+
+    def _with(
+        self, size: int, used: frozenset[tuple[str, int]] = frozenset(), lazy: int = 0
+    ) -> tuple[tuple[int, frozenset[tuple[str, int]], int], ...]:
+        """The charges with one more. Those below a page of the driver's are in no figure by themselves."""
+        return (*self.charges, (size, used, lazy)) if size >= GRANULE else self.charges
+
+    def _returned(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
+        """The state without the last charge that was given back, and what remains charged; None if none was.
+
+        It was if less is there than is charged: if that much is `missing`, or if the gap fell by as much. What falls by
+        the same and leaves nothing missing was unaccounted.
+        """
+        for place in range(len(self.charges) - 1, -1, -1):
+            size, used, lazy = self.charges[place]
+            if min(abs(size - fall), abs(size - missing)) < GRANULE // 2 and size < 2 * missing:
+                charges = self.charges[:place] + self.charges[place + 1 :]
+                state = replace(self, used=self.used - used, lazy=self.lazy - lazy, charges=charges)
+                return state, max(self.charged - size, 0)
         return None
 
     def _unused(self) -> Iterator[tuple[str, int, str, int]]:
@@ -192,10 +262,11 @@ def _steady(growth: int, before: tuple[int, int]) -> bool:
     return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
 
 
-def _fits(measured: int, growth: int) -> bool:
+def _fits(measured: int, growth: int, told: bool) -> bool:
     """Whether a first use that was measured on an H200 may take so much. Of 66 MiB with cuBLAS 32 are its workspace,
-    of which other GPUs than Hopper's have 8 (cuBLAS documentation, `cublasSetWorkspace`)."""
-    return measured * 5 // 8 <= growth <= _most(measured)
+    of which other GPUs than Hopper's have 8 (cuBLAS documentation, `cublasSetWorkspace`). `told`: it was seen; cuDNN's
+    takes 8 MiB on an H100, half of what it does on an H200, and cuFFT's 8 instead of 24."""
+    return measured * (2 if told else 5) // 8 <= growth <= _most(measured)
 
 
 def _most(measured: int) -> int:

@@ -22,7 +22,7 @@ from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._locks import Turn, interrupting
 from memguard._policy import modules
-from memguard._specs import SECOND_CONTEXT, setting
+from memguard._specs import KERNELS, SECOND_CONTEXT, setting
 from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
@@ -36,6 +36,7 @@ _PATIENCE = 5.0
 _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
+_NONE: frozenset[str] = frozenset()
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
 _SILENT = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
@@ -44,6 +45,8 @@ _Named = tuple[tuple[str, Framework], ...]
 _Tellers = tuple[_Named, ...]
 _SECOND_LOOK = 1.0
 """Seconds. Where memory leaks, each reading finds that the gap has grown."""
+_FRESH = 0.1
+"""Seconds in which a reading that finds no growth does not look again at what was entered."""
 
 
 class LedgerReader:
@@ -59,6 +62,7 @@ class LedgerReader:
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
         self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
+        self._looked = math.inf  # when what was entered was looked at; not before something has appeared
         self._tellers: tuple[Mapping[str, Framework], int, _Tellers] | None = None
         self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of contexts beside the primary one
 
@@ -129,7 +133,9 @@ class LedgerReader:
         if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
             live = {name for name, usage in usages.items() if usage is not None}
             exact = all(usage is None or usage.held is not None for usage in usages.values())
-            state = state.after(gap, state.appeared.union(live, {"context"}), exact, state.loaded, time.monotonic())
+            entries = self._host.entries(mark=False) if gap > state.last else state.entries
+            appeared = state.appeared.union(live, {"context"})
+            state = state.after(gap, appeared, exact, state.loaded, time.monotonic(), entries)
         return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
@@ -199,7 +205,8 @@ class LedgerReader:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             exact = None not in [usage.held for usage in usages.values() if usage is not None]
-            state = state.after(gap, appeared, exact, self._loaded(state, gap, appeared), time.monotonic())
+            loaded, entries = self._loaded(state, gap, appeared, charge)
+            state = state.after(gap, appeared, exact, loaded, time.monotonic(), entries)
             if charge:
                 self._overhead[uuid] = state
         if state.total > part.reserve:
@@ -237,20 +244,42 @@ class LedgerReader:
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
             figures = {name: _framework_sample((*usage[:3], caps.get(name))) for name, usage in usages.items()}
+        elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
+            self._look()
         overhead = charged + slabs
         return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
 
-    def _loaded(self, state: Overhead, gap: int, appeared: frozenset[str]) -> frozenset[str]:
-        """The libraries that are loaded. The kernel's list takes milliseconds: it is read if a library may be behind
-        the growth of the gap, and not within a second after it showed no new one."""
-        if not appeared <= state.appeared:
-            return self._host.libraries()
-        if time.monotonic() - self._in_vain < _SECOND_LOOK or not state.may_be_a_library(gap):
-            return state.loaded
+    def _loaded(
+        self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
+    ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
+        """The libraries that are loaded, and what was entered. The kernel's list takes milliseconds: it is read if a
+        library may be behind the growth of the gap that was not loaded, which then has loaded kernels. Where nothing
+        tells of those, it is not read within a second after it showed no new one."""
+        came = appeared - state.appeared
+        if not mark:  # in a signal handler: the next reading is to find it
+            return state.loaded, self._host.entries(mark=False)
+        if came:
+            return self._host.libraries(), self._look(came)
+        now = time.monotonic()
+        if gap <= state.last and now - self._looked < _FRESH:
+            return state.loaded, state.entries
+        entries = self._look()
+        told = any(name == KERNELS for name, _ in entries)
+        due = KERNELS in state.saw(entries, now).entered if told else now - self._in_vain >= _SECOND_LOOK
+        if not due or not state.may_be_a_library(gap):
+            return state.loaded, entries
         loaded = self._host.libraries()
         if loaded <= state.loaded:
-            self._in_vain = time.monotonic()
-        return loaded
+            self._in_vain = now
+            return loaded, entries
+        return loaded, self._look()
+
+    def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
+        """What was entered, for the states of all GPUs: on which of them, nothing tells. `new`: what has appeared."""
+        entries, self._looked = self._host.entries(), time.monotonic()
+        for uuid, state in self._overhead.items():
+            self._overhead[uuid] = state.saw(entries, self._looked, new)
+        return entries
 
     def _who_tells(self, frameworks: Mapping[str, Framework]) -> _Tellers:
         """Who has to be asked for `libraries`, `contexts` and `uncounted`: most frameworks say nothing there."""
