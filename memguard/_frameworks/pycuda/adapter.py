@@ -28,7 +28,8 @@ from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
-from memguard._frameworks.pycuda.pool import Pitched, Pool, RawPool, destroyed
+from memguard._frameworks.pycuda.pitched import Pitched
+from memguard._frameworks.pycuda.pool import Pool, RawPool
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage
@@ -218,7 +219,7 @@ class PyCUDA(Framework):
                 asked = round_up(width, 512) * height
                 fits = functools.partial(pages.fits, asked)
                 allocation, pitch = self._within_cap(drv, uuid, asked, fits, take, give_back)
-                self._grant(uuid)
+                self._note_peak(uuid)
             gone = pitched, int(allocation), pitch * height
             weakref.finalize(allocation, self._gone.append, gone).atexit = False
             return allocation, pitch
@@ -238,7 +239,7 @@ class PyCUDA(Framework):
                 if tracked is None:
                     uuid = self._uuid(drv, current)
                     tracked = Pool(weakref.ref(pool), current.handle, uuid, self._pages_of(uuid), raw_pool)
-                    tracked.on_rise = self._rose
+                    tracked.on_new_peak = self._new_peak
                     tracked = others.setdefault(id(pool), tracked)  # a signal handler may have used the pool first
             return self._allocate(drv, lambda: tracked, size)
 
@@ -323,7 +324,7 @@ class PyCUDA(Framework):
                 made = raw.make()
                 uuid = self._uuid(drv, current)
                 pool = Pool(lambda: made, handle, uuid, self._pages_of(uuid), raw, current)
-                pool.own, pool.on_rise = made, self._rose
+                pool.own, pool.on_new_peak = made, self._new_peak
                 _discard(self._own, handle, former)
                 pool = self._own.setdefault(handle, pool)  # or that of a signal handler, which was faster
             self._last = pool
@@ -381,7 +382,7 @@ class PyCUDA(Framework):
             lambda: pool.take(size, bin_size),
             pool.give_back,
         )
-        self._grant(pool.uuid, pool)
+        self._note_peak(pool.uuid, pool)
         if self._events is None:
             pool.open(size, bin_size)
             return allocation
@@ -451,22 +452,22 @@ class PyCUDA(Framework):
             self._peak[uuid] = in_use
         return in_use
 
-    def _grant(self, uuid: str, riser: Pool | None = None) -> None:
-        """Update the peak, and let `riser` rise as far as it can without a new one. The other pools may only refill."""
+    def _note_peak(self, uuid: str, rising: Pool | None = None) -> None:
+        """Update the peak, and let `rising` get as far as it can without a new one. The other pools may only refill."""
         pools = self._pools(uuid)
         for pool in pools:
-            pool.allowed = -1  # a hit on another thread meanwhile comes here too, and waits
+            pool.peak_room = -1  # a hit on another thread meanwhile comes here too, and waits
         noted = [pool.doubt() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
-        spare += self._peak[uuid]
+        spare += self._peak[uuid]  # not in one sum with the line above, which may have raised the peak
         for pool, size, idle in zip(pools, active, noted, strict=True):
-            pool.allowed = size + (spare if pool is riser else 0)
+            pool.peak_room = size + (spare if pool is rising else 0)
             pool.trust(idle)
 
-    def _rose(self, pool: Pool) -> None:
+    def _new_peak(self, pool: Pool) -> None:
         with self._lock:
-            self._grant(pool.uuid, pool)
+            self._note_peak(pool.uuid, pool)
 
     def _settle(self) -> None:
         """Apply what finalizers of pitched allocations logged. With the lock held."""
@@ -485,8 +486,20 @@ class PyCUDA(Framework):
         pool.forget()
         _kept.append(pool)
 
+    def _destroyed(self, uuid: str) -> list[Pool]:
+        """The pools on this GPU whose contexts are gone, and their memory with them.
+
+        The primary context is not checked: other frameworks keep it alive, and this runs with each reading.
+        """
+        on_it = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
+        for ordinal, known in self._by_ordinal.items() if on_it else ():
+            if known == uuid:
+                primary = contexts.primary(ordinal)
+                return [pool for pool in on_it if pool.context != primary and pool.dead()]
+        return [pool for pool in on_it if pool.dead()]
+
     def _pools(self, uuid: str) -> list[Pool]:
-        for pool in destroyed(self._own, uuid, self._by_ordinal):
+        for pool in self._destroyed(uuid):
             self._bury(pool)
         if self._others:
             for key, pool in list(self._others.items()):

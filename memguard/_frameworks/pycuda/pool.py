@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -20,22 +20,6 @@ _MOST_TIMES = 8
 _NEVER = sys.maxsize
 _MOST_SIZES = 4096
 """So many sizes of requests are remembered with their bin. More than a program repeats, and less than a megabyte."""
-
-
-class Pitched:
-    """Pitched allocations, which come from no pool."""
-
-    def __init__(self, pages: DriverPages) -> None:
-        self.in_use = 0
-        self._pages = pages
-
-    def add(self, address: int, size: int) -> None:
-        self.in_use += size
-        self._pages.add(address, size)
-
-    def gone(self, address: int, size: int) -> None:
-        self.in_use -= size
-        self._pages.gone(address, size)
 
 
 @dataclass(frozen=True)
@@ -76,6 +60,10 @@ class Bin:
         if address in self.held:
             self.held[address] = reference
 
+    def put_back(self) -> None:
+        """The entry that a request took was not needed."""
+        self.idle.append(None)
+
     def free(self, address: int) -> bool:
         """Whether no allocation has the block, though it may be on its way to one."""
         allocation = self.held.get(address)
@@ -100,9 +88,9 @@ class Pool:
         self.reference = pool
         self.own: Any = None
         """PyCUDA's pool, if it is memguard's own."""
-        self.allowed = -1
-        """A rise of the pool's `active_bytes` above this has to be told by `on_rise`: it may be a new peak."""
-        self.on_rise: Callable[[Pool], None] = lambda _: None
+        self.peak_room = -1
+        """Once the pool's `active_bytes` are above this, it calls `on_new_peak`: there may be one."""
+        self.on_new_peak: Callable[[Pool], None] = lambda _: None
         self.lives: Callable[[], bool] = _unknown
         """Asks the driver whether the pool's memory is still there. False also while it has none."""
         self.context_id: int | None = None
@@ -140,7 +128,7 @@ class Pool:
         if self._ready is not ready:
             return None
         if not (found.idle or self._small or pool.held_blocks > 1):
-            found.freed(None)
+            found.put_back()
             return None
         try:
             allocation = self._allocate(pool, size)
@@ -155,8 +143,8 @@ class Pool:
         if len(found.idle) < found.enough:
             if found.enough != _NEVER:
                 self.doubt()
-            if pool.active_bytes > self.allowed:
-                self.on_rise(self)
+            if pool.active_bytes > self.peak_room:
+                self.on_new_peak(self)
         return allocation
 
     def doubt(self) -> list[tuple[Bin, int]]:
@@ -473,15 +461,3 @@ def _there(address: int, known: int | None) -> bool:
 
 def _unknown() -> bool:
     return False
-
-
-def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str]) -> list[Pool]:
-    """The pools on this GPU whose contexts are gone, and their memory with them. The primary context is not
-    checked: other frameworks keep it alive, and this runs with each reading.
-    """
-    on_it = [pool for pool in list(pools.values()) if pool.uuid == uuid]
-    for ordinal, known in by_ordinal.items() if on_it else ():
-        if known == uuid:
-            primary = contexts.primary(ordinal)
-            return [pool for pool in on_it if pool.context != primary and pool.dead()]
-    return [pool for pool in on_it if pool.dead()]
