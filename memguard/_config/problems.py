@@ -239,7 +239,7 @@ def _advice(
     if amount and level in SPECS and set(FRAMEWORK_KEYS) & set(siblings) and not known(name):
         return "remove it", (), False
     line = _sized(name, value, level, siblings, known(name)) if amount else ""
-    if line and not line.startswith(f"write '{known(name)}: {value}'"):  # that is only misspelt
+    if line and not line.startswith(f"write '{known(name)}: {_written(value)}'"):  # that is only misspelt
         return line, (), level == "" or name == "share"
     if near := known(name):
         explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()
@@ -314,13 +314,22 @@ def _top(
     return None
 
 
+def _written(value: object) -> str:
+    """The value as text; "" if Python refuses to write it, as an integer of some thousand digits."""
+    try:
+        return str(value)
+    except ValueError:
+        return ""
+
+
 def _home(name: str, value: object, fields: Fields, data: object) -> str:
     """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
     for level in ("frameworks", "device", "monitor", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in FRAMEWORK_KEYS:
                 owner = next(meant.unsized(data), "torch")
-                written = meant.flow(value) if isinstance(value, (str, int)) and len(str(value)) < 20 else "50%"
+                short = isinstance(value, (str, int)) and 0 < len(_written(value)) < 20
+                written = meant.flow(value) if short else "50%"
                 return f"move it below a framework, as in '{owner}: {{{name}: {written}}}'"
             return f"move it below '{level}:'" + (
                 ", or remove it" if level in SPECS and not meant.at(data, ("frameworks", level)) else ""

@@ -45,7 +45,7 @@ ADAPTERS = {
     "torch": {"_frameworks.torch", "_frameworks.torch.adapter", "_frameworks.torch.settings", "_frameworks.rmm"},
     "jax": {"_frameworks.jax"},
     "cupy": {"_frameworks.cupy", "_frameworks.cupy.adapter", "_frameworks.cupy.pieces", "_frameworks.rmm"},
-    "pycuda": {"_frameworks.pycuda.adapter", "_frameworks.pycuda.pool"},
+    "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "pitched", "pool", "streams")},
     "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"},
 }
 BOTH_INSTALLED = {"_frameworks.cudart"}

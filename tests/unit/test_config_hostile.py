@@ -44,6 +44,31 @@ def devices(key: str) -> dict[str, Any]:
     return {**GOOD, "devices": {key: {"limit": "50%"}}}
 
 
+@pytest.mark.parametrize("level", ["", "frameworks", "device", "monitor", "torch"])
+def test_a_number_that_python_does_not_write_is_refused_wherever_it_stands(level: str) -> None:
+    """`str` of an integer of more than 4,300 digits raises; the keys are those of all levels, and unknown ones."""
+    keys = (
+        "share",
+        "limit",
+        "min",
+        "max",
+        "growth",
+        "reserve",
+        "interval",
+        "warn",
+        "timeline",
+        "nccl",
+        "shares",
+        "10x",
+        "x",
+    )
+    for key in keys:
+        data = copy.deepcopy({**GOOD, "device": {"limit": "50%"}, "monitor": {"interval": "1s"}})
+        at: Any = data["frameworks"]["torch"] if level == "torch" else data[level] if level else data
+        at[key] = 10**5000
+        refused(data)
+
+
 def test_digits_of_other_alphabets_are_no_digits() -> None:
     """Each of the several hundred, as a GPU's number, in a UUID, in a size, a percentage and a duration."""
     assert len(DIGITS) > 600
