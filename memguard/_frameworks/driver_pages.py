@@ -128,9 +128,14 @@ class DriverPages:
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self.in_use = 0
         self._shared, self._whole = shared, whole
-        self._large = self._small = self._going = self._queued = self._expected = 0
+        self._large = self._small = self._going = self._expected = 0
+        self.coming = 0
+        """The bytes of `adding` in `changes`, in whole pages: they count already, so that a request of a signal handler
+        does not take their room."""
         self._slabs: dict[int, _Own] = {}
-        self._changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+        self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+        """What follows, for `settle`: `adding` or `leaving` with address and size. Who must know at a Ctrl-C whether a
+        change will be made appends it here, and notes that with no call in between."""
         self._changing = False
 
     def growth(self, size: int) -> int:
@@ -157,7 +162,7 @@ class DriverPages:
         return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap
 
     def add(self, address: int, size: int) -> None:
-        self._in_turn(self._add, address, size)
+        self._in_turn(self.adding, address, size)
 
     def going(self, address: int, size: int) -> None:
         """Its free is pending: no longer in use, but the driver does not have it back."""
@@ -168,51 +173,71 @@ class DriverPages:
         self._in_turn(self._remove, address, size)
 
     def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
-        coming = round_up(size) if change == self._add else 0
-        self._queued += coming  # counts already: the next request of a signal handler must not take its room
-        self._changes.append((change, address, size))
+        coming = round_up(size) if change == self.adding else 0
+        self.coming += coming
+        self.changes.append((change, address, size))
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry out the changes. A Ctrl-C within loses none of allocations above 1 MiB, and makes none twice."""
         if self._changing:
             return
         self._changing = True
         try:
-            while self._changes:
-                change, address, size = self._changes.popleft()
-                coming = round_up(size) if change == self._add else 0
+            while self.changes:
+                change, address, size = self.changes[0]
+                if size > SMALL:
+                    change(address, size)  # its last statements are its figures and `popleft`: nothing comes between
+                    continue
+                self.changes.popleft()
+                coming = round_up(size) if change == self.adding else 0
                 try:
                     change(address, size)
                 finally:
-                    self._queued -= coming
+                    self.coming -= coming
         finally:
             self._changing = False
 
-    def _add(self, address: int, size: int) -> None:
-        self.in_use += size
+    def adding(self, address: int, size: int) -> None:
         if size > SMALL:
-            self._large += round_up(size)
+            pages = round_up(size)
+            self.in_use += size
+            self._large += pages
+            self.coming -= pages
+            self.changes.popleft()
             return
+        self.in_use += size
         opened = self._shared.enter(address)
         slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
         self._change(slab, address, 1, size, 0, 0)
 
     def _set_going(self, address: int, size: int) -> None:
-        self.in_use -= size
         if size > SMALL:
-            self._going += round_up(size)
+            pages = round_up(size)
+            self.in_use -= size
+            self._going += pages
+            self.changes.popleft()
         else:
+            self.in_use -= size
             self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size)
 
     def _remove(self, address: int, size: int) -> None:
         if size > SMALL:
-            self._large -= round_up(size)
-            self._going -= round_up(size)
+            pages = round_up(size)
+            self._large -= pages
+            self._going -= pages
+            self.changes.popleft()
         else:
             self._take_out(address, size, 1)
 
-    def _set_gone(self, address: int, size: int) -> None:
-        self.in_use -= size
+    def leaving(self, address: int, size: int) -> None:
         if size > SMALL:
-            self._large -= round_up(size)
+            pages = round_up(size)
+            self.in_use -= size
+            self._large -= pages
+            self.changes.popleft()
         else:
+            self.in_use -= size
             self._take_out(address, size, 0)
 
     def _take_out(self, address: int, size: int, going: int) -> None:
@@ -224,7 +249,7 @@ class DriverPages:
 
     def gone(self, address: int, size: int) -> None:
         """Freed at once: no longer in use, and the driver has it back."""
-        self._in_turn(self._set_gone, address, size)
+        self._in_turn(self.leaving, address, size)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
         """Whether this allocation counts as what it is, because somebody else opened its slab."""
@@ -245,11 +270,11 @@ class DriverPages:
             self._expected = before  # an interruption before it was set changes nothing
 
     def held(self) -> int:
-        return self._large + self._small + self._queued + self._expected
+        return self._large + self._small + self.coming + self._expected
 
     def counted(self) -> int:
         """`held` without what is expected."""
-        return self._large + self._small + self._queued
+        return self._large + self._small + self.coming
 
     def reclaimable(self) -> int:
         """The bytes that go back once all pending frees are done. A slab goes back with its last piece."""

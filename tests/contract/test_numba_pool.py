@@ -592,10 +592,10 @@ def test_a_block_that_another_thread_frees_within_an_allocation_is_counted_with_
     held = manager(setting)
     take = held.pool.take
 
-    def freed_meanwhile(size: int) -> Any:
+    def freed_meanwhile(size: int, taker: Any) -> Any:
         kept.clear()
         flush(setting)
-        return take(size)
+        return take(size, taker)
 
     held.pool.take = freed_meanwhile
     array = setting.cuda.device_array(3 * MIB + 1)
