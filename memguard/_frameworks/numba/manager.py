@@ -98,21 +98,19 @@ def capped(driver: Any) -> type:
             if self._freed:
                 raise RuntimeError("Freeing dead memory")
             self._freed = True
-            self._drop()
+            if self._block is not None:
+                self._manager.drop(self._block)
 
         def __copy__(self) -> Any:
             return self
 
         def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
-            if not self._freed and not ends():
-                self._drop()
-
-        def _drop(self) -> None:
             block = self._block
-            if block is not None:
+            if block is not None and not self._freed:
                 try:
-                    self._manager.drop(block)
-                except BaseException:  # a Ctrl-C, which may have come before the first statement
+                    if not ends():
+                        self._manager.drop(block)
+                except BaseException:  # a Ctrl-C, which may have come before the first statement of `drop`
                     self._manager.drop(block)
                     raise
 
@@ -321,14 +319,14 @@ def capped(driver: Any) -> type:
         def drop(self, block: Block) -> None:
             """No array has the block any more. Called by finalizers."""
             size = block.asked
-            if self.figures.left(block):  # else a reset has freed it
-                try:
+            try:
+                if self.figures.left(block):  # else a reset has freed it
                     self.deallocations.add_item(self.carry_out, block, size)
-                except BaseException:
-                    self.deallocations.again()
-                    raise
-            elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
-                self._back(block, NEW)
+                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
+                    self._back(block, NEW)
+            except BaseException:
+                self.deallocations.again()
+                raise
 
         def carry_out(self, block: Block) -> None:
             """Numba carries out the pending free. Called by finalizers."""
@@ -375,7 +373,9 @@ def capped(driver: Any) -> type:
                 super().reset()
                 for block in list(self.figures.blocks):
                     self.figures.left(block)
-                    self._back(block, block.state)
+                    state = block.state
+                    if state is not BACK:
+                        self._back(block, state)
                 self.drain()
                 self.figures.apply()
                 self._home, self._member = None, False  # if the context goes on, the next allocation counts again
