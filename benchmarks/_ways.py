@@ -90,9 +90,17 @@ def _torch() -> Allocator:
 
     empty, uint8 = torch.empty, torch.uint8
     empty(1, dtype=uint8, device="cuda")
+    asked = lambda: int(torch.cuda.memory_stats().get("num_device_alloc", 0))  # noqa: E731
+
+    def asks(work: Callable[[], Any]) -> int:
+        before = asked()
+        work()
+        return asked() - before
+
     return Allocator(
-        lambda size: empty(size, dtype=uint8, device="cuda"), torch.cuda.memory_reserved, trim=torch.cuda.empty_cache
-    )
+        lambda size: empty(size, dtype=uint8, device="cuda"), torch.cuda.memory_reserved, trim=torch.cuda.empty_cache,
+        asks=asks,
+    )  # fmt: skip
 
 
 def torch_plain(cap: int) -> Allocator:
@@ -118,7 +126,19 @@ def _cupy() -> Allocator:
 
     cupy.empty(1, cupy.uint8)
     pool = cupy.get_default_memory_pool()
-    return Allocator(lambda size: cupy.empty(size, cupy.uint8), pool.total_bytes, trim=pool.free_all_blocks)
+
+    class Asked(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name, times = "asked", 0
+
+        def alloc_preprocess(self, **_: Any) -> None:
+            self.times += 1
+
+    def asks(work: Callable[[], Any]) -> int:
+        with Asked() as hook:
+            work()
+        return int(hook.times)
+
+    return Allocator(lambda size: cupy.empty(size, cupy.uint8), pool.total_bytes, trim=pool.free_all_blocks, asks=asks)
 
 
 def cupy_plain(cap: int) -> Allocator:

@@ -821,13 +821,19 @@ PEERS_SLACK = 8 * MIB
 """So far below its part of the cap a library's memory may stay: blocks do not fill every gap."""
 
 
+def peers_rounds(result: dict[str, Any]) -> int:
+    """In all generations, of the library with the fewest. Older results had equally many of each."""
+    counts = result.get("rounds_of")
+    return min(map(sum, counts.values())) if counts else result["generations"] * result["rounds"]
+
+
 def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
     """The bars of `peers.py`. The list of them is that of the libraries and ways, whatever was measured."""
     from _spread import resolved
     from _ways import AGAIN, CONTROLLED, SHARES, SIZES, WAYS, cell
 
     found: dict[str, tuple[bool, str]] = {}
-    every, runs = result["cells"], result["generations"] * result["rounds"]
+    every, runs = result["cells"], peers_rounds(result)
     found["a whole run on a GPU"] = (
         result["about"]["gpu"] is not None
         and result["cap"] >= PEERS_CAP

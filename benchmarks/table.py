@@ -21,6 +21,7 @@ import _figures
 import _ways
 from _listed import lacking, list_of
 from _run import RESULTS, ROOT, numba_note, source_hash
+from checks import peers_rounds
 
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
@@ -542,7 +543,7 @@ def peers() -> list[str]:
         "",
         f"Microseconds for an allocation and its end, with the library's memory at {shares} % of a cap of",
         f"{result['cap'] / GIB:g} GiB (without one: with as many bytes in live blocks). Medians of "
-        f"{result['generations'] * result['rounds']} rounds in {result['generations']} generations of",
+        f"{peers_rounds(result)} rounds or more in {result['generations']} generations of",
         "processes. The ratio is the highest of the nine, with its 95 % interval; the control is the same way in two",
         "processes, in the same place.",
         "",
@@ -551,7 +552,11 @@ def peers() -> list[str]:
         *rows,
         "",
         *lacking,
-        *([""] if lacking else []),
+        *(
+            f"- {LABELS[one]} was measured in an earlier run, {when}"
+            for one, when in result.get("taken_over", {}).items()
+        ),
+        *([""] if lacking or result.get("taken_over") else []),
         *origin("h200-peers.json", result),
     ]
 

@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memguard._devices import libcuda
 from memguard._devices.libcuda import check
@@ -20,6 +20,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+_IDS_FROM = 13000  # the driver's CUDA, as cuDriverGetVersion counts
 _initialised: libcuda.DriverAPI | None = None
 """libcuda once it was found initialised: it stays so, and asking again would cost more than the calls themselves."""
 _primaries: dict[int, int] = {}
@@ -278,6 +279,36 @@ def watch(address: int, known: int) -> Callable[[], bool]:
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
     out = byref(found)  # shared by all threads: what another one has got meanwhile is as good, and younger
     return lambda: ask(out, which, where) == 0 and found.value == known
+
+
+class IdOfCurrent(NamedTuple):
+    """A quick question for the id of this thread's current context.
+
+    If `ask(None, out)` is 0, `number.value` is the id, unless another thread has asked since: then it is that one's.
+    """
+
+    ask: Callable[..., int]
+    out: Any
+    number: c_uint64
+
+
+def id_of_current() -> IdOfCurrent:
+    """It never gets an answer from a driver whose ids may not tell a primary context from the one before its reset.
+
+    Documented of `cuCtxGetId`: ids are unique for the life of the program. Measured on an H100 with driver 580 (CUDA
+    13.0): a reset gives the primary context another id and the same handle, and in between asking fails (709, 201).
+    Older drivers were not asked, so they are not relied on.
+    """
+    cuda, version, number = libcuda.already_loaded(), c_int(), c_uint64()
+    known = cuda is not None and cuda.cuDriverGetVersion(version) == 0 and version.value >= _IDS_FROM
+    ask = libcuda.quick("cuCtxGetId") if known else None
+    return IdOfCurrent(ask or (lambda *_: 1), byref(number), number)
+
+
+def current_id(context: int) -> int | None:
+    """The id of this thread's current context, if `context` is its handle; else None. See `id_of_current`."""
+    found = id_of_current()
+    return found.number.value if current_handle() == context and found.ask(None, found.out) == 0 else None
 
 
 def relax() -> bool:

@@ -92,6 +92,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_OutPointer, _Device),
     "cuDevicePrimaryCtxRelease_v2": (_Device,),
     "cuCtxGetDevice": (_OutInt,),
+    "cuCtxGetId": (_Context, _Out64),
     "cuCtxGetCurrent": (_OutPointer,),
     "cuCtxPushCurrent_v2": (_Context,),
     "cuCtxPopCurrent_v2": (_OutPointer,),

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from test_cupy_model import Model, Setting, model
 
+from memguard._frameworks.cupy import adapter
+from memguard._frameworks.driver_pages import TINY, whole_share
 from memguard._units import MIB
 
 __all__ = ["model"]
@@ -75,6 +77,28 @@ def test_nothing_is_refused_that_would_have_fitted(model: Model, kind: str, seed
     assert found["refused"] and found["served"] >= 100
     assert found["count"] <= cap, "by the pool's own count"
     assert found["wrong"] == [], f"{len(found['wrong'])} of {found['refused']}: {found['wrong'][:3]}"
+
+
+def test_what_a_size_is_rounded_to_is_worked_out_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 sizes, 20 of them over and over: all are what `whole_share` says, and no table grows without end."""
+    asked: list[int] = []
+    monkeypatch.setattr(adapter, "whole_share", lambda size: (asked.append(size), whole_share(size))[1])
+    setting, rng = model("h200"), random.Random(1)
+    setting.apply(64 * MIB)
+
+    def taken(size: int) -> int:
+        memory = setting.alloc(size)
+        assert memory is not None
+        return int(setting.pool.used_bytes())
+
+    often = [rng.randint(TINY + 1, MIB) for _ in range(20)]
+    for size in often * 50:
+        assert taken(size) == -(-whole_share(size) // UNIT) * UNIT
+    assert sorted(set(often)) == sorted(asked)
+    many = rng.sample(range(TINY + 1, MIB + 1), 5000)
+    for size in many + often:
+        assert taken(size) == -(-whole_share(size) // UNIT) * UNIT
+    assert 20 + 5000 < len(asked) <= 20 + 5000 + 20, "the table was full in between"
 
 
 def test_a_gap_of_a_slab_serves_what_its_rounded_size_would_not_fit_into(model: Model) -> None:

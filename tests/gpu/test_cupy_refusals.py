@@ -15,7 +15,8 @@ import pytest
 Run = Callable[..., dict[str, Any]]
 CODE = """
 import random, pynvml
-CAP, JUDGED = 64 * MIB, {judged}
+CAP = 64 * MIB
+JUDGED = {judged}
 guard = memguard.init({{"version": 1, "device": {{"limit": "8GiB"}}, "frameworks": {{"cupy": {{"limit": CAP}}}}}})
 import cupy
 pynvml.nvmlInit()

@@ -35,7 +35,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_what_is_here_is_measured_and_what_is_not_is_said(env: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "peers.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--cap", str(1 << 30), "--generations", "1", "--rounds", "1",
+        [sys.executable, str(SCRIPT), "--cap", str(1 << 30), "--generations", "1", "--rounds", "1", "--at-most", "600",
          "--seconds", "0.001", "--only", "cupy;pycuda;numba", "-o", str(output)],
         env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -47,6 +47,7 @@ def test_what_is_here_is_measured_and_what_is_not_is_said(env: dict[str, str], t
     assert checks["pycuda: every way measured"] == [True, "54 of 54"] and not result["missing"]["pycuda"]
     assert checks["pycuda: filled to its part of the cap"][0], checks
     assert not checks["a whole run on a GPU"][0] and not checks["torch: every way measured"][0]
+    assert result["rounds_of"] == {name: [1] for name in ("cupy", "pycuda", "numba")} and not result["taken_over"]
     numba = set(result["missing"]["numba"])
     assert numba <= {"rmm", "rmm, again"}, "Numba itself is here, RMM may be"
     for cell in result["cells"]["numba"].values():

@@ -38,6 +38,8 @@ from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+_MOST_SIZES = 4096
+"""So many sizes of requests are remembered with what they are rounded to."""
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
@@ -219,6 +221,13 @@ class CuPy(Framework):
         get_limit, common = pool.get_limit, self._common
         refusal, count, known = cupy.cuda.memory.OutOfMemoryError, 0, False
         seen: set[int] = set()
+        shares: dict[int, int] = {}
+
+        def share(size: int) -> int:
+            if len(shares) >= _MOST_SIZES:
+                shares.clear()
+            found = shares[size] = whole_share(size)
+            return found
 
         def look() -> None:
             """Until every device has been seen and limited."""
@@ -246,8 +255,13 @@ class CuPy(Framework):
                 self._hold(get_device())
             small = size <= SMALL
             before = total_bytes() if small else 0
-            # `whole_share`, without the call where that is simple.
-            rounded = size if size <= TINY else whole_share(size) if small else -(-size // GRANULE) * GRANULE
+            # `whole_share`, without the call where that is simple, or was made before.
+            if size <= TINY:
+                rounded = size
+            elif small:
+                rounded = shares.get(size) or share(size)
+            else:
+                rounded = -(-size // GRANULE) * GRANULE
             try:
                 memory = malloc(rounded)
             except refusal as error:

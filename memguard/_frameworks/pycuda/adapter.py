@@ -162,11 +162,17 @@ class PyCUDA(Framework):
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
         raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
         replaced, others, current_object = Replacements(), self._others, drv.Context.get_current
+        ask, out, number = contexts.id_of_current()
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
             # PyCUDA gives the very object that was pushed, if Python code pushed it.
-            if pool is not None and current_object() is pool.made_in and pool.lives():
+            # The driver's ids say that the pool's memory is there in half the time that a question for a block takes.
+            if (
+                pool is not None
+                and current_object() is pool.made_in
+                and ((ask(None, out) == 0 and number.value == pool.context_id) or pool.lives())
+            ):
                 allocation = pool.hit(pool.own, size)
                 if allocation is not None:
                     return allocation
@@ -433,11 +439,13 @@ class PyCUDA(Framework):
         pools = self._pools(uuid)
         for pool in pools:
             pool.allowed = -1  # a hit on another thread meanwhile comes here too, and waits
+        noted = [pool.doubt() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
         spare += self._peak[uuid]
-        for pool, size in zip(pools, active, strict=True):
+        for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.allowed = size + (spare if pool is riser else 0)
+            pool.trust(idle)
 
     def _rose(self, pool: Pool) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from memguard._logs import log as _log
 from memguard._units import GRANULE
 
 _MOST_TIMES = 8
+_NEVER = sys.maxsize
 _MOST_SIZES = 4096
 """So many sizes of requests are remembered with their bin. More than a program repeats, and less than a megabyte."""
 
@@ -51,7 +53,7 @@ class Bin:
     to `idle`. A request takes one entry out before it asks the pool. So there are never more entries than idle blocks.
     """
 
-    __slots__ = ("freed", "held", "idle", "size")
+    __slots__ = ("enough", "freed", "held", "idle", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -60,6 +62,10 @@ class Bin:
         self.idle: list[object] = []
         """One entry for each block that was freed since the pool was known to have none. It may miss some."""
         self.freed: Callable[[object], None] = self.idle.append
+        self.enough = _NEVER
+        """As long as each bin has so many entries, no more of the pool is in use than when the peak was looked at last:
+        since then the pool got no block, and no idle block without an entry got one. The first that has fewer ends
+        that for all."""
 
     def hand_out(self, address: int, allocation: Any) -> None:
         """The pool has handed out a block without an entry having been taken."""
@@ -98,6 +104,8 @@ class Pool:
         self.on_rise: Callable[[Pool], None] = lambda _: None
         self.lives: Callable[[], bool] = _unknown
         """Asks the driver whether the pool's memory is still there. False also while it has none."""
+        self.context_id: int | None = None
+        """That of the driver's context in which the pool's memory lies; None if not known, or while it has none."""
         self.made_in, self._thread = made_in, threading.get_ident()
         self._raw, self._pages = raw, pages
         self._allocate = raw.allocate
@@ -141,9 +149,25 @@ class Pool:
             self._others = -1
             return None
         held[address] = reference
-        if pool.active_bytes > self.allowed:
-            self.on_rise(self)
+        if len(found.idle) < found.enough:
+            if found.enough != _NEVER:
+                self.doubt()
+            if pool.active_bytes > self.allowed:
+                self.on_rise(self)
         return allocation
+
+    def doubt(self) -> list[tuple[Bin, int]]:
+        """From now on each `hit` asks what is in use. Returns what `trust` needs."""
+        bins = list(self._bins.values())
+        for found in bins:
+            found.enough = _NEVER
+        return [(found, len(found.idle)) for found in bins]
+
+    def trust(self, noted: list[tuple[Bin, int]]) -> None:
+        """The peak includes what is in use. `noted` is from before that was read: what was allocated or freed
+        meanwhile only makes the bounds stricter."""
+        for found, idle in noted:
+            found.enough = max(idle, len(found.idle))
 
     def dead(self) -> bool:
         """Whether the context is gone, and its memory with it. The addresses may then belong to others."""
@@ -301,6 +325,7 @@ class Pool:
 
     def _grow(self, size: int, bin_size: int) -> Any:
         pool = self.reference()
+        self.doubt()
         before = pool.managed_bytes
         try:
             allocation = self._within(self._raw.allocate, pool, size)
@@ -410,7 +435,10 @@ class Pool:
                 lives = contexts.watch(address, known)
                 if address in self._ids and self._ids[address] == known:  # no signal handler has given it back since
                     self._witness, self.lives = address, lives
+                    if self.context_id is None:
+                        self.context_id = contexts.current_id(self.context)
                     return
+        self.context_id = None
 
 
 def _unknown() -> bool:
