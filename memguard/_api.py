@@ -373,7 +373,7 @@ def require(framework: str, size: int | str) -> None:
 
 def workload(name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
     """Admission before a block (`needs`), its peak and what it left behind after it."""
-    return Block(lambda: current().workload(name, framework=framework, needs=needs).begin())
+    return Block(lambda: current()._begin_workload(name, framework, needs))
 
 
 def resize(framework: str, size: int | str) -> None:

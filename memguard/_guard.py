@@ -307,15 +307,16 @@ class Guard:
                 found[name] = known.count, known.last
         return found
 
-    def _find_drift(self) -> None:
-        """Ask each framework whether the cap that was set still holds, and note what changed.
+    def _find_drift(self, only: str | None = None) -> None:
+        """Ask each framework, or `only` this one, whether the cap that was set still holds, and note what changed.
 
         Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
         changes what they compare with.
         """
         entries, resized = self._entries, self._resized
         answers: dict[str, tuple[str, ...]] = {}
-        for name, entry in entries.items() if self.active else ():
+        asked = entries if only is None else {only: entries[only]} if only in entries else {}
+        for name, entry in asked.items() if self.active else ():
             if entry.enforcement is not _ENFORCED and not entry.drift:
                 continue  # no cap was set
             try:
@@ -372,7 +373,7 @@ class Guard:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
         self._checkpoint()
-        self._find_drift()
+        self._find_drift(framework)
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()
@@ -412,17 +413,16 @@ class Guard:
 
     def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
+        return Block(lambda: self._begin_workload(name, framework, needs))
 
-        def begin() -> tuple[WorkloadReport, End]:
-            if needs is not None:
-                self.require(framework, needs)
-            else:
-                self._checkpoint()
-            report = WorkloadReport(name, framework)
-            report.before, earlier = totals(self._usages_of(framework))
-            return report, lambda error: self._end_workload(report, earlier, error)
-
-        return Block(begin)
+    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
+        if needs is not None:
+            self.require(framework, needs)
+        else:
+            self._checkpoint()
+        report = WorkloadReport(name, framework)
+        report.before, earlier = totals(self._usages_of(framework))
+        return report, lambda error: self._end_workload(report, earlier, error)
 
     def _end_workload(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
         try:

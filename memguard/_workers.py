@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memguard._blocks import Block
+from memguard._blocks import End
 from memguard._guard import Guard
 from memguard._ledger.types import Ledger
 from memguard._types import Device, Plan, Sample, WorkloadReport
@@ -140,8 +140,8 @@ class IdleGuard(_Inactive):
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass
 
-    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
-        return Block(lambda: (WorkloadReport(name, framework), lambda error: None))
+    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
+        return WorkloadReport(name, framework), lambda error: None
 
     def resize(self, framework: str, size: int | str) -> None:
         pass

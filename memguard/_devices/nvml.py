@@ -228,10 +228,20 @@ class Nvml:
             total, reserved, free, used = found.total, found.reserved, found.free, found.used
             if not code and used <= total and free <= total and reserved <= total and 0 < total <= MAX_SIZE:
                 return MemoryInfo(total, reserved, used, free)
-        found_out = self._call("memory of", self._memory, uuid)  # which says what is wrong
-        if ready is None or not self._as_prepared(ready):
-            self._prepare(uuid)
-        return found_out
+            answers = [(code, found)]  # to say what is wrong, NVML is not asked once more
+
+            def work(n: Any, uuid: str) -> MemoryInfo:
+                if not answers:
+                    return self._memory(n, uuid)
+                code, found = answers.pop()
+                if code:
+                    raise n.NVMLError(code)
+                return self._checked(n, uuid, found.total, found.reserved, found.used, found.free)
+
+            return self._call("memory of", work, uuid)
+        asked = self._call("memory of", self._memory, uuid)
+        self._prepare(uuid)
+        return asked
 
     def processes(self, uuid: str) -> dict[int, int | None]:
         """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
@@ -246,7 +256,13 @@ class Nvml:
                 self._warn_slow(f"processes of {uuid}", time.monotonic() - started)
             if not code:
                 return self._summed(uuid, room[: count.value])
-        return self._call("processes of", self._processes, uuid)  # for more processes too, or to say what is wrong
+            answers = [(code, max(2 * count.value, 2 * _ROOM))]
+
+            def work(n: Any, uuid: str) -> dict[int, int | None]:
+                return self._processes(n, uuid, *(answers.pop() if answers else ()))
+
+            return self._call("processes of", work, uuid)
+        return self._call("processes of", self._processes, uuid)
 
     def _prepare(self, uuid: str) -> None:
         """Remember NVML's functions and the handle, once a reading with them has worked."""
@@ -467,9 +483,12 @@ class Nvml:
         self._totals[uuid] = total
         return MemoryInfo(total, reserved, used, free)
 
-    def _processes(self, n: Any, uuid: str) -> dict[int, int | None]:
+    def _processes(self, n: Any, uuid: str, code: int = 0, room: int = _ROOM) -> dict[int, int | None]:
+        """`code`: what NVML has answered already. If that is for want of room, it is asked with this `room`."""
         try:
-            processes = _listed(n, self._handle(n, uuid))
+            if code not in (n.NVML_SUCCESS, n.NVML_ERROR_INSUFFICIENT_SIZE):
+                raise n.NVMLError(code)
+            processes = _listed(n, self._handle(n, uuid), room)
         except n.NVMLError_NotSupported:
             return {}
         return self._summed(uuid, processes)
@@ -482,7 +501,7 @@ class Nvml:
             pid = process.pid
             size: object = process.usedGpuMemory if self._bytes_trusted else None
             if pid not in found:
-                found[pid] = size if is_whole(size) and size <= total else None
+                found[pid] = size if type(size) is int and 0 <= size <= total else None
                 continue
             before = found[pid]
             together = None if before is None or not is_whole(size) else before + size
@@ -521,7 +540,7 @@ def _memory_v2(n: Any, handle: Any) -> Any:
     return found
 
 
-def _listed(n: Any, handle: Any) -> Sequence[Any]:
+def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
     """The compute processes, asked for with one call of NVML. nvidia-ml-py makes two: the first to learn their number.
 
     A size that NVML does not know is 2⁶⁴-1. Without the call, or nvidia-ml-py's way to it, its own function serves.
@@ -530,7 +549,6 @@ def _listed(n: Any, handle: Any) -> Sequence[Any]:
         call = _function(n, "nvmlDeviceGetComputeRunningProcesses_v3")
     except n.NVMLError_FunctionNotFound:
         call = None
-    room = _ROOM
     while call is not None and room <= _MOST_ROOM:
         count, found = c_uint(room), (_Process * room)()
         code = call(handle, byref(count), found)

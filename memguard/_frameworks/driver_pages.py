@@ -282,7 +282,8 @@ class DriverPages:
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
         """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
-        found, small = 0, dict[int, int]()
+        found = 0
+        small: dict[int, int] = {}
         for address, size in pieces:
             slab = self._slabs.get(address // GRANULE)
             if size > SMALL:

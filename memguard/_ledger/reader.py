@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from memguard._devices import contexts
@@ -27,6 +28,8 @@ from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
 
 _Read = TypeVar("_Read")
+_framework_sample: Callable[[tuple[int | None, ...]], FrameworkSample] = partial(tuple.__new__, FrameworkSample)
+"""From its fields, in half the time that the class takes: six in each sample."""
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
@@ -208,16 +211,22 @@ class LedgerReader:
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
-        uuid = device.uuid
-        usages = _usages(frameworks, device)
-        if unnamed := self.unnamed():
-            usages.update(_usages(unnamed, device))
+        uuid, caps, known = device.uuid, part.caps, 0
+        figures: dict[str, FrameworkSample] = {}
+        unnamed = self.unnamed()
+        for name, one in ({**frameworks, **unnamed} if unnamed else frameworks).items():
+            if (usage := one.usage(device)) is not None:
+                held, in_use, reclaimable, at_least, _, _ = usage
+                known += held if held is not None else at_least or 0
+                figures[name] = _framework_sample((held, in_use, reclaimable, caps.get(name)))
         memory = self._host.memory(device)
-        own = self._own(device, memory.used, bool(usages))
+        own = self._own(device, memory.used, bool(figures))
         if _LOANS in sys.modules:
-            usages.update(self._kept(device))
+            for name, usage in self._kept(device).items():
+                known += usage.held or 0
+                figures[name] = _framework_sample((*usage[:3], caps.get(name)))
         slabs = driver_pages.slabs[uuid].gaps
-        gap = gap_of(own, usages.values(), slabs)
+        gap = None if own is None else own - known - slabs
         charged = self._overhead.get(uuid, _NOTHING).charged
         rest = None if gap is None else gap - charged
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
@@ -227,8 +236,7 @@ class LedgerReader:
             gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
-        caps = part.caps
-        figures = {name: FrameworkSample(*usage[:3], caps.get(name)) for name, usage in usages.items()}
+            figures = {name: _framework_sample((*usage[:3], caps.get(name))) for name, usage in usages.items()}
         overhead = charged + slabs
         return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
 

@@ -98,7 +98,8 @@ def _rises(kept: Sequence[int]) -> bool:
 
 def _score(values: Sequence[int]) -> int:
     """How many pairs rise less how many fall."""
-    score, before = 0, list[int]()
+    score = 0
+    before: list[int] = []
     for value in values:
         lower = bisect_left(before, value)
         score += lower - (len(before) - bisect_right(before, value, lower))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from memguard._types import Event, Plan, Sample
+from memguard._types import Event, FrameworkSample, Plan, Sample
 from memguard._units import MAX_SIZE, is_whole, short
 
 VERSION = 1
@@ -82,7 +82,7 @@ class Header(NamedTuple):
 class Columns:
     """What the numbers in a sample's rows mean, and the figures that rarely change: totals, limits, caps."""
 
-    __slots__ = ("caps", "devices", "frameworks", "limits", "totals")
+    __slots__ = ("caps", "devices", "frameworks", "limits", "texts", "totals")
 
     def __init__(self) -> None:
         self.devices: list[str] = []
@@ -90,6 +90,8 @@ class Columns:
         self.limits: list[int | None] = []
         self.frameworks: list[str] = []
         self.caps: list[list[int | None]] = []
+        self.texts: dict[tuple[int, str], tuple[FrameworkSample, str]] = {}
+        """By GPU and framework, its figures as they were written last: mostly they have not changed."""
 
     def as_dict(self) -> dict[str, Any]:
         devices = [list(row) for row in zip(self.devices, self.totals, self.limits, strict=True)]
@@ -147,13 +149,15 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
     """The line, and whether the columns changed for it. If so, write the columns first."""
     changed = False
     rows = []
-    names = columns.frameworks
+    names, texts = columns.frameworks, columns.texts
     for device in sample.devices:
-        used, free, overhead = number(device.used), number(device.free), number(device.overhead)
+        figures = device.used, device.free, device.overhead, device.process, device.unaccounted, device.limit
+        used, free, overhead, process, unaccounted, limit = [
+            value if type(value) is int and -MAX_SIZE <= value <= MAX_SIZE else number(value) for value in figures
+        ]
         known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
         if not known or free is None or overhead is None or not is_whole(device.total):
             continue  # a reading that cannot be true is none
-        limit = number(device.limit)
         try:
             at = columns.devices.index(device.uuid)
         except ValueError:
@@ -171,6 +175,10 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
             if usage is None:
                 found.append("0")
                 continue
+            written = texts.get((at, name))
+            if written is not None and written[0] == usage:
+                found.append(written[1])
+                continue
             held, in_use, reclaimable, cap = usage
             # Mostly what the reader takes: a call of `number` for each figure takes half of the whole line's time.
             if type(held) is not int or not 0 <= held <= MAX_SIZE:
@@ -183,14 +191,17 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 cap = number(cap)
             if caps[position] != cap:
                 caps[position], changed = cap, True
-            found.append(f"[{held},{in_use},{reclaimable}]")
+            text = f"[{held},{in_use},{reclaimable}]"
+            found.append(text)
+            if usage == (held, in_use, reclaimable, cap):  # plain numbers, which compare as they are written
+                texts[at, name] = usage, text
         if len(frameworks) > len(found) - found.count("0"):
             for name in frameworks.keys() - set(names):
                 names.append(name)
                 for other in columns.caps:
                     other.append(None)
             return sample_line(sample, columns)[0], True
-        numbers = f"{at},{used},{free},{number(device.process)},{overhead},{number(device.unaccounted)}"
+        numbers = f"{at},{used},{free},{process},{overhead},{unaccounted}"
         rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
     # The line holds only numbers, so None cannot be part of a text.
     return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed

@@ -39,6 +39,9 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
     return None
 
 
+_ONE_SAMPLE = Dropped(samples=1)
+
+
 class _Part:
     """A file that is full. `mine` is False if an earlier run wrote it."""
 
@@ -132,7 +135,7 @@ class Writer:
             raise TimelineError(f"{self.path}: cannot be written: {_reason(error)}\n    fix: {fix}") from None
 
     def sample(self, sample: Sample) -> None:
-        self._put(Dropped(samples=1), sample.time, lambda: self._sample(sample))
+        self._put(_ONE_SAMPLE, sample.time, lambda: self._sample(sample))
 
     def event(self, event: Event) -> None:
         self._put(Dropped(events=1), event.time, lambda: self._append(records.event_line(event)))
@@ -263,7 +266,7 @@ class Writer:
                 self._set_aside(size)
         if not self._opened:
             self._begin()
-        _write(self._require(), line, self._size)
+        _write(self._opened[-1], line, self._size)
         self._size += len(line)
 
     def _look(self) -> None:
@@ -320,7 +323,8 @@ class Writer:
     def _in_place(self, about: os.stat_result) -> bool:
         """Whether the path still names the open file."""
         try:
-            return os.path.samestat(os.lstat(self.path), about)
+            there = os.lstat(self.path)
+            return there.st_ino == about.st_ino and there.st_dev == about.st_dev
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:  # it cannot be looked at: it may well be there

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,39 @@ def test_a_primary_context_that_was_made_anew_is_no_second_one(
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
     assert second_contexts.beside(0) == {}
+
+
+@pytest.mark.parametrize("way", ["current", "pushed", "pool", "autoinit", "a new primary one"])
+def test_a_context_is_found_however_it_comes_although_the_primary_one_is_known(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A reading asks the driver for the primary context only if another one is in sight."""
+    primary = setting.primary()
+    monkeypatch.setitem(contexts._primaries, 0, primary.handle)
+    asked = []
+    monkeypatch.setattr(contexts, "primary_now", lambda ordinal: asked.append(ordinal) or primary.handle)
+    monkeypatch.setattr(contexts, "current", lambda: 0)
+    monkeypatch.setattr(contexts, "current_handle", lambda: primary.handle)
+    for known in ([], [primary.handle]):
+        assert second_contexts.beside(0, known) == {} and not asked
+    pools: list[int] = []
+    expected = {4711: "PyCUDA"}
+    if way in ("current", "a new primary one"):
+        monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
+        expected = {4711: "unknown"}
+    elif way == "pushed":
+        monkeypatch.setattr(second_contexts.pycuda_contexts, "pushed", lambda: 4711)
+        monkeypatch.setattr(second_contexts, "_on", lambda ordinal, context: True)
+    elif way == "pool":
+        pools = [primary.handle, 4711]
+    else:
+        made = types.SimpleNamespace(context=types.SimpleNamespace(handle=4711), device=setting.drv.Device(0))
+        monkeypatch.setitem(sys.modules, "pycuda.autoinit", made)
+        expected = {4711: "pycuda.autoinit"}
+    if way == "a new primary one":
+        monkeypatch.setattr(contexts, "primary_now", lambda ordinal: asked.append(ordinal) or 4711)
+        expected = {}
+    assert second_contexts.beside(0, pools) == expected and asked == [0]
 
 
 def test_looking_never_raises(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,12 @@ CALLS = {
     "shutdown": memguard.shutdown,
     "guard": block,
 }
-OUTER = {"start": lambda: memguard.init(BUDGET), "ledger": memguard.ledger, "end": memguard.shutdown}
+
+def anew():
+    pynvml.nvmlLib.nvmlShutdown()  # by other code: the ledger starts NVML again
+    memguard.ledger()
+
+OUTER = {"start": lambda: memguard.init(BUDGET), "ledger": memguard.ledger, "anew": anew, "end": memguard.shutdown}
 
 class Lock:
     # Pynvml's own, which is not re-entrant. As if a signal came right after the thread has taken it the n-th time.

@@ -53,6 +53,28 @@ def test_the_ledger_accounts_for_everything() -> None:
     assert memguard.ledger().simulated and "(simulated)" in str(memguard.ledger())
 
 
+def test_a_ledger_shows_the_moment_when_it_was_read_whenever_somebody_looks() -> None:
+    """Its rows are made late. What happens until then is not in them: each of 60 ledgers is compared with its twin,
+    which was read at the same moment and looked at at once."""
+    rng = random.Random(5)
+    guard = start()
+    (gpu,) = guard.host.devices()
+    live: list[int] = []
+    pairs = []
+    for _ in range(60):
+        torch = simulated(guard, "torch")
+        if live and rng.random() < 0.4:
+            torch.free(live.pop(rng.randrange(len(live))))
+        else:
+            with contextlib.suppress(FrameworkOutOfMemory):
+                live.append(torch.allocate(rng.randrange(1, 4 * GIB)))
+        host_of(guard).occupy(gpu, 7, rng.randrange(GIB))
+        guard.resize("torch", rng.choice(["7GiB", "8GiB"]))
+        pairs.append((memguard.ledger(), memguard.ledger().devices[0].rows))
+    memguard.shutdown()
+    assert [later.devices[0].rows for later, _ in pairs] == [rows for _, rows in pairs]
+
+
 def test_random_work_always_adds_up_to_the_byte() -> None:
     rng = random.Random(11)
     guard = start(simulate=["h200", "l4"])

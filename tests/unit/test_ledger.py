@@ -8,7 +8,7 @@ import json
 import pickle
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, FrozenInstanceError, asdict, fields, replace
 from typing import Any
 
@@ -102,6 +102,45 @@ def test_rows_add_up_to_the_byte_whatever_is_read(
     names = [row.name for row in ledger.rows]
     assert len(names) == len(set(names)) and (not planned or names[0] == "torch")
     str(Ledger(0.0, (ledger,)))
+
+
+LOOKS: dict[str, Callable[[DeviceLedger], Any]] = {
+    "rows": lambda one: one.rows,
+    "equal": lambda one: one == replace(one),
+    "hash": hash,
+    "repr": repr,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": lambda one: replace(one, limit=one.limit),
+    "asdict": asdict,
+    "a row": lambda one: one.row("torch"),
+    "sum": lambda one: one.sum,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_rows_that_are_made_when_somebody_looks_are_as_if_made_at_once(look: str) -> None:
+    """Whatever looks first, and however often; and nobody can set them, before or after."""
+    usages = {"torch": Usage(4 * GIB, 3 * GIB, GIB // 2)}
+    own = 4 * GIB + 612 * MIB
+    later = device_ledger(
+        Reading(H200, reading(own, GIB), own, usages), part_of(), {"torch": "enforced"}, {"torch": (2, 9.0)}
+    )
+    other = device_ledger(
+        Reading(H200, reading(own, GIB), own, usages), part_of(), {"torch": "enforced"}, {"torch": (2, 9.0)}
+    )
+    at_once = DeviceLedger(other.device, other.rows, other.process, other.limit, other.moved)
+    assert "rows" not in vars(later)
+    with pytest.raises(FrozenInstanceError):
+        later.rows = ()  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="'column'"):
+        _ = later.column  # type: ignore[attr-defined]
+    found = LOOKS[look](later)
+    assert found == LOOKS[look](at_once) == LOOKS[look](later)
+    assert later == at_once and later.rows is later.rows and vars(later) == vars(at_once)
+    with pytest.raises(FrozenInstanceError):
+        later.rows = ()  # type: ignore[misc]
 
 
 @more

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
-from memguard._frameworks.numba.places import ARRAYS, DRIVER, numba_contexts, uuid_of
+from memguard._frameworks.numba.places import ARRAYS, DRIVER, is_on, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
 from memguard._specs import SPECS
@@ -235,7 +235,7 @@ class Numba(Framework):
 
 
 def _managers(uuid: str) -> list[Any]:
-    return [context.memory_manager for context in numba_contexts() if uuid_of(context) == uuid]
+    return [context.memory_manager for context in numba_contexts() if is_on(context, uuid)]
 
 
 def _give_back(banks: Mapping[str, Bank]) -> None:

@@ -43,6 +43,16 @@ def uuid_of(context: Any) -> str:
     return _of_ordinal(ordinal)
 
 
+def is_on(context: Any, uuid: str) -> bool:
+    """Whether the context is on that GPU."""
+    try:
+        if context.device.uuid == uuid:  # mostly
+            return True
+    except (AttributeError, ReferenceError):
+        pass
+    return uuid_of(context) == uuid
+
+
 def _of_ordinal(ordinal: int) -> str:
     driver = getattr(sys.modules.get(DRIVER), "driver", None)
     known = getattr((getattr(driver, "devices", None) or {}).get(ordinal), "uuid", None)

@@ -92,16 +92,22 @@ class PyCUDA(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
-        if drv is None or not self._caps or not self._live(drv):
+        if drv is None or not self._caps or not (self._own or self._live(drv)):
             return None
+        uuid = device.uuid
         with self._lock:
-            self._settle()
-            pools, pages = self._pools(device.uuid), self._pages_of(device.uuid)
+            if self._gone:
+                self._settle()
+            pools, pages = self._pools(uuid), self._pages_of(uuid)
+            in_use = 0
+            pieces: list[tuple[int, int]] = []
             for pool in pools:
-                pool.look()
-            held, in_use = pages.held(), self._in_use(device.uuid, pools)
-            peak = self._peak.get(device.uuid, 0)
-            idle = pages.returned_by([piece for pool in pools for piece in pool.idle()])
+                active, unused = pool.looked_at()
+                in_use += active
+                pieces += unused
+            in_use = self._noted(uuid, in_use)
+            held, peak = pages.held(), self._peak[uuid]
+            idle = pages.returned_by(pieces)
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or it has not allocated yet
         return Usage(held, in_use, idle, None, None, peak)
@@ -425,12 +431,14 @@ class PyCUDA(Framework):
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
         """Bytes of live allocations. Also updates the peak."""
-        pitched = self._pitched.get(uuid)
         pools = self._pools(uuid) if pools is None else pools
-        in_use = pitched.in_use if pitched is not None else 0
-        for pool in pools:
-            in_use += pool.active_bytes()
-        if in_use > self._peak.get(uuid, 0):
+        return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
+
+    def _noted(self, uuid: str, in_use: int) -> int:
+        """These bytes of the pools, with the pitched allocations: a new peak if they are the most so far."""
+        if (pitched := self._pitched.get(uuid)) is not None:
+            in_use += pitched.in_use
+        if uuid not in self._peak or in_use > self._peak[uuid]:
             self._peak[uuid] = in_use
         return in_use
 

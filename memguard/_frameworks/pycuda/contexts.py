@@ -39,8 +39,8 @@ def serve_by_primary(drv: Any, replaced: Replacements) -> None:
 
 def automatic_made() -> bool:
     """Whether one of PyCUDA's modules that make a context was imported."""
-    modules = sys.modules
-    return any(name in modules for name in _AUTOINIT)
+    first, second = _AUTOINIT
+    return first in sys.modules or second in sys.modules
 
 
 def automatic(ordinal: int) -> dict[int, str]:

@@ -300,6 +300,13 @@ class Pool:
             self._forget_gone()
             self._looked = managed, self._sum
 
+    def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
+        """`active_bytes` and `idle` after a `look`."""
+        pool = self.reference()
+        if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
+            self.look()
+        return int(pool.active_bytes) if pool is not None else 0, self.idle()
+
     def active_bytes(self) -> int:
         pool = self.reference()
         return int(pool.active_bytes) if pool is not None else 0
@@ -450,11 +457,10 @@ def destroyed(pools: Mapping[int, Pool], uuid: str, by_ordinal: Mapping[int, str
     checked: other frameworks keep it alive, and this runs with each reading.
     """
     on_it = [handle for handle, pool in pools.items() if pool.uuid == uuid]
-    if not on_it:
-        return []
-    primary = None
-    for ordinal, known in by_ordinal.items():
+    for ordinal, known in by_ordinal.items() if on_it else ():
         if known == uuid:
             primary = contexts.primary(ordinal)
+            if primary in on_it:
+                on_it.remove(primary)
             break
-    return [handle for handle in on_it if handle != primary and pools[handle].dead()]
+    return [handle for handle in on_it if pools[handle].dead()] if on_it else on_it
