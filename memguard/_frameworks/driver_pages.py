@@ -179,22 +179,14 @@ class DriverPages:
         self.settle()
 
     def settle(self) -> None:
-        """Carry out the changes. A Ctrl-C within loses none of allocations above 1 MiB, and makes none twice."""
+        """Carry out the changes. A Ctrl-C loses none and makes none twice; `Slabs.gaps` alone may miss a piece."""
         if self._changing:
             return
         self._changing = True
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                if size > SMALL:
-                    change(address, size)  # its last statements are its figures and `popleft`: nothing comes between
-                    continue
-                self.changes.popleft()
-                coming = round_up(size) if change == self.adding else 0
-                try:
-                    change(address, size)
-                finally:
-                    self.coming -= coming
+                change(address, size)  # all its figures change right before `popleft`: nothing comes in between
         finally:
             self._changing = False
 
@@ -206,10 +198,9 @@ class DriverPages:
             self.coming -= pages
             self.changes.popleft()
             return
-        self.in_use += size
         opened = self._shared.enter(address)
-        slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
-        self._change(slab, address, 1, size, 0, 0)
+        slab = self._slabs.get(address // GRANULE)
+        self._change(slab or _Own(opened and self._whole), address, 1, size, 0, 0, size, round_up(size))
 
     def _set_going(self, address: int, size: int) -> None:
         if size > SMALL:
@@ -218,8 +209,7 @@ class DriverPages:
             self._going += pages
             self.changes.popleft()
         else:
-            self.in_use -= size
-            self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size)
+            self._change(self._slabs[address // GRANULE], address, 0, 0, 1, size, -size)
 
     def _remove(self, address: int, size: int) -> None:
         if size > SMALL:
@@ -228,7 +218,7 @@ class DriverPages:
             self._going -= pages
             self.changes.popleft()
         else:
-            self._take_out(address, size, 1)
+            self._take_out(address, size, 1, 0)
 
     def leaving(self, address: int, size: int) -> None:
         if size > SMALL:
@@ -237,14 +227,14 @@ class DriverPages:
             self._large -= pages
             self.changes.popleft()
         else:
-            self.in_use -= size
-            self._take_out(address, size, 0)
+            self._take_out(address, size, 0, -size)
 
-    def _take_out(self, address: int, size: int, going: int) -> None:
-        slab = self._slabs[address // GRANULE]
-        self._change(slab, address, -1, -size, -going, -size * going)
-        if not slab.pieces:
-            del self._slabs[address // GRANULE]
+    def _take_out(self, address: int, size: int, going: int, in_use: int) -> None:
+        slab = self._slabs.get(address // GRANULE)
+        if slab is None:
+            self.changes.popleft()  # else it would be tried for ever
+            raise KeyError(address)
+        self._change(slab, address, -1, -size, -going, -size * going, in_use)
         self._shared.leave(address)
 
     def gone(self, address: int, size: int) -> None:
@@ -299,17 +289,27 @@ class DriverPages:
                 found += GRANULE
         return found
 
-    def _change(self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int) -> None:
-        """Update the slab and every sum, so that reading a figure costs nothing."""
-        before = slab.counted if slab.pieces else 0
-        self._going -= slab.reclaimable
-        slab.pieces, slab.going = slab.pieces + pieces, slab.going + going
-        slab.bytes += _units(size)
-        slab.going_bytes += _units(going_size)
-        after = slab.counted if slab.pieces else 0
-        self._going += slab.reclaimable
-        self._small += after - before
-        self._shared.count(address, after - before)
+    def _change(
+        self, slab: _Own, address: int, pieces: int, size: int, going: int, going_size: int, in_use: int = 0,
+        coming: int = 0,
+    ) -> None:  # fmt: skip
+        """Update the slab and every sum, so that reading a figure costs nothing. Takes the first of `changes` out."""
+        number, slabs, changes = address // GRANULE, self._slabs, self.changes
+        after = _Own(
+            slab.whole, slab.pieces + pieces, slab.bytes + _units(size), slab.going + going,
+            slab.going_bytes + _units(going_size),
+        )  # fmt: skip
+        counted = (after.counted if after.pieces else 0) - (slab.counted if slab.pieces else 0)
+        returned = after.reclaimable - slab.reclaimable
+        slabs[number] = after
+        self.in_use += in_use
+        self.coming -= coming
+        self._going += returned
+        self._small += counted
+        changes.popleft()
+        if not after.pieces:
+            del slabs[number]
+        self._shared.count(address, counted)
 
 
 def _units(size: int) -> int:

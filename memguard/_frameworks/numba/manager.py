@@ -157,7 +157,7 @@ def capped(driver: Any) -> type:
         def _emptied(self, error: BaseException) -> bool:
             """Whether Numba found that something is pending, and nothing any more when it took it."""
             trace = error.__traceback__ and error.__traceback__.tb_next
-            return isinstance(error, IndexError) and trace is not None and trace.tb_next is None and not self._cons
+            return isinstance(error, IndexError) and trace is not None and trace.tb_next is None
 
         def again(self) -> None:
             """After a Ctrl-C: pend what Numba took out and did not free. What then pends twice is freed once."""
