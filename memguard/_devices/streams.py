@@ -85,11 +85,15 @@ class Mark:
         """The host waits for the work, without the GIL, and breaks no CUDA graph capture."""
         if self._event:
             with contexts.beside_captures():
-                if not self._over():
-                    self._succeeded("cuEventSynchronize", self._cuda.cuEventSynchronize(self._event))
+                event = self._event
+                if not self._over() and event:
+                    self._succeeded("cuEventSynchronize", self._cuda.cuEventSynchronize(event))
 
     def _over(self) -> bool:
-        code = self._cuda.cuEventQuery(self._event)
+        event = self._event
+        if not event:  # a signal handler has closed it meanwhile
+            return True
+        code = self._cuda.cuEventQuery(event)
         if code != _NOT_READY:
             self._succeeded("cuEventQuery", code)
         return bool(code == 0)

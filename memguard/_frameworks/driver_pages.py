@@ -118,9 +118,14 @@ class DriverPages:
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self._shared, self._whole = shared, whole
-        self._large = self._small = self._queued = self._expected = 0
+        self._large = self._small = self._expected = 0
+        self.coming = 0
+        """The bytes of `adding` in `changes`, in whole pages: they count already, so that a request of a signal handler
+        does not take their room."""
         self._slabs: dict[int, _Own] = {}
-        self._changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+        self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
+        """What follows, for `settle`: `adding` or `leaving` with address and size. Who must know at a Ctrl-C whether a
+        change will be made appends it here, and notes that with no call in between."""
         self._changing = False
 
     def growth(self, size: int) -> int:
@@ -147,46 +152,52 @@ class DriverPages:
         return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap
 
     def add(self, address: int, size: int) -> None:
-        self._in_turn(self._add, address, size)
+        self._in_turn(self.adding, address, size)
 
     def gone(self, address: int, size: int) -> None:
         """Freed: the driver has it back."""
-        self._in_turn(self._take_out, address, size)
+        self._in_turn(self.leaving, address, size)
 
     def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
-        coming = round_up(size) if change == self._add else 0
-        self._queued += coming  # counts already: the next request of a signal handler must not take its room
-        self._changes.append((change, address, size))
+        coming = round_up(size) if change == self.adding else 0
+        self.coming += coming
+        self.changes.append((change, address, size))
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry out the changes. A Ctrl-C loses none and makes none twice; `Slabs.gaps` alone may miss a piece."""
         if self._changing:
             return
         self._changing = True
         try:
-            while self._changes:
-                change, address, size = self._changes.popleft()
-                coming = round_up(size) if change == self._add else 0
-                try:
-                    change(address, size)
-                finally:
-                    self._queued -= coming
+            while self.changes:
+                change, address, size = self.changes[0]
+                change(address, size)  # all its figures change right before `popleft`: nothing comes in between
         finally:
             self._changing = False
 
-    def _add(self, address: int, size: int) -> None:
+    def adding(self, address: int, size: int) -> None:
         if size > SMALL:
-            self._large += round_up(size)
+            pages = round_up(size)
+            self._large += pages
+            self.coming -= pages
+            self.changes.popleft()
             return
         opened = self._shared.enter(address)
-        slab = self._slabs.setdefault(address // GRANULE, _Own(opened and self._whole))
-        self._change(slab, address, 1, size)
+        slab = self._slabs.get(address // GRANULE)
+        self._change(slab or _Own(opened and self._whole), address, 1, size, round_up(size))
 
-    def _take_out(self, address: int, size: int) -> None:
+    def leaving(self, address: int, size: int) -> None:
         if size > SMALL:
-            self._large -= round_up(size)
+            pages = round_up(size)
+            self._large -= pages
+            self.changes.popleft()
             return
-        slab = self._slabs[address // GRANULE]
+        slab = self._slabs.get(address // GRANULE)
+        if slab is None:
+            self.changes.popleft()  # else it would be tried for ever
+            raise KeyError(address)
         self._change(slab, address, -1, -size)
-        if not slab.pieces:
-            del self._slabs[address // GRANULE]
         self._shared.leave(address)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
@@ -208,11 +219,11 @@ class DriverPages:
             self._expected = before  # an interruption before it was set changes nothing
 
     def held(self) -> int:
-        return self._large + self._small + self._queued + self._expected
+        return self._large + self._small + self.coming + self._expected
 
     def counted(self) -> int:
         """`held` without what is expected."""
-        return self._large + self._small + self._queued
+        return self._large + self._small + self.coming
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
         """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
@@ -233,14 +244,18 @@ class DriverPages:
                 found += GRANULE
         return found
 
-    def _change(self, slab: _Own, address: int, pieces: int, size: int) -> None:
-        """Update the slab and every sum, so that reading a figure costs nothing."""
-        before = slab.counted if slab.pieces else 0
-        slab.pieces += pieces
-        slab.bytes += _units(size)
-        after = slab.counted if slab.pieces else 0
-        self._small += after - before
-        self._shared.count(address, after - before)
+    def _change(self, slab: _Own, address: int, pieces: int, size: int, coming: int = 0) -> None:
+        """Update the slab and every sum, so that reading a figure costs nothing. Takes the first of `changes` out."""
+        number, slabs, changes = address // GRANULE, self._slabs, self.changes
+        after = _Own(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
+        counted = (after.counted if after.pieces else 0) - (slab.counted if slab.pieces else 0)
+        slabs[number] = after
+        self.coming -= coming
+        self._small += counted
+        changes.popleft()
+        if not after.pieces:
+            del slabs[number]
+        self._shared.count(address, counted)
 
 
 def _units(size: int) -> int:

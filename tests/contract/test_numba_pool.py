@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_numba_model import Model, Setting, forget, model
 
-from memguard._devices import streams
+from memguard._devices import contexts, streams
 from memguard._frameworks.numba import watch
 from memguard._frameworks.numba.adapter import Numba
+from memguard._frameworks.numba.pool import Block, Pool
 from memguard._units import MIB
 from memguard.errors import DeviceError
 
@@ -592,10 +593,10 @@ def test_a_block_that_another_thread_frees_within_an_allocation_is_counted_with_
     held = manager(setting)
     take = held.pool.take
 
-    def freed_meanwhile(size: int) -> Any:
+    def freed_meanwhile(size: int, taker: Any) -> Any:
         kept.clear()
         flush(setting)
-        return take(size)
+        return take(size, taker)
 
     held.pool.take = freed_meanwhile
     array = setting.cuda.device_array(3 * MIB + 1)
@@ -640,6 +641,205 @@ def test_threads_never_share_a_block(model: Model) -> None:
     gc.collect()
     setting.framework.trim(setting.gpu)
     assert wrong == [] and setting.taken() == 0 == setting.usage().held and setting.driver.cards[0].most <= 256 * MIB
+
+
+# whatever comes in between
+
+
+class Moving:
+    """A mark that is over when asked, and while it is asked something happens."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.happens = happens
+
+    def passed(self) -> bool:
+        self.happens()
+        return True
+
+    wait = passed
+
+    def close(self) -> None: ...
+
+
+class Taker:
+    _block: Block | None = None
+
+
+def test_a_batch_that_two_look_at_is_handed_out_once() -> None:
+    """A signal handler, or a finalizer, allocates and frees while the marks are asked: one that it has freed waits."""
+    got: list[Block | None] = []
+
+    def happens() -> None:
+        if not got:
+            got.append(None)
+            got[0] = pool.take(PAGE, Taker())
+            assert got[0] is not None
+            pool.put(got[0])
+            pool.mark()
+
+    marks = [[Moving(happens)], [Endless()]]
+    pool = Pool(lambda: marks.pop(0))
+    for _ in range(2):
+        pool.put(Block(PAGE, True))
+    pool.mark()
+    taker = Taker()
+    other = pool.take(PAGE, taker)
+    assert other is taker._block is not got[0] and len(pool.idle) == 1
+    assert pool.take(PAGE, Taker()) is None, "the handler's is under way again"
+
+
+class Endless(Moving):
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def passed(self) -> bool:
+        return False
+
+
+def test_what_another_thread_marks_while_a_request_looks_for_its_size() -> None:
+    """The request goes through what waits; a flush on another thread adds to it."""
+
+    class Looked(Block):
+        __slots__ = ("looked",)
+
+        @property
+        def size(self) -> int:  # type: ignore[override]
+            if getattr(self, "looked", 0) < 3:
+                self.looked = getattr(self, "looked", 0) + 1
+                pool.put(Block(PAGE, True))
+                pool.mark()
+            return 4 * PAGE
+
+        @size.setter
+        def size(self, _: int) -> None: ...
+
+    pool = Pool(lambda: [Endless()])
+    pool.put(Looked(PAGE, True))
+    pool.mark()
+    assert pool.wait(8 * PAGE, Taker()) is None and len(pool.idle) > 1
+
+
+def test_a_batch_that_cannot_be_marked_is_marked_later() -> None:
+    answers: list[Any] = [None, DeviceError("no"), [Moving(lambda: None)]]
+
+    def record() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, DeviceError):
+            raise answer
+        return answer
+
+    pool = Pool(record)
+    blocks = [Block(PAGE, True) for _ in range(3)]
+    for block in blocks:
+        pool.put(block)
+    pool.mark()
+    assert len(pool.unmarked) == 3 and pool.take(PAGE, Taker()) is None
+    with pytest.raises(DeviceError):
+        pool.mark()
+    assert len(pool.unmarked) == 3 and pool.take(PAGE, Taker()) is None
+    pool.mark()
+    assert {pool.take(PAGE, Taker()) for _ in range(3)} == set(blocks) and not pool.idle and not pool.unmarked
+
+
+def test_a_reading_does_not_wait_for_an_allocation_that_waits_for_the_gpu(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [setting.cuda.device_array(4 * MIB) for _ in range(16)]
+    for array in kept:
+        setting.cuda.launch(array)
+    del array
+    kept.clear()
+    waits, go = threading.Event(), threading.Event()
+    real = setting.driver.Mark.wait
+
+    def wait(self: Any) -> None:
+        waits.set()
+        assert go.wait(20)
+        real(self)
+
+    monkeypatch.setattr(setting.driver.Mark, "wait", wait)
+
+    def allocate() -> None:
+        with setting.cuda.gpus[0]:
+            kept.append(setting.cuda.device_array(4 * MIB))
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    assert waits.wait(20)
+    readings: list[Any] = []
+    reader = threading.Thread(target=lambda: readings.append(setting.usage()), daemon=True)
+    reader.start()
+    reader.join(5)
+    go.set()
+    thread.join()
+    assert readings and readings[0].held == 64 * MIB and readings[0].in_use == 0
+    assert setting.usage().in_use == 4 * MIB
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_reset_gives_back_what_is_pending_at_once(setting: Setting, deferred: bool) -> None:
+    """Within `defer_cleanup` too: afterwards its addresses are the next context's."""
+    live = [setting.cuda.device_array(4 * MIB) for _ in range(3)]
+    given = calls(setting, "cuMemFree")
+    held = manager(setting)
+    with setting.cuda.current_context().defer_cleanup() if deferred else contextlib.nullcontext():
+        live.pop()
+        held.reset()
+        assert setting.taken() == 0 and len(given) == 3 and held not in held.bank.members and held.bank.single
+    live.clear()
+    flush(setting)
+    assert len(given) == 3 and setting.usage().held == 0 and setting.usage().in_use == 0
+    array = setting.cuda.device_array(4 * MIB)
+    assert setting.usage().held == setting.taken() == 4 * MIB
+    del array
+
+
+def test_within_defer_cleanup_the_pool_serves_rather_than_a_refusal(setting: Setting) -> None:
+    arrays = [setting.cuda.device_array(16 * MIB) for _ in range(4)]
+    arrays.clear()
+    flush(setting)
+    with setting.cuda.defer_cleanup():
+        kept = setting.cuda.device_array(30 * MIB)
+        assert setting.taken() == 62 * MIB
+    del kept
+
+
+def test_what_a_refused_request_gives_back_ends_no_capture_of_another_thread(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[None] = []
+    seen: list[bool] = []
+
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        inside.append(None)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(contexts, "beside_captures", beside)
+    free = setting.driver.driver.cuMemFree
+    monkeypatch.setattr(setting.driver.driver, "cuMemFree", lambda at: (seen.append(bool(inside)), free(at))[1])
+    arrays = [setting.cuda.device_array(16 * MIB) for _ in range(4)]
+    arrays.clear()
+    flush(setting)
+    array = setting.cuda.device_array(48 * MIB)
+    del array
+    assert seen == [True] * 3
+
+
+def test_a_stream_that_ends_while_another_context_does_is_still_marked(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = setting.cuda.stream()
+    real = setting.driver.Mark
+
+    def mark(*place: Any) -> Any:
+        watch.ended.forget(12345)
+        return real(*place)
+
+    monkeypatch.setattr(streams, "Mark", mark)
+    del stream
+    assert len(watch.ended._marks) == 1
 
 
 # whatever is done

@@ -289,10 +289,11 @@ def test_a_capture_on_another_thread_survives_flushes_and_marks(run: Run, flags:
     found = run(
         f"FLAGS, MODE = {flags}, {mode!r}\n{CAPTURE}"
         + """
+taker = type('Taker', (), {})()
 for _ in range(20):
     arrays.clear(); flush()
     for _ in range(3):
-        block = manager.pool.take(8 * MIB)
+        block = manager.pool.take(8 * MIB, taker)
         if block is not None: manager.pool.put(block)
 flush()
 result["marked"] = len(manager.pool.unmarked) == 0

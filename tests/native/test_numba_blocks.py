@@ -181,7 +181,7 @@ STREAMS = {
     "external legacy": ("cuda.external_stream(1)", True),
     "own": ("cuda.stream()", True),
     "external": ("cuda.external_stream(0x7f0000900010)", False),
-    "external of Numba's": ("cuda.external_stream(int(kept.handle))", False),
+    "external of Numba's": ("cuda.external_stream(int(kept.handle))", True),
     "per-thread": ("cuda.per_thread_default_stream()", False),
     "by hand": ("module.Stream(module.binding.CUstream(0x7f0000900010))", False),
     "by hand, not blocking": ("module.Stream(module.binding.CUstream(0x7f0000900010), lambda: None)", False),
@@ -258,7 +258,7 @@ del stream
 result["marks"] = len(watch.ended._marks)
 del array
 manager.deallocations.clear()
-result["of the flush"] = len(manager.pool._marked[0][0])
+result["of the flush"] = len(manager.pool._marked[0].marks)
 stub.stub_finish()
 result["over"] = [len(watch.ended.under_way()), manager.pooling]
 """

@@ -161,11 +161,10 @@ class Numba(Framework):
         if not isinstance(managers[0], self._manager):
             return Usage(None, None)  # another memory manager took its place, and nobody counts
         bank: Bank = managers[0].bank
-        with bank.lock:
-            if managers[0].alone():
-                held, in_use, reclaimable, peak = managers[0].usage()
-                return Usage(held, in_use, reclaimable, None, None, peak)
-            found = [manager.usage() for manager in {managers[0], *bank.members}]
+        if managers[0].alone():
+            held, in_use, reclaimable, peak = managers[0].usage()
+            return Usage(held, in_use, reclaimable, None, None, peak)
+        found = [manager.usage() for manager in {managers[0], *bank.all()}]
         held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
         return Usage(held, in_use, reclaimable, peak=peak)
 
@@ -243,7 +242,7 @@ def _give_back(banks: Mapping[str, Bank]) -> None:
     """Every pooled block goes to the driver. Never raises: what the driver does not take stays with it."""
     for bank in list(banks.values()):
         with bank.lock, contexts.beside_captures():
-            for manager in list(bank.members):
+            for manager in bank.all():
                 try:
                     manager.drain()
                 except Exception as error:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.numba.pool import Block
+from memguard._frameworks.numba.pool import PENDING, USED, Block
+from memguard._units import round_up
 
 
 class Bank:
-    """The capped managers of one GPU, whose contexts share its cap."""
+    """The capped managers of one GPU, whose contexts share its cap.
+
+    Who allocates has the lock, also while the GPU is waited for. So readings do not wait for it.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -25,58 +28,109 @@ class Bank:
         self.members.add(manager)
         self.single = len(self.members) == 1
 
+    def remove(self, manager: Any) -> None:
+        self.members.discard(manager)
+        self.single = len(self.members) <= 1
+
+    def all(self) -> list[Any]:
+        """The members, also while another thread adds one."""
+        while True:
+            try:
+                return list(self.members)
+            except RuntimeError:  # it changed while it was looked through
+                continue
+
     def elsewhere(self, manager: Any) -> int:
         """The bytes that the other contexts of the GPU hold."""
-        return sum(other.held() for other in list(self.members) if other is not manager)
+        if self.single:
+            return 0
+        return sum(other.held() for other in self.all() if other is not manager)
 
 
 class Figures:
-    """What one manager holds, in bytes. Call with the lock held; only `log` may be appended to without it."""
+    """What one manager holds, in bytes. Change it with the lock held; only `left` and `freed` need none.
+
+    `left` and `used` make no calls, so that nothing comes in between: a request of a finalizer or a signal handler
+    finds what is true. What the driver took back follows with the next `apply`.
+    """
 
     def __init__(self, uuid: str) -> None:
         self.pages = DriverPages(slabs[uuid])
         self.in_use = self.peak = 0
-        self.log: deque[tuple[Callable[[Block, int], None], Block, int]] = deque()
+        self.blocks: dict[Block, None] = {}
+        """All blocks that count in `pages`."""
+        self.freed: deque[tuple[Any, Block]] = deque()
+        """Blocks that the driver took back, each behind its answer."""
         self._resting: dict[Block, None] = {}  # those that no array has: their free is pending, or they are pooled
-        self._reclaimable: int | None = None  # None: it has to be added up
-        self._applying = False
+        self._changes = 0
+        self._reclaimable = (0, 0)  # the number of changes for which it was added up, and the sum
 
-    def apply(self) -> None:
-        if self._applying:
-            return
-        self._applying = True
-        log = self.log
-        try:
-            while log:
-                step, block, size = log.popleft()
-                step(block, size)
-        finally:
-            self._applying = False
-
-    # What the log is made of: `size` is what the array asked for, as it was then.
-
-    def taken(self, block: Block, size: int) -> None:
-        self.pages.add(block.address, block.size)
-        self.used(block, size)
+    def taken(self, block: Block) -> None:
+        """The driver has given the block."""
+        pages, size = self.pages, block.size
+        whole_pages = round_up(size)
+        # No call in between: a Ctrl-C finds all of it or nothing.
+        self.blocks[block] = None
+        pages.coming += whole_pages
+        pages.changes.append((pages.adding, block.address, size))
+        pages.settle()
 
     def used(self, block: Block, size: int) -> None:
-        self._resting.pop(block, None)
-        self._reclaimable = None
+        """An array of `size` bytes has the block."""
+        block.state = USED
+        block.asked = size
         self.in_use += size
+        self._changes += 1
         if self.in_use > self.peak:
             self.peak = self.in_use
-
-    def left(self, block: Block, size: int) -> None:
-        self._resting[block] = None
-        self._reclaimable = None
-        self.in_use -= size
-
-    def gone(self, block: Block, size: int) -> None:
         self._resting.pop(block, None)
-        self._reclaimable = None
-        self.pages.gone(block.address, block.size)
+
+    def left(self, block: Block) -> bool:
+        """No array has the block any more; its free is pending. False if no array had it."""
+        if block.state is USED:
+            block.state = PENDING
+            self.in_use -= block.asked
+            block.asked = 0
+            self._resting[block] = None
+            self._changes += 1
+            return True
+        return False
+
+    def apply(self) -> None:
+        """Count what the driver took back."""
+        freed, pages = self.freed, self.pages
+        try:
+            while freed:
+                entry = freed[0]
+                block = entry[1]
+                self._resting.pop(block, None)
+                if block in self.blocks:  # else a signal handler came first
+                    del self.blocks[block]
+                    self._changes += 1
+                    pages.changes.append((pages.leaving, block.address, block.size))
+                    pages.settle()
+                if freed[0] is entry:
+                    freed.popleft()
+        except IndexError:
+            pass
+        if pages.changes:  # left by a Ctrl-C
+            pages.settle()
+
+    def settle(self, lock: Any) -> None:
+        """`apply` for a reading: only if nobody has the lock."""
+        got: list[bool] = []
+        try:
+            got.extend(map(lock.acquire, (False,)))  # one call: a Ctrl-C finds it noted
+            if got[0]:
+                self.apply()
+        finally:
+            if got and got[0]:
+                lock.release()
 
     def reclaimable(self) -> int:
-        if self._reclaimable is None:
-            self._reclaimable = self.pages.returned_by((block.address, block.size) for block in self._resting)
-        return self._reclaimable
+        changes, found = self._reclaimable
+        if changes != self._changes:
+            changes = self._changes
+            found = self.pages.returned_by([(block.address, block.size) for block in list(self._resting)])
+            self._reclaimable = changes, found
+        return found

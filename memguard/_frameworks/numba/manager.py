@@ -1,15 +1,18 @@
 """Numba's memory manager under a cap: what it takes from the driver, counts, pools and gives back.
 
-Finalizers run at any time and on any thread, even inside `memalloc` on the same one. So they take no lock: they append
-to the log, which is applied under the GPU's lock, and to the pool. A signal handler that allocates within an allocation
-finds the log being applied; what it adds follows.
+Finalizers run at any time and on any thread, even inside `memalloc` on the same one. So they take no lock: they change
+the state of their block and one figure, and append to the pool or to what the driver took back. A signal handler, or a
+finalizer that allocates, does so within an allocation: there a request counts before the driver is asked, and a block
+belongs to one `Memory` from the moment in which nobody else has it. So a Ctrl-C loses none either: that `Memory` ends,
+and frees it. What Numba's own calls lose, they lose as without memguard: an answer of the driver that a Ctrl-C
+interrupts on its way through them, and an array whose finalizer it interrupts before the first statement.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -18,9 +21,9 @@ from memguard._frameworks.base import with_size
 from memguard._frameworks.driver_pages import whole
 from memguard._frameworks.numba.figures import Bank, Figures
 from memguard._frameworks.numba.places import ARRAYS, current_uuid, handle_of, numba_contexts, uuid_of
-from memguard._frameworks.numba.pool import Block, Mark, Pool
+from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
 from memguard._frameworks.numba.watch import Addresses, covered, ended
-from memguard._units import format_size
+from memguard._units import format_size, round_up
 from memguard.errors import DeviceError
 
 _OUT_OF_MEMORY = 2
@@ -51,17 +54,16 @@ def capped(driver: Any) -> type:
         is_managed = True
         _owner = None
         _freed = False
-        _block: Block
+        _block: Block | None = None
 
-        def __init__(self, manager: Any, block: Block, size: int) -> None:
+        def __init__(self, manager: Any, size: int) -> None:
             # Numba's own would make a finalizer, which costs more than all the rest.
             self.context = manager.proxy
             self.size = self._cuda_memsize_ = size
             self._manager = manager
-            self._block = block
 
         def _asked(self, frame: Any) -> Any:
-            block = self._block
+            block: Any = self._block
             if not block.exported and exported(frame):
                 block.exported = True
             return block.pointer
@@ -86,7 +88,7 @@ def capped(driver: Any) -> type:
 
         def memset(self, byte: int, count: int | None = None, stream: Any = 0) -> None:
             if not covered(stream):
-                self._block.exported = True
+                self._asked(None)
             super().memset(byte, count, stream)
 
         def view(self, start: int, stop: int | None = None) -> Any:
@@ -96,14 +98,21 @@ def capped(driver: Any) -> type:
             if self._freed:
                 raise RuntimeError("Freeing dead memory")
             self._freed = True
-            self._manager.drop(self._block)
+            if self._block is not None:
+                self._manager.drop(self._block)
 
         def __copy__(self) -> Any:
             return self
 
         def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
-            if not self._freed and not ends():
-                self._manager.drop(self._block)
+            block = self._block
+            if block is not None and not self._freed:
+                try:
+                    if not ends():
+                        self._manager.drop(block)
+                except BaseException:  # a Ctrl-C, which may have come before the first statement of `drop`
+                    self._manager.drop(block)
+                    raise
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
         """A part of a block, which keeps it."""
@@ -120,7 +129,7 @@ def capped(driver: Any) -> type:
             if name in ("device_pointer", "handle", "device_pointer_value"):
                 self._view.owner._asked(sys._getframe(1))
             elif name == "memset":
-                self._view.owner._block.exported = True
+                self._view.owner._asked(None)
             return super().__getattr__(name)
 
     def _cut(part: Any) -> Any:
@@ -130,16 +139,32 @@ def capped(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
         """Numba's pending frees. After a flush one mark is recorded for all blocks that it brought."""
 
-        def __init__(self, pool: Pool) -> None:
+        def __init__(self, manager: Any) -> None:
             super().__init__()
-            self._pool = pool
+            self._manager, self._pool = manager, manager.pool
 
         def clear(self) -> None:
             try:
                 super().clear()
+            except BaseException as error:
+                if not self._emptied(error):
+                    self.again()
+                    raise
             finally:
                 if self._pool.unmarked:
                     self._pool.mark()
+
+        def _emptied(self, error: BaseException) -> bool:
+            """Whether Numba found that something is pending, and nothing any more when it took it."""
+            trace = error.__traceback__ and error.__traceback__.tb_next
+            return isinstance(error, IndexError) and trace is not None and trace.tb_next is None
+
+        def again(self) -> None:
+            """After a Ctrl-C: pend what Numba took out and did not free. What then pends twice is freed once."""
+            waiting = {id(handle) for _, handle, _ in self._cons.copy()}
+            for block in list(self._manager.figures.blocks):
+                if block.state is PENDING and id(block) not in waiting:
+                    self._cons.append((self._manager.carry_out, block, 0))
 
     class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
         """Numba's own memory manager, capped by memguard."""
@@ -154,15 +179,14 @@ def capped(driver: Any) -> type:
             # With no context Numba only asks for the version. A device that is not known yet is the current one of the
             # first allocation.
             self.pool = Pool(_record)
-            self.deallocations = Pending(self.pool)
             self.proxy = None if self.context is None else weakref.proxy(self.context)
-            self._live: set[Block] = set()
             self._home: int | None = None  # the context's handle; 0 if it is not one that Numba makes arrays in
             self._of("" if self.context is None else uuid_of(self.context))
+            self.deallocations = Pending(self)
 
         def _of(self, uuid: str) -> None:
             self.uuid, self.bank, self.figures = uuid, self.banks[uuid], Figures(uuid)
-            self._log = self.figures.log
+            self._freed = self.figures.freed
             self._member = False
 
         def held(self) -> int:
@@ -171,11 +195,11 @@ def capped(driver: Any) -> type:
             return self.figures.pages.held()
 
         def usage(self) -> tuple[int, int, int, int]:
-            """Bytes held, in use, reclaimable, and in use at most, with the lock held."""
+            """Bytes held, in use, reclaimable, and in use at most. Waits for no lock: its owner may wait long."""
             figures = self.figures
-            if self._log:
-                figures.apply()
-            return figures.pages.held(), figures.in_use, figures.reclaimable(), figures.peak
+            if self._freed or figures.pages.changes:
+                figures.settle(self.bank.lock)
+            return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
 
         def alone(self) -> bool:
             """Whether it is the only one that has allocated on its GPU."""
@@ -184,93 +208,95 @@ def capped(driver: Any) -> type:
         def memalloc(self, size: int) -> Any:
             if not self.uuid and (here := current_uuid()):
                 self._of(here)
+            memory = Memory(self, size)
             try:
                 with self.bank.lock:
-                    return Memory(self, self._block(size), size)
+                    self._serve(memory, size)
             except driver.CudaAPIError as error:
                 framework = self.memguard
                 if framework is not None and "OUT_OF_MEMORY" in str(error):
                     framework.tell(error, self.uuid, size)
                 raise
+            return memory
 
-        def _block(self, size: int) -> Block:
+        def _serve(self, memory: Taker, size: int) -> None:
             framework = self.memguard
             cap = None if framework is None else framework.caps.get(self.uuid)
-            block = None
             if not self._member:
                 self._member = True
                 self.bank.add(self)
-            if cap is not None and self.pool.idle:
-                block = self._pooled(self.pool.take, size, cap)
-            if block is None:
-                block = self._drawn(size, cap)
-                if block is None:
-                    block = self._given_way(size, cap)
-            self._live.add(block)
-            return block
+            if cap is not None and self.pool.idle and self._pooled(self.pool.take, memory, size, cap):
+                return
+            if not self._drawn(memory, size, cap):
+                with contexts.beside_captures():
+                    self._given_way(memory, size, cap)
 
-        def _pooled(self, take: Callable[[int], Block | None], size: int, cap: int) -> Block | None:
-            """A block of the pool; none above the cap, where it has to be given back."""
+        def _pooled(self, take: Callable[[int, Taker], Block | None], memory: Taker, size: int, cap: int) -> bool:
+            """Served with a block of the pool; with none above the cap, where it has to be given back."""
             figures = self.figures
-            if self._log:
+            if self._freed:
                 figures.apply()
             held = figures.pages.held()
             if not self.bank.single:
                 held += self.bank.elsewhere(self)
-            block = take(whole(size)) if held <= cap else None
-            if block is not None:
-                block.asked = size
-                self._log.append((figures.used, block, size))
-                figures.apply()
-            return block
+            block = take(whole(size), memory) if held <= cap else None
+            if block is None:
+                return False
+            figures.used(block, size)
+            return True
 
-        def _drawn(self, size: int, cap: int | None, last: bool = False) -> Block | None:
-            """A block of the driver's; None if the cap does not allow it. On a full card too; its error at `last`."""
-            if self._log:
-                self.figures.apply()
-            pages, elsewhere = self.figures.pages, 0 if self.bank.single else self.bank.elsewhere(self)
+        def _drawn(self, memory: Taker, size: int, cap: int | None, last: bool = False) -> bool:
+            """Served by the driver, if the cap allows it. On a full card not either; the driver's error at `last`."""
+            figures = self.figures
+            if self._freed:
+                figures.apply()
+            pages, elsewhere = figures.pages, self.bank.elsewhere
             pooled = self._pools(cap)
             taken = whole(size) if pooled else size
-            if cap is not None and not pages.fits(taken, cap - elsewhere):
-                return None
-            try:
-                pointer = driver.driver.cuMemAlloc(taken)
-            except driver.CudaAPIError as error:  # its text names no size
-                if int(error.code) == _OUT_OF_MEMORY and not last:
-                    return None
-                with_size(error, size)
-                raise
-            block = Block(int(getattr(pointer, "value", pointer)), pointer, taken)
-            block.asked, block.pooled = size, pooled
-            self._log.append((self.figures.taken, block, size))
-            if cap is not None and self.held() + elsewhere > cap:
-                self._log.append(
-                    (self.figures.left, block, size)
-                )  # it fitted no hole in a slab: the driver opened another
-                self._back(block)
-                return None
-            return block
+            if cap is not None and not pages.fits(taken, cap - elsewhere(self)):
+                return False
+            block = Block(taken, pooled)
+            with pages.expecting(taken):
+                # Looked at once more, now that nobody else can take its room: a signal handler may just have done so.
+                if cap is not None and not pages.fits(taken, cap - elsewhere(self) + round_up(taken)):
+                    return False
+                try:
+                    memory._block = block
+                    # One call, so that what the driver answers is noted at once.
+                    deque(map(setattr, (block,), ("pointer",), map(driver.driver.cuMemAlloc, (taken,))), 0)
+                except driver.CudaAPIError as error:  # its text names no size
+                    if int(error.code) == _OUT_OF_MEMORY and not last:
+                        return False
+                    with_size(error, size)
+                    raise
+                block.address = int(getattr(block.pointer, "value", block.pointer))
+                block.buffer = contexts.buffer(block.address)
+                figures.taken(block)
+            if cap is not None and self.held() + elsewhere(self) > cap:
+                self._back(block, NEW)  # it fitted no hole in a slab: the driver opened another
+                return False
+            figures.used(block, size)
+            return True
 
-        def _given_way(self, size: int, cap: int | None) -> Block:
+        def _given_way(self, memory: Taker, size: int, cap: int | None) -> None:
             """Served after the pending frees were flushed, or after as much was given back as it needs.
 
-            Raises Numba's own error if the cap, or the card, does not allow it with nothing pending and nothing pooled.
+            What is pooled goes back within `defer_cleanup` too, which keeps pending frees alone: it is waited for
+            rather than refused. Raises Numba's own error if the cap, or the card, does not allow it with nothing
+            pending and nothing pooled.
             """
-            members = [self, *(other for other in list(self.bank.members) if other is not self)]
+            members = [self, *(other for other in self.bank.all() if other is not self)]
             for manager in members:
                 manager.deallocations.clear()
-            if cap is not None and self.pool.idle:
-                block = self._pooled(self.pool.wait, size, cap)
-                if block is not None:
-                    return block
+            if cap is not None and self.pool.idle and self._pooled(self.pool.wait, memory, size, cap):
+                return
             for manager in members:
-                for idle in manager.pool.drain():
-                    manager._back(idle)
-                    if cap is not None and (block := self._drawn(size, cap)) is not None:
-                        return block
-            block = self._drawn(size, cap, last=True)
-            if block is not None:
-                return block
+                for idle, state in manager.pool.drain():
+                    manager._back(idle, state)
+                    if cap is not None and self._drawn(memory, size, cap):
+                        return
+            if self._drawn(memory, size, cap, last=True):
+                return
             held = sum(manager.held() for manager in members)
             raise with_size(
                 driver.CudaAPIError(
@@ -292,26 +318,44 @@ def capped(driver: Any) -> type:
 
         def drop(self, block: Block) -> None:
             """No array has the block any more. Called by finalizers."""
+            size = block.asked
             try:
-                self._live.remove(block)
-            except KeyError:  # a reset has freed it
-                return
-            self._pend(block)
+                if self.figures.left(block):  # else a reset has freed it
+                    self.deallocations.add_item(self.carry_out, block, size)
+                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
+                    self._back(block, NEW)
+            except BaseException:
+                self.deallocations.again()
+                raise
 
-        def _pend(self, block: Block) -> None:
-            self._log.append((self.figures.left, block, block.asked))
-            self.deallocations.add_item(self._freed, block, block.asked)
-
-        def _freed(self, block: Block) -> None:
+        def carry_out(self, block: Block) -> None:
             """Numba carries out the pending free. Called by finalizers."""
+            if block.state is not PENDING:
+                return
             if block.pooled and self.pooling and not block.exported:
                 self.pool.put(block)
             else:
-                self._back(block)
+                self._back(block, PENDING)
 
-        def _back(self, block: Block) -> None:
-            driver.driver.cuMemFree(block.pointer)
-            self._log.append((self.figures.gone, block, block.asked))
+        def _back(self, block: Block, state: object) -> None:
+            """The driver gets the block, if that is still its state. Called by finalizers."""
+            try:
+                if block.state is not state:
+                    return
+                block.state = BACK
+                self.pool.idle.pop(block, None)
+                # One call, so that what the driver took back is noted at once.
+                self._freed.extend(zip(map(driver.driver.cuMemFree, (block.pointer,)), (block,), strict=False))
+            except driver.CudaDriverError:  # the driver keeps it
+                raise
+            except BaseException:
+                if block.state is BACK and block.buffer is not None:
+                    if contexts.buffer(block.address) == block.buffer:
+                        block.state = PENDING
+                        self.deallocations.again()
+                    else:
+                        self._freed.append((None, block))  # what is noted twice counts once
+                raise
 
         def give_back(self) -> None:
             """Flush the pending frees and give every pooled block to the driver, with the lock held."""
@@ -320,22 +364,25 @@ def capped(driver: Any) -> type:
 
         def drain(self) -> None:
             """Give every pooled block to the driver, which needs no current context, with the lock held."""
-            for block in self.pool.drain():
-                self._back(block)
+            for block, state in self.pool.drain():
+                self._back(block, state)
 
         def reset(self) -> None:
+            """Everything goes back at once, also within `defer_cleanup`: the context may end right after it."""
             with self.bank.lock:
-                while self._live:
-                    block = self._live.pop()
-                    block.pooled = False
-                    self._pend(block)
                 super().reset()
-                self.give_back()
+                for block in list(self.figures.blocks):
+                    self.figures.left(block)
+                    state = block.state
+                    if state is not BACK:
+                        self._back(block, state)
+                self.drain()
+                self.figures.apply()
+                self._home, self._member = None, False  # if the context goes on, the next allocation counts again
+                self.bank.remove(self)
             if self.context is not None:
                 streams.forget(handle_of(self.context))
                 ended.forget(handle_of(self.context))
-            self._home, self._member = None, False  # the context may be gone; if not, the next allocation counts again
-            self.bank.members.discard(self)
 
     return MemguardMemoryManager
 

@@ -24,8 +24,10 @@ from memguard._devices import contexts, streams
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import DeviceError
 
-_BLOCKING = "memguard_blocking"
-"""Set on Numba's streams that the legacy default stream waits for."""
+_blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Numba's own streams that the legacy default stream waits for, by their handles, as long as they live."""
+_MOST_ENDED = 32
+"""So many marks are kept before they are looked through for those that are over; more if twice as many are not."""
 _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 """What makes stream 0 of cuda-python a stream of the thread. Numba sets it for NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
 _NEEDED = ("Stream", "Context", "MemoryPointer", "_stream_handle", "_to_core_stream")
@@ -52,7 +54,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
             own = finalizer is not None and streams.blocking(int(handle))
             original(self, handle, leaving(int(handle), finalizer) if own else finalizer, *args, **kwargs)
             if own:
-                setattr(self, _BLOCKING, True)
+                _blocking[int(handle)] = self
 
         return init
 
@@ -71,9 +73,10 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
 
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
+            found = original(stream)  # refused: it is given no work
             if not covered(stream):
                 end()
-            return original(stream)
+            return found
 
         return handle
 
@@ -88,14 +91,13 @@ def lose(driver: Any) -> None:
 
 def covered(stream: Any) -> bool:
     """Whether an event on the legacy default stream covers the work of a stream as Numba is given it."""
-    if stream is None or getattr(stream, _BLOCKING, False):
+    if stream is None:
         return True
-    if isinstance(stream, int):
-        return stream in (0, streams.LEGACY)
     try:
-        return int(stream.handle) in (0, streams.LEGACY)
+        handle = int(stream if isinstance(stream, int) else stream.handle)
     except (AttributeError, TypeError, ValueError):
         return False
+    return handle in (0, streams.LEGACY) or handle in _blocking
 
 
 class Ended:
@@ -106,6 +108,7 @@ class Ended:
 
     def __init__(self) -> None:
         self._marks: list[Ended.Kept] = []
+        self._most = _MOST_ENDED
         self._lives = Counter[int]()  # by a context's handle, which the next one may have again
 
     class Kept:
@@ -129,6 +132,8 @@ class Ended:
 
         def mark() -> None:
             if self._lives[context] == life:  # else the handle is of a stream that is no more: the driver would crash
+                if len(self._marks) > self._most:
+                    self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
                 with contexts.beside_captures():
                     self._marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
 
@@ -146,7 +151,10 @@ class Ended:
     def forget(self, context: int) -> None:
         """A context ends, and all work and all streams in it."""
         self._lives[context] += 1
-        self._marks = [kept for kept in self._marks if kept.context != context]
+        for kept in self._marks.copy():  # taken out one by one: a finalizer may add to the list at any time
+            if kept.context == context:
+                with contextlib.suppress(ValueError):
+                    self._marks.remove(kept)
 
 
 ended = Ended()
