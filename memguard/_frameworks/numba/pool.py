@@ -61,6 +61,7 @@ class Taker(Protocol):
     """Who gets a block: it has it, and will free it, from the moment in which nobody else has."""
 
     _block: Block | None
+    _freed: bool
 
 
 class Batch:
