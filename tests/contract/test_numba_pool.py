@@ -663,6 +663,7 @@ class Moving:
 
 class Taker:
     _block: Block | None = None
+    _freed = False
 
 
 def test_a_batch_that_two_look_at_is_handed_out_once() -> None:

@@ -44,7 +44,7 @@ def interrupted(work, number, act):
         nonlocal count, where
         count += 1
         if count == number:
-            where = f"{frame.f_code.co_qualname} {frame.f_lineno}"
+            where = f"{frame.f_code.co_name} {frame.f_lineno}"
             act()
     def local(frame, event, argument):
         if event == "opcode" and where is None and frame.f_lasti in points(frame.f_code):

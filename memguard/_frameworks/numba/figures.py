@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.numba.pool import PENDING, USED, Block
+from memguard._frameworks.numba.pool import PENDING, USED, Block, Taker
 from memguard._units import round_up
 
 
@@ -85,9 +85,14 @@ class Figures:
             self.peak = self.in_use
         self._resting.pop(block, None)
 
-    def left(self, block: Block) -> bool:
-        """No array has the block any more; its free is pending. False if no array had it."""
+    def left(self, block: Block, memory: Taker | None) -> bool:
+        """No array has the block any more; its free is pending. False if no array had it.
+
+        Its `memory` knows in the same moment that it has nothing left to free: the block may soon be another's.
+        """
         if block.state is USED:
+            if memory is not None:
+                memory._freed = True
             block.state = PENDING
             self.in_use -= block.asked
             block.asked = 0

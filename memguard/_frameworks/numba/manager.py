@@ -97,21 +97,25 @@ def capped(driver: Any) -> type:
         def free(self) -> None:
             if self._freed:
                 raise RuntimeError("Freeing dead memory")
+            try:
+                self._manager.drop(self)
+            except BaseException:
+                if not self._freed:  # a Ctrl-C came before the first statement of `drop`
+                    self._manager.drop(self)
+                raise
             self._freed = True
-            if self._block is not None:
-                self._manager.drop(self._block)
 
         def __copy__(self) -> Any:
             return self
 
         def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
-            block = self._block
-            if block is not None and not self._freed:
+            if self._block is not None and not self._freed:
                 try:
                     if not ends():
-                        self._manager.drop(block)
-                except BaseException:  # a Ctrl-C, which may have come before the first statement of `drop`
-                    self._manager.drop(block)
+                        self._manager.drop(self)
+                except BaseException:
+                    if not self._freed:  # a Ctrl-C came before the first statement of `drop`
+                        self._manager.drop(self)
                     raise
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
@@ -316,11 +320,12 @@ def capped(driver: Any) -> type:
                 self._home = handle_of(self.context) if ours else 0
             return self._home != 0 and contexts.current_handle() == self._home
 
-        def drop(self, block: Block) -> None:
-            """No array has the block any more. Called by finalizers."""
+        def drop(self, memory: Any) -> None:
+            """No array has its block any more. Called by finalizers."""
+            block: Block = memory._block
             size = block.asked
             try:
-                if self.figures.left(block):  # else a reset has freed it
+                if self.figures.left(block, memory):  # else a reset has freed it
                     self.deallocations.add_item(self.carry_out, block, size)
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
                     self._back(block, NEW)
@@ -372,7 +377,7 @@ def capped(driver: Any) -> type:
             with self.bank.lock:
                 super().reset()
                 for block in list(self.figures.blocks):
-                    self.figures.left(block)
+                    self.figures.left(block, None)
                     state = block.state
                     if state is not BACK:
                         self._back(block, state)

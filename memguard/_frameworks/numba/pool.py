@@ -15,7 +15,6 @@ an arena for each stream. Neither serves a caller who does not know the streams.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -61,6 +60,7 @@ class Taker(Protocol):
     """Who gets a block: it has it, and will free it, from the moment in which nobody else has."""
 
     _block: Block | None
+    _freed: bool
 
 
 class Batch:
@@ -101,8 +101,10 @@ class Pool:
         """Record marks for what was put since the last time. While that cannot be done, these blocks wait."""
         batch = Batch()
         try:
-            with contextlib.suppress(IndexError):
+            try:  # noqa: SIM105 (`suppress` costs more)
                 batch.blocks.extend(iter(self.unmarked.popleft, None))  # one call: what it takes out is in the batch
+            except IndexError:
+                pass
             if not batch.blocks:
                 return
             for block in batch.blocks:
