@@ -207,7 +207,7 @@ torch.cuda.synchronize()
 
 def go(named, number):
     with torch.cuda.stream(busy):
-        torch.cuda._sleep(40_000_000)  # 20 ms
+        torch.cuda._sleep(200_000_000)  # 0.1 s: longer than other processes keep this one waiting
         same.fill_(float(number))
         if PRODUCER == "cupy":
             import cupy

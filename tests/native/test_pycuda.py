@@ -276,7 +276,7 @@ atexit.register(drv.Context.pop)
 
 
 def test_ids_of_contexts_tell_them_apart_where_handles_do_not(stubbed: dict[str, str]) -> None:
-    """The stub is what tests/gpu/test_pycuda_speed.py asks a GPU about."""
+    """The stub is what tests/gpu/test_pycuda_context_id.py asks a GPU about."""
     code = """
 number = ctypes.c_uint64()
 ids, handles = set(), set()

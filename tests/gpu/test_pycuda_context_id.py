@@ -1,8 +1,7 @@
-"""PyCUDA's allocations under a budget: what they cost, and how the driver tells that a context is another one.
+"""How the driver tells that a context of PyCUDA is another one than before: what `contexts.id_of_current` relies on.
 
-The first test has the bar: µs per allocate + free of 1 KiB, beside PyCUDA's own pool in the same process. The second
-holds the driver to what `contexts.id_of_current` relies on: a reset gives the primary context another id, and until
-somebody retains it again there is none. It also prints what a question for the id costs, and one for a block.
+A reset gives the primary context another id, and until somebody retains it again there is none. The test also prints
+what a question for the id costs, and one for a block. What allocations cost is in `benchmarks/peers.py`.
 """
 
 from __future__ import annotations
@@ -10,51 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 Run = Callable[..., dict[str, Any]]
-SPEED = """
-import statistics, timeit
-import pycuda.driver as drv
-raw_allocate = drv.DeviceMemoryPool.allocate
-share = {fill} / 100
-memguard.init({{"version": 1, "device": {{"limit": "4GiB"}}, "frameworks": {{"pycuda": {{"limit": "1GiB"}}}}}})
-import pycuda.autoinit
-plain, user = drv.DeviceMemoryPool(), drv.DeviceMemoryPool()
-kept = [raw_allocate(plain, 1)]  # else its last idle block makes it take and leave the context at each call
-ways = {{"plain": lambda: raw_allocate(plain, 1024), "user": lambda: user.allocate(1024),
-         "mem_alloc": lambda: drv.mem_alloc(1024)}}
-for way in ways.values():
-    for _ in range(3):
-        way()
-del kept[0]
-row = lambda: memguard.ledger().devices[0].row("pycuda")
-step = 16 * MIB
-while row().bytes + step * 17 // 16 + 2 * MIB < share * GIB:
-    kept.append(drv.mem_alloc(step))
-while row().bytes + 4 * MIB <= share * GIB:
-    kept.append(drv.mem_alloc(3 * MIB))
-result["filled"] = row().bytes / GIB
-found = {{name: [] for name in ways}}
-for _ in range(300):
-    for name, way in ways.items():
-        found[name].append(timeit.timeit(way, number=100) / 100 * 1e6)
-result["us"] = {{name: statistics.median(times) for name, times in found.items()}}
-result["spread"] = {{name: [sorted(times)[30], sorted(times)[-31]] for name, times in found.items()}}
-again = [timeit.timeit(ways["plain"], number=100) / 100 * 1e6 for _ in range(300)]
-result["control"] = statistics.median(again) / result["us"]["plain"]
-"""
-
-
-@pytest.mark.parametrize("fill", [10, 90, 99.9])
-def test_an_idle_block_costs_little_more_than_without_a_budget(run: Run, fill: float) -> None:
-    found = run(SPEED.format(fill=fill))
-    print(found)
-    assert abs(found["filled"] - fill / 100) < 0.01
-    for name in ("user", "mem_alloc"):
-        assert found["us"][name] <= max(2.5 * found["us"]["plain"], 2.0), found
-
-
 RESET = """
 import ctypes, timeit
 import pycuda.driver as drv
