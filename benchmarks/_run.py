@@ -45,30 +45,35 @@ def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
     return {"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}
 
 
+def package() -> Path:
+    """The folder `memguard/`: of this tree, or the installed one, if the tree is tested against a wheel."""
+    here = ROOT / "memguard"
+    if here.is_dir():
+        return here
+    spec = importlib.util.find_spec("memguard")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def source_hash(whole: bool = False) -> str:
     """A hash of `memguard/`: results measured with another one are stale.
 
     Without `cli/` and `_doctor/`, unless `whole`: a program under a budget loads nothing of them, so they change no
     figure of it. tests/unit/test_measured_source.py holds that.
     """
-    digest = hashlib.sha256()
-    package = ROOT / "memguard"
-    if not package.is_dir():  # a tree that is tested against an installed wheel
-        spec = importlib.util.find_spec("memguard")
-        assert spec is not None and spec.origin is not None
-        package = Path(spec.origin).parent
-    for path in sorted(package.rglob("*.py")):
-        if not whole and path.relative_to(package).parts[0] in APART:
+    digest, folder = hashlib.sha256(), package()
+    for path in sorted(folder.rglob("*.py")):
+        if not whole and path.relative_to(folder).parts[0] in APART:
             continue
-        digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(folder.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for name in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

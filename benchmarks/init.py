@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import startup
-from _run import ROOT, SIX, conclude, header
+from _run import ROOT, SIX, conclude, header, package
 from checks import init_checks
 
 IMPORTS = ("tensorflow", "torch", "jax", "cupy", "pycuda.driver", "numba.cuda")
@@ -114,7 +114,7 @@ class Place:
         self.folder = folder
         for name in ("compiled", "source"):
             left_out = shutil.ignore_patterns("__pycache__", "pages")  # of the doctor: a link into docs/
-            shutil.copytree(ROOT / "memguard", folder / name / "memguard", ignore=left_out)
+            shutil.copytree(package(), folder / name / "memguard", ignore=left_out)
         compileall.compile_dir(folder / "compiled", quiet=1, workers=1)
         parts = "\n".join(f"  {name}: {{share: {share}}}" for name, share in SIX.items())
         self.budget = folder / "budget.yaml"
