@@ -29,6 +29,7 @@ class Points:
         self.at, self.count, self.place, self.handler = at, 0, "", handler
         self._last: dict[int, int] = {}
         self._names: dict[CodeType, dict[int, str]] = {}
+        self._handlers: dict[CodeType, frozenset[int]] = {}
 
     def run(self, call: Callable[[], Any]) -> Any:
         # Python 3.13's `sys.settrace` skips opcodes of a function when they are traced again after an interruption.
@@ -90,10 +91,14 @@ class Points:
         names = self._names.get(code)
         if names is None:
             names = self._names[code] = {one.offset: one.opname for one in dis.get_instructions(code)}
+            self._handlers[code] = _handlers(code)
         before = self._last.get(id(frame))
         self._last[id(frame)] = offset
         # Before the first opcode, and after one that looks for signals.
         if before is not None and not names.get(before, "CALL").startswith(_CHECKS):
+            return
+        # A call that has raised looks for none. To raise here would leave its error behind as the one being handled.
+        if offset in self._handlers[code]:
             return
         self.count += 1
         if self.count == self.at:
@@ -102,6 +107,13 @@ class Points:
             if self.handler is None:
                 raise KeyboardInterrupt
             self.handler()
+
+
+def _handlers(code: CodeType) -> frozenset[int]:
+    """Offsets at which what handles an error begins. Python 3.10 has no table of them: there each one is a block."""
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())
+    blocks = [one.argval for one in dis.get_instructions(code) if one.opname in ("SETUP_FINALLY", "SETUP_WITH")]
+    return frozenset([*(entry.target for entry in entries), *blocks])
 
 
 def _ours(code: CodeType) -> bool:
