@@ -26,6 +26,8 @@ RAW = "memory that no framework took is unaccounted within 2 MiB, and gone with 
 
 LITTLE = "at most 64 MiB unaccounted in every ledger, TensorFlow's unseen pool in it"
 
+ALONE = "held is what the process's figure of NVML grew by"
+
 
 def of_refusals(name: str) -> str:
     return f"{name}: no refusal where the driver would have stayed within the cap, by trying"
@@ -84,7 +86,9 @@ MAIN_JOB: dict[str, tuple[str, ...]] = {
         "torch + PyCUDA: unaccounted <= 64 MiB",
     ),
     **{
-        name: (f"{name}: held <= cap", f"{name}: own native type", f"{name}: no refusal where it would fit")
+        name: tuple(
+            f"{name}: {what}" for what in ("held <= cap", ALONE, "own native type", "no refusal where it would fit")
+        )
         for name in ("torch_expandable", "torch_async")
     },
     "refusals of pycuda": (of_refusals("pycuda"),),

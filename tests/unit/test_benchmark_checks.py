@@ -660,6 +660,12 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         "30 import orders alive and capped, at most 64 MiB unaccounted, overhead within the reserve",
     ),
     ("held unread", "main_job", ("torch-later", "held"), 3 * GIB, "torch later: as much as the cap, and not more"),
+    # The figure by which a refusal is judged has to be the driver's.
+    *(
+        (f"{name}, {what}", "main_job", (name, "held_by_ledger"), held, f"{name}: {_listed.ALONE}")
+        for name in ("torch_async", "torch_expandable")
+        for what, held in (("held too much", lambda n: n + 66 * MIB), ("held not read", None))
+    ),
     (
         "held less than live",
         "main_job",
