@@ -723,3 +723,59 @@ def test_a_broken_memguard_fails_its_bar(
         "a short replay": ["every sample is replayed"],
     }.get(what, [])
     assert set(found) == {bar, *also}, found
+
+
+# Any figure
+
+
+def figures(place: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything in a result: its figures, words, lists and mappings."""
+    inner = place.items() if isinstance(place, dict) else enumerate(place) if isinstance(place, list) else ()
+    return [*([path] if path else []), *(deeper for key, one in inner for deeper in figures(one, (*path, key)))]
+
+
+def one_of_each_kind_first(paths: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Those that differ by their place in a list alone come one after the other, all others between them."""
+    seen: dict[tuple[Any, ...], int] = {}
+    turns = []
+    for path in paths:
+        kind = tuple("*" if isinstance(key, int) else key for key in path)
+        seen[kind] = seen.get(kind, 0) + 1
+        turns.append((seen[kind], len(turns), path))
+    return [path for _, _, path in sorted(turns)]
+
+
+def wrong_instead(value: Any) -> list[Any]:
+    """What may stand there in the result of a broken memguard."""
+    if isinstance(value, bool) or value is None:
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [0, -value - 1, value + 70 * MIB, 3 * value + 10**12]
+    return ["warning" if value == "info" else type(value)()]
+
+
+@pytest.mark.parametrize("benchmark", WHOLE)
+def test_each_check_of_the_list_can_fail_by_one_figure(benchmark: str) -> None:
+    """One figure after the other is made wrong until every check has failed: by its bar, not for lack of a figure."""
+    make, judge, _ = WHOLE[benchmark]
+    whole = make()
+    if benchmark == "doctor":  # nothing is found there, so there is nothing to change
+        whole["scenarios"]["as shipped"]["findings"] = [["second-context", "info", None, "it is there"]]
+    passing = {name for name, (passed, _) in judge(whole).items() if passed}
+    assert passing == set(_listed.names(_listed.BY_COMMAND[benchmark]))
+    for path in one_of_each_kind_first(figures(whole)):
+        place: Any = whole
+        for key in path[:-1]:
+            place = place[key]
+        right = place[path[-1]]
+        for wrong in wrong_instead(right):
+            place[path[-1]] = wrong
+            try:
+                found = judge(whole)
+            except (IndexError, KeyError):  # a whole part of it is gone: others look for that
+                found = {}
+            passing -= {name for name, (passed, said) in found.items() if not passed and "did not run" not in said}
+        place[path[-1]] = right
+        if not passing:
+            return
+    raise AssertionError(f"nothing makes them fail: {sorted(passing)}")
