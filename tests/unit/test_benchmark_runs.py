@@ -377,6 +377,56 @@ def test_a_document_that_shows_a_stale_result_as_current_fails(monkeypatch: pyte
         assert table.main() == 1
 
 
+def test_a_result_that_nobody_measured_is_named_and_fails_a_release(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each result of the list is taken away by itself, and then all: its checks count as not passed."""
+    listed = importlib.import_module("_listed")
+    for name in listed.FILES:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert table.absent() == {}
+    for name, program in listed.FILES.items():
+        (tmp_path / name).unlink()
+        assert list(table.absent()) == [name]
+        (lacks,) = table.absent().values()
+        assert bool(lacks) == (program is not None) and set(lacks) <= {
+            *listed.names(listed.EXCHANGE_PEERS), *listed.names(listed.BY_COMMAND.get(program, {}))
+        }  # fmt: skip
+        (tmp_path / name).write_text("{}")
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    assert list(table.absent()) == list(listed.FILES)
+    assert table.status() == [f"{name}: NOT MEASURED." for name in listed.FILES]
+    assert [row for row in table.overview() if "not measured" in row] == table.overview()[2:]
+    monkeypatch.setattr(table._figures, "documents", list)
+    assert table.wrong(release=True) == [f"{name} is not there: measure it" for name in listed.FILES]
+    assert table.wrong(release=False) == []
+
+
+def test_every_program_says_where_its_result_belongs() -> None:
+    """Under another name nothing of it would be shown, and no release would miss it."""
+    listed = importlib.import_module("_listed")
+    assert set(listed.FILES.values()) - {None} == set(listed.BY_COMMAND)
+    for name, program in listed.FILES.items():
+        if program is not None:
+            text = (ROOT / "benchmarks" / f"{program}.py").read_text(encoding="utf-8")
+            assert f"-o benchmarks/results/{name}" in text, name
+    assert {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= set(listed.FILES)
+
+
+def test_tests_that_did_not_pass_on_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = {"memguard_hash": "0", "date": "2026-11-21T", "gpus": 1, "gpu": "NVIDIA H200", "command": "pytest"}
+    results = {"a": "passed", "b": "failed", "c": "passed", "d": "not run", "e": "skipped", "f": "passed"}
+    earlier = {"c": ["failed", "passed"], "b": ["passed"], "f": ["skipped"]}
+    (tmp_path / "h200-gpu-tests.json").write_text(json.dumps({"about": about, "results": results, "earlier": earlier}))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    text = "\n".join(table.gpu_tests())
+    assert "3 passed (1 of them failed in an earlier run of the same code), 1 failed, 1 skipped, 1 not run" in text
+    for line in ("failed: `b`", "not run: `d`", "failed in an earlier run of the same code: `c`"):
+        assert f"    - {line}\n" in f"{text}\n"
+
+
 # A process's own peak
 
 
