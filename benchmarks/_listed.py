@@ -139,6 +139,7 @@ ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "loop": (
         "loop: five minutes",
         "loop: drift of unaccounted <= 64 MiB",
+        "loop: drift of overhead and unaccounted together <= 64 MiB",
         "loop: each refused",
         "loop: own errors only",
         "loop: no refusal of JAX where its own figures have room",

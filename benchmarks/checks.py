@@ -353,6 +353,12 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             drift <= 64 * MIB and one["readings"] >= 100,
             f"{drift / MIB:.1f} MiB in {one['readings']} readings",
         )
+        outside = one["outside_drift"]
+        check(
+            "loop: drift of overhead and unaccounted together <= 64 MiB",
+            outside <= 64 * MIB and one["readings"] >= 100,
+            f"{outside / MIB:.1f} MiB",
+        )
         each = set(one["refused"]) == set(_listed.SIX) and all(one["refused"].values())
         check("loop: each refused", each, str(one["refused"]))
         foreign = {k: v for k, v in one["not_native"].items() if v}
