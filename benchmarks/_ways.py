@@ -200,10 +200,10 @@ def pycuda_memguard_pool(cap: int) -> Allocator:
 
 def _numba() -> Allocator:
     import numpy as np
+    from _run import put_row_stack_back
     from numba import cuda
 
-    if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+    put_row_stack_back()
     context = cuda.current_context()
 
     def trim() -> None:

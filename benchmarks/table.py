@@ -26,6 +26,8 @@ from checks import peers_rounds
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
+WITH_NUMBA = ("main_job", "watch", "readings", "moment", "exchange", "peers")
+"""Programs that put np.row_stack back for Numba, and whose sections do not say so themselves."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -56,7 +58,9 @@ def origin(name: str, result: dict[str, Any]) -> list[str]:
     )
     if lacks:
         line += f" It lacks {checks_of(lacks)}, which count as not passed: {'; '.join(lacks)}."
-    return [line + reruns(result) + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
+    program = about["command"].partition("benchmarks/")[2].partition(".py")[0]
+    numba = _exchange_tables.about_numba(about) if program in WITH_NUMBA else ""
+    return [line + numba + reruns(result) + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
 
 
 def counted(result: dict[str, Any]) -> str:

@@ -349,6 +349,14 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         lambda n: n - 3 * MIB,
         f"six: {_listed.RAW}",
     ),
+    ("raw taken once", "main_job", ("together", "raw"), lambda raw: raw[:1], f"together: {_listed.RAW}"),
+    (
+        "raw that the driver never gave",
+        "main_job",
+        ("together", "raw", 1, "nvml", 1),
+        lambda n: n - 50 * MIB,
+        f"together: {_listed.RAW}",
+    ),
     # A framework's row misses memory, keeps what was given back, or is not known.
     (
         "held misses",
@@ -633,6 +641,34 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         "without memguard: TensorFlow takes the card, torch and PyCUDA die",
     ),
     (
+        "TensorFlow's pool with room",
+        "main_job",
+        ("together", "tensorflow_log", 0, "available"),
+        1 << 40,
+        "tensorflow: no refusal where it would fit",
+    ),
+    (
+        "TensorFlow's log of one refusal",
+        "main_job",
+        ("together", "tensorflow_log"),
+        lambda log: log[:1],
+        "tensorflow: no refusal where it would fit",
+    ),
+    (
+        "large requests alone",
+        "main_job",
+        ("together", "driven", "pycuda", "phases"),
+        lambda phases: phases[:1],
+        "pycuda: own native type",
+    ),
+    (
+        "few allocated at the caps",
+        "main_job",
+        ("together", "churn", "allocated"),
+        999,
+        "together: freed and asked again at the caps",
+    ),
+    (
         "no work at the caps",
         "main_job",
         ("together", "churn", "refused"),
@@ -727,6 +763,7 @@ def test_a_broken_memguard_fails_its_bar(
     make, judge, _ = WHOLE[benchmark]
     found = failed(judge(broken(make, *path, value=value)))
     also = {
+        "TensorFlow's log of one refusal": ["tensorflow: pool <= cap"],
         "freed by call only": ["cupy, card full: what lay idle in the sibling's cache is said and comes back"],
         "a short replay": ["every sample is replayed"],
     }.get(what, [])

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -358,6 +359,31 @@ def test_a_result_says_what_was_put_back_for_numba(numpy: str, numba: str | None
     about = {"versions": versions}
     assert ("np.row_stack put back, without" in table._exchange_tables.about_numba(about)) == said
     assert _run.numba_note({**about, "numba_build": "so"}) == "so"
+    for program in table.WITH_NUMBA:
+        command = {"command": f"python benchmarks/{program}.py", "date": "2026-11-21T", "memguard_hash": "0"}
+        line = table.origin("x.json", {"about": {**about, **command}, "checks": {}, "scenarios": {}})[0]
+        assert ("Numba-CUDA 0.30.4 with np.row_stack put back" in line) == said
+
+
+def test_each_section_with_figures_of_numba_says_what_was_put_back() -> None:
+    """For every program that has it put back, by itself or by what it imports."""
+    folder = ROOT / "benchmarks"
+    source = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    puts = {name for name, text in source.items() if "put_row_stack_back()" in text and name != "_run"}
+    assert not [name for name, text in source.items() if "row_stack = " in text and name != "_run"], "one place does it"
+    while more := {
+        name
+        for name, text in source.items()
+        if name not in puts and name not in ("_run", "table", "checks", "_listed")
+        and any(re.search(rf"^\s*(?:from {one} import|import {one}\b)", text, re.MULTILINE) for one in puts)
+    }:  # fmt: skip
+        puts |= more
+    programs = {
+        name for name in puts if not name.startswith("_") and name in importlib.import_module("_listed").BY_COMMAND
+    }
+    programs -= {"ddp"}  # it takes a function of main_job, and runs no Numba
+    by_path = {"moment", "their_tests"}  # what they start puts it back
+    assert programs | by_path == {"all_frameworks", "their_tests", *table.WITH_NUMBA}, programs
 
 
 def test_a_document_that_shows_a_stale_result_as_current_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
