@@ -290,6 +290,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     **{
         library: (
             f"{library}: every way measured",
+            f"{library}: no process under memguard dies at its end",
             f"{library}: filled to its part of the cap",
             f"{library}: two processes of one way are alike within 10%",
         )

@@ -17,6 +17,8 @@ SIZES = (1 << 10, MIB, 64 * MIB)
 """What is allocated and freed, in bytes."""
 SHARES = (0.10, 0.90, 0.999)
 """The parts of the cap that the library's memory stands at meanwhile."""
+AT_ITS_END = ", at its end"
+"""Behind the name of a way whose process did not end as it should."""
 
 
 def cell(size: int, share: float) -> str:

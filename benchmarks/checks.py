@@ -846,7 +846,7 @@ def peers_rounds(result: dict[str, Any]) -> int:
 def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
     """The bars of `peers.py`. The list of them is that of the libraries and ways, whatever was measured."""
     from _spread import resolved
-    from _ways import AGAIN, CONTROLLED, SHARES, SIZES, WAYS, cell
+    from _ways import AGAIN, AT_ITS_END, CONTROLLED, SHARES, SIZES, WAYS, cell
 
     found: dict[str, tuple[bool, str]] = {}
     every, runs = result["cells"], peers_rounds(result)
@@ -874,6 +874,11 @@ def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
         found[f"{library}: every way measured"] = (
             not lacking, f"{len(cells) * len(ways) - len(lacking)} of {len(cells) * len(ways)} {why[:300]}".rstrip()
         )  # fmt: skip
+        codes = {way: code for way, code in result["failed"].get(library, {}).items() if way.endswith(AT_ITS_END)}
+        found[f"{library}: no process under memguard dies at its end"] = (
+            bool(every.get(library)) and not any(way.startswith("memguard") for way in codes),
+            "; ".join(f"{way}: {code}" for way, code in codes.items()) or "none dies",
+        )
         off = {
             f"{way}, {where}": [(share - part) * result["cap"] for part in one["reached"]]
             for where, share in cells.items()
