@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _exchange_tables
 import _figures
 import _ways
-from _listed import lacking, list_of, not_measured
+from _listed import FILES, lacking, list_of, not_measured
 from _run import RESULTS, ROOT, numba_note, source_hash
 from checks import peers_rounds
 
@@ -632,6 +632,19 @@ def training() -> list[str]:
     ]
 
 
+def others() -> list[str]:
+    """Results beyond the list, as of another kind of card: their checks, and those that were missed."""
+    found = [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in FILES]
+    if not found:
+        return []
+    lines = ["## Other runs"]
+    for name in found:
+        result = load(name)
+        gpu = f"{result['about']['gpus']} × {result['about']['gpu']}" if result["about"]["gpu"] else "no GPU"
+        lines += ["", f"On {gpu}:", "", *origin(name, result)]
+    return lines
+
+
 def exchange_document() -> str:
     """What stands between the markers of docs/exchange.md."""
     result = load("h200-exchange.json")
@@ -672,6 +685,7 @@ def results() -> str:
         peers,
         training,
         init_of_six,
+        others,
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
 

@@ -438,7 +438,17 @@ def test_every_program_says_where_its_result_belongs() -> None:
         if program is not None:
             text = (ROOT / "benchmarks" / f"{program}.py").read_text(encoding="utf-8")
             assert f"-o benchmarks/results/{name}" in text, name
-    assert {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= set(listed.FILES)
+
+
+def test_a_result_of_another_card_is_shown_with_what_it_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = {"memguard_hash": "0", "date": "2026-11-21T", "gpus": 1, "gpu": "NVIDIA H100", "versions": {},
+             "command": "python benchmarks/exchange.py"}  # fmt: skip
+    result = {"about": about, "scenarios": {}, "checks": {"1 GiB, idle": [False, "29 of 30"], "lent": [True, "30"]}}
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert table.others() == []
+    (tmp_path / "h100-exchange.json").write_text(json.dumps(result))
+    text = "\n".join(table.others())
+    assert "On 1 × NVIDIA H100:" in text and "h100-exchange.json" in text and "- 1 GiB, idle: 29 of 30" in text
 
 
 def test_tests_that_did_not_pass_on_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
