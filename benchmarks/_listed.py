@@ -26,6 +26,8 @@ RAW = "memory that no framework took is unaccounted within 2 MiB, and gone with 
 
 LITTLE = "at most 64 MiB unaccounted in every ledger, TensorFlow's unseen pool in it"
 
+ALONE = "held is what the process's figure of NVML grew by"
+
 
 def of_refusals(name: str) -> str:
     return f"{name}: no refusal where the driver would have stayed within the cap, by trying"
@@ -84,7 +86,9 @@ MAIN_JOB: dict[str, tuple[str, ...]] = {
         "torch + PyCUDA: unaccounted <= 64 MiB",
     ),
     **{
-        name: (f"{name}: held <= cap", f"{name}: own native type", f"{name}: no refusal where it would fit")
+        name: tuple(
+            f"{name}: {what}" for what in ("held <= cap", ALONE, "own native type", "no refusal where it would fit")
+        )
         for name in ("torch_expandable", "torch_async")
     },
     "refusals of pycuda": (of_refusals("pycuda"),),
@@ -135,6 +139,7 @@ ALL_FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "loop": (
         "loop: five minutes",
         "loop: drift of unaccounted <= 64 MiB",
+        "loop: drift of overhead and unaccounted together <= 64 MiB",
         "loop: each refused",
         "loop: own errors only",
         "loop: no refusal of JAX where its own figures have room",
@@ -285,6 +290,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     **{
         library: (
             f"{library}: every way measured",
+            f"{library}: no process under memguard dies at its end",
             f"{library}: filled to its part of the cap",
             f"{library}: two processes of one way are alike within 10%",
         )
@@ -350,6 +356,30 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
 """By the name of the program in `about.command` of a result."""
 
 
+FILES: dict[str, str | None] = {
+    "h200-main-job.json": "main_job",
+    "h200-all-frameworks.json": "all_frameworks",
+    "h200-watch.json": "watch",
+    "h200-readings.json": "readings",
+    "h200-moment.json": "moment",
+    "h200-exchange.json": "exchange",
+    "h200-x2-exchange.json": "exchange",
+    "h200-doctor.json": "doctor",
+    "h200-their-tests.json": "their_tests",
+    "h200-gpu-tests.json": None,
+    "h200-x2-gpu-tests.json": None,
+    "h200-light.json": "light",
+    "h200-peers.json": "peers",
+    "h200-training.json": "training",
+    "h200-init.json": "init",
+    "h200-x2-ddp.json": "ddp",
+    "replay.json": "replay",
+    "startup.json": "startup",
+}
+"""The results that have to be there, each with the program that makes it; None for `tests/gpu`. If one is missing, its
+checks have not passed."""
+
+
 def names(listed: dict[str, tuple[str, ...]]) -> list[str]:
     return [name for each in listed.values() for name in each]
 
@@ -365,3 +395,13 @@ def list_of(result: dict[str, Any]) -> list[str]:
 def lacking(result: dict[str, Any]) -> list[str]:
     """The checks of today's list that a result does not have: it was measured before they were written, or in part."""
     return [name for name in list_of(result) if name not in result.get("checks", {})]
+
+
+def not_measured(there: Collection[str]) -> dict[str, list[str]]:
+    """The results that are not there, each with the names of its checks."""
+    found = {}
+    for file, program in FILES.items():
+        if file not in there:
+            two = {**EXCHANGE_PEERS, "nothing stays lent": ("nothing stays lent",)}
+            found[file] = names(two if "x2-exchange" in file else BY_COMMAND.get(program or "", {}))
+    return found

@@ -17,6 +17,8 @@ SIZES = (1 << 10, MIB, 64 * MIB)
 """What is allocated and freed, in bytes."""
 SHARES = (0.10, 0.90, 0.999)
 """The parts of the cap that the library's memory stands at meanwhile."""
+AT_ITS_END = ", at its end"
+"""Behind the name of a way whose process did not end as it should."""
 
 
 def cell(size: int, share: float) -> str:
@@ -200,10 +202,10 @@ def pycuda_memguard_pool(cap: int) -> Allocator:
 
 def _numba() -> Allocator:
     import numpy as np
+    from _run import put_row_stack_back
     from numba import cuda
 
-    if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
+    put_row_stack_back()
     context = cuda.current_context()
 
     def trim() -> None:

@@ -360,6 +360,7 @@ def loop() -> dict[str, Any]:
     fitted = {n: sum(r["would_have_fitted"] is True for r in one.refusals) for n, one in driven.items()}
     outcome = {n: {**one.summary(), "refusals": len(one.refusals)} for n, one in driven.items()}
     unaccounted = [r["unaccounted"] for r in series]
+    outside = [r["unaccounted"] + r["overhead"] for r in series]  # a leak may hide in either
     return {
         "seconds_run": round(time.monotonic() - started, 1),
         "allocated": allocated,
@@ -372,6 +373,7 @@ def loop() -> dict[str, Any]:
         "unaccounted_first": unaccounted[0],
         "unaccounted_drift": max(abs(value - unaccounted[0]) for value in unaccounted),
         "unaccounted_worst": max(unaccounted, key=abs),
+        "outside_drift": max(abs(value - outside[0]) for value in outside),
         "first": series[0],
         "last": series[-1],
         "live_readings": readings,

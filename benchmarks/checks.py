@@ -19,6 +19,9 @@ GAP_MS = 100.0
 AT_CAP = 16 * MIB
 """What a framework at its cap, with small arrays in the driver's slabs, may differ by from the driver's figure."""
 
+KEPT_BEFORE = 32 * MIB
+"""A piece of the driver's pool, which cudaMallocAsync has before anything is asked for, and keeps."""
+
 Tell = Callable[[str, bool, str], None]
 
 
@@ -118,6 +121,12 @@ def main_job_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             growth, cap = max(one["nvml_growth"], one["nvml_growth_after_churn"]), one["cap"]
             check(
                 f"{name}: held <= cap", 0.9 * cap <= growth <= cap, f"{growth / MIB:.1f} of {cap / MIB:.0f} MiB by NVML"
+            )
+            said, grew = one["held_by_ledger"], one["nvml_growth"]
+            check(
+                f"{name}: {_listed.ALONE}",
+                said is not None and abs(said - grew) <= KEPT_BEFORE,
+                f"held {'unknown' if said is None else f'{said / MIB:,.1f} MiB'}, grew by {grew / MIB:,.1f}",
             )
             native = all(p["native"] for p in one["phases"])
             check(f"{name}: own native type", native, str(one["phases"][0]["exception"]))
@@ -344,10 +353,17 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             drift <= 64 * MIB and one["readings"] >= 100,
             f"{drift / MIB:.1f} MiB in {one['readings']} readings",
         )
+        outside = one["outside_drift"]
+        check(
+            "loop: drift of overhead and unaccounted together <= 64 MiB",
+            outside <= 64 * MIB and one["readings"] >= 100,
+            f"{outside / MIB:.1f} MiB",
+        )
         each = set(one["refused"]) == set(_listed.SIX) and all(one["refused"].values())
         check("loop: each refused", each, str(one["refused"]))
         foreign = {k: v for k, v in one["not_native"].items() if v}
-        check("loop: own errors only", not foreign, str(foreign or "all"))
+        asked = set(one["not_native"]) == set(_listed.SIX)
+        check("loop: own errors only", asked and not foreign, str(foreign or "all"))
         fitted = one["would_have_fitted"]["jax"]
         check(
             "loop: no refusal of JAX where its own figures have room",
@@ -830,7 +846,7 @@ def peers_rounds(result: dict[str, Any]) -> int:
 def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
     """The bars of `peers.py`. The list of them is that of the libraries and ways, whatever was measured."""
     from _spread import resolved
-    from _ways import AGAIN, CONTROLLED, SHARES, SIZES, WAYS, cell
+    from _ways import AGAIN, AT_ITS_END, CONTROLLED, SHARES, SIZES, WAYS, cell
 
     found: dict[str, tuple[bool, str]] = {}
     every, runs = result["cells"], peers_rounds(result)
@@ -858,6 +874,11 @@ def peers_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
         found[f"{library}: every way measured"] = (
             not lacking, f"{len(cells) * len(ways) - len(lacking)} of {len(cells) * len(ways)} {why[:300]}".rstrip()
         )  # fmt: skip
+        codes = {way: code for way, code in result["failed"].get(library, {}).items() if way.endswith(AT_ITS_END)}
+        found[f"{library}: no process under memguard dies at its end"] = (
+            bool(every.get(library)) and not any(way.startswith("memguard") for way in codes),
+            "; ".join(f"{way}: {code}" for way, code in codes.items()) or "none dies",
+        )
         off = {
             f"{way}, {where}": [(share - part) * result["cap"] for part in one["reached"]]
             for where, share in cells.items()
@@ -935,33 +956,41 @@ TRAINING_HZ = 8, 12
 
 def training_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
     """The bars of `training.py`."""
-    found: dict[str, tuple[bool, str]] = {}
-    for name in TRAINING:
-        one = result["scenarios"].get(name, {})
-        bar = f"{name}: 95 % bound of {TRAINING_PAIRS} interleaved pairs <= {TRAINING_MOST} beyond the control"
-        held = f"{name}: under a budget, with samples at 10 Hz, and in the control without"
-        if "beyond" not in one:
-            said = one.get("skipped") or f"rc {one.get('returncode', 'not run')}"
-            found[bar] = found[held] = (False, f"not run: {said}")
-            continue
-        beyond, ratio, control = one["beyond"], one["ratio"], one["control"]
-        found[bar] = (
-            result["about"]["gpu"] is not None and one["pairs"] >= TRAINING_PAIRS and beyond["high"] <= TRAINING_MOST,
-            f"{beyond['median']:.4f} ({beyond['low']:.4f} to {beyond['high']:.4f}); watched "
-            f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}), control {control['median']:.4f} "
-            f"({control['low']:.4f} to {control['high']:.4f}), {one['pairs']} pairs of {one['steps']} steps of "
-            f"{one['step_ms']:.1f} ms",
-        )
-        rate = one["samples"] / one["watched_s"] if one["watched_s"] else 0.0
-        low, high = TRAINING_HZ
-        found[held] = (
-            low <= rate <= high
-            and one["without_a_sample"] <= one["pairs"] // 5
-            and one["active"] == {"watched": [True], "without": [False], "again": [False]},
-            f"{one['samples']} samples in {one['watched_s']:.1f} s ({rate:.1f} Hz), {one['without_a_sample']} of "
-            f"{one['pairs']} segments without one, active: {one['active']}",
-        )
-    return found
+
+    def program(name: str) -> Judge:
+        def judge(check: Tell) -> None:
+            one = result["scenarios"][name]
+            bar = f"{name}: 95 % bound of {TRAINING_PAIRS} interleaved pairs <= {TRAINING_MOST} beyond the control"
+            held = f"{name}: under a budget, with samples at 10 Hz, and in the control without"
+            if "skipped" in one:
+                for about in (bar, held):
+                    check(about, False, f"not run: {one['skipped']}")
+                return
+            beyond, ratio, control = one["beyond"], one["ratio"], one["control"]
+            check(
+                bar,
+                result["about"]["gpu"] is not None
+                and one["pairs"] >= TRAINING_PAIRS
+                and beyond["high"] <= TRAINING_MOST,
+                f"{beyond['median']:.4f} ({beyond['low']:.4f} to {beyond['high']:.4f}); watched "
+                f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}), control {control['median']:.4f} "
+                f"({control['low']:.4f} to {control['high']:.4f}), {one['pairs']} pairs of {one['steps']} steps of "
+                f"{one['step_ms']:.1f} ms",
+            )
+            rate = one["samples"] / one["watched_s"] if one["watched_s"] else 0.0
+            low, high = TRAINING_HZ
+            check(
+                held,
+                low <= rate <= high
+                and one["without_a_sample"] <= one["pairs"] // 5
+                and one["active"] == {"watched": [True], "without": [False], "again": [False]},
+                f"{one['samples']} samples in {one['watched_s']:.1f} s ({rate:.1f} Hz), {one['without_a_sample']} of "
+                f"{one['pairs']} segments without one, active: {one['active']}",
+            )
+
+        return judge
+
+    return judged(_listed.TRAINING, {name: program(name) for name in TRAINING}, result["scenarios"])
 
 
 INIT_MS, FRESH_MS = 50, 60

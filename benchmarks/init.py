@@ -1,6 +1,6 @@
 """What `memguard.init` of six frameworks and a monitor takes: alone, in a fresh interpreter, and after their imports.
 
-    python benchmarks/init.py -o benchmarks/results/init.json                        # on a GPU: four minutes
+    python benchmarks/init.py -o benchmarks/results/h200-init.json                   # on a GPU: four minutes
     python benchmarks/init.py -o init.json --rounds 15 --imported-rounds 0           # without: half a minute
 
 Each way runs in processes of its own, in an order that changes with each round. Beside those with a bar runs the same

@@ -1,6 +1,6 @@
 """What memguard costs before any work: import, init, plan. Ratios against a control in the same run, with spread.
 
-    python benchmarks/light.py -o benchmarks/results/light.json
+    python benchmarks/light.py -o benchmarks/results/h200-light.json
 
 `init` runs on this machine's GPU where there is one, else on a simulated one, and the result says which.
 """

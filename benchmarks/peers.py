@@ -19,6 +19,7 @@ and again: microseconds for both, and for the allocation alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _spread
 from _quiet import Quiet, quietest, siblings
 from _run import GIB, MIB, ROOT, conclude, header
-from _ways import NOT_THERE, SHARES, SIZES, WAYS, Allocator, cell, pairs
+from _ways import AT_ITS_END, NOT_THERE, SHARES, SIZES, WAYS, Allocator, cell, pairs
 from checks import peers_checks
 
 CAP = 4 * GIB
@@ -219,7 +220,8 @@ class Child:
             pass
         return self.answer()
 
-    def end(self) -> None:
+    def end(self) -> int:
+        """Let it end. Returns its exit code."""
         assert self.process.stdin is not None
         try:
             self.process.communicate("{}\n", timeout=30)
@@ -228,7 +230,12 @@ class Child:
             self.process.communicate()
         except OSError:
             self.process.wait(30)
+            for pipe in (self.process.stdin, self.process.stdout):
+                with contextlib.suppress(OSError):  # what was not written to it is lost with the process
+                    if pipe is not None:
+                        pipe.close()
         self._errors.close()
+        return self.process.returncode
 
 
 def generation(
@@ -268,7 +275,9 @@ def generation(
             counts[number] = turn + 1
         ending = [children[library, way] for way in WAYS[library]]
         with ThreadPoolExecutor(len(ending)) as threads:  # their memory is the next library's
-            list(threads.map(Child.end, ending))
+            for one, code in zip(ending, threads.map(Child.end, ending)):
+                if code:
+                    found["failed"][library].setdefault(f"{one.way}{AT_ITS_END}", f"rc {code}")
 
 
 def _keep(found: dict[str, Any], library: str, where: str, way: str, number: int, told: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import MIB, ROOT, budget_of_six, conclude, emit, header, run_scenario
+import _listed
+from _run import MIB, ROOT, budget_of_six, conclude, emit, header, judged, run_scenario
 
 ROUNDS = int(os.environ.get("MEMGUARD_ROUNDS", "2000"))
 TICKING_SECONDS = float(os.environ.get("MEMGUARD_TICKING_SECONDS", "40"))
@@ -322,29 +323,33 @@ def _work(guard: Any, takes: dict[str, Callable[[int], Any]], seconds: float) ->
 
 
 def readings_checks(scenarios: dict[str, Any]) -> dict[str, tuple[bool, str]]:
-    """Every bar of this benchmark, by name. What was not measured has failed."""
-    found: dict[str, tuple[bool, str]] = {}
-    measured = scenarios.get("readings", {})
-    for name, bar in BARS.items():
-        one = measured.get("readings", {}).get(name)
-        label = f"{name}: at most {bar} us above its bare probes"
-        if one is None:
-            found[label] = False, "not measured"
-            continue
-        above, control = one["above_us"], one["control_us"]
-        found[label] = (
-            above["high"] <= bar and above["n"] >= 1000,
-            f"{above['median']:.1f} us (95 %: {above['low']:.1f} to {above['high']:.1f}), {one['us']['median']:.1f} in "
-            f"all, probes {one['bare_us']['median']:.1f}, control {control['median']:+.1f} "
-            f"({control['low']:+.1f} to {control['high']:+.1f}), {above['n']} rounds",
+    """Every bar of this benchmark, by name. What was not measured has failed, and so has what a death came after."""
+
+    def of_readings(check: Callable[[str, bool, str], None]) -> None:
+        measured = scenarios["readings"]
+        for name, bar in BARS.items():
+            one = measured["readings"][name]
+            above, control = one["above_us"], one["control_us"]
+            check(
+                f"{name}: at most {bar} us above its bare probes",
+                above["high"] <= bar and above["n"] >= 1000,
+                f"{above['median']:.1f} us (95 %: {above['low']:.1f} to {above['high']:.1f}), "
+                f"{one['us']['median']:.1f} in all, probes {one['bare_us']['median']:.1f}, control "
+                f"{control['median']:+.1f} ({control['low']:+.1f} to {control['high']:+.1f}), {above['n']} rounds",
+            )
+        shown = measured["fresh"]
+        late = sum(shown["missed"].values())
+        check(
+            "the next reading shows every array",
+            late == 0 and shown["arrays"] >= 300,
+            f"{late} of {shown['arrays']} missed",
         )
-    shown = measured.get("fresh")
-    late = sum(shown["missed"].values()) if shown else 0
-    found["the next reading shows every array"] = (
-        shown is not None and late == 0 and shown["arrays"] >= 300,
-        f"{late} of {shown['arrays']} missed" if shown else "not measured",
-    )
-    return found | tick_checks(scenarios.get("ticking", {}).get("at_work"))
+
+    def of_ticks(check: Callable[[str, bool, str], None]) -> None:
+        for name, told in tick_checks(scenarios["ticking"].get("at_work")).items():
+            check(name, *told)
+
+    return judged(_listed.READINGS, {"readings": of_readings, "ticking": of_ticks}, scenarios)
 
 
 def tick_checks(tick: dict[str, Any] | None) -> dict[str, tuple[bool, str]]:

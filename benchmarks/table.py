@@ -3,7 +3,7 @@ the figures in the sentences of all documents (`_figures.py`).
 
 python benchmarks/table.py            # write them into those files, between their markers
 python benchmarks/table.py --status   # print which results are stale; fails if the documents do not say so
-python benchmarks/table.py --release  # the same; fails also if any is stale, or lacks checks of today's list
+python benchmarks/table.py --release  # the same; fails also if any is stale, lacks checks of today's list, is missing
 
 A result is STALE if `memguard/` has changed since it was measured (`source_hash`).
 """
@@ -19,13 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _exchange_tables
 import _figures
 import _ways
-from _listed import lacking, list_of
+from _listed import FILES, lacking, list_of, not_measured
 from _run import RESULTS, ROOT, numba_note, source_hash
 from checks import peers_rounds
 
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
+WITH_NUMBA = ("main_job", "watch", "readings", "moment", "exchange", "peers")
+"""Programs that put np.row_stack back for Numba, and whose sections do not say so themselves."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -56,7 +58,9 @@ def origin(name: str, result: dict[str, Any]) -> list[str]:
     )
     if lacks:
         line += f" It lacks {checks_of(lacks)}, which count as not passed: {'; '.join(lacks)}."
-    return [line + reruns(result) + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
+    program = about["command"].partition("benchmarks/")[2].partition(".py")[0]
+    numba = _exchange_tables.about_numba(about) if program in WITH_NUMBA else ""
+    return [line + numba + reruns(result) + (f" **{STALE}**" if stale(result) else ""), *missed(result)]
 
 
 def counted(result: dict[str, Any]) -> str:
@@ -224,18 +228,36 @@ def gpu_tests() -> list[str]:
         result = load(path.name)
         old = f" **{STALE}**" if stale(result) else ""
         lines.append(f"- {outcomes(result)}, {result['about']['date'][:10]}: {linked(path.name)}.{old}")
+        lines += [f"    - {how}: {', '.join(f'`{name}`' for name in names)}"
+                  for how, names in not_passed(result).items()]  # fmt: skip
     return ["## Tests on a GPU", "", "`tests/gpu`:", "", *lines]
+
+
+def not_passed(result: dict[str, Any]) -> dict[str, list[str]]:
+    """The tests that failed or were not run, and those that passed only when they ran again, by name."""
+    found: dict[str, list[str]] = {}
+    for name, outcome in result["results"].items():
+        if outcome not in ("passed", "skipped"):
+            found.setdefault(outcome, []).append(name)
+    if again := later(result):
+        found["failed in an earlier run of the same code"] = again
+    return found
+
+
+def later(result: dict[str, Any]) -> list[str]:
+    """The tests that passed after they had failed in an earlier run of the same code."""
+    earlier: dict[str, list[str]] = result.get("earlier", {})
+    return [
+        name
+        for name, before in earlier.items()
+        if result["results"][name] == "passed" and set(before) - {"passed", "skipped"}
+    ]
 
 
 def outcomes(result: dict[str, Any]) -> str:
     """How many tests passed and failed, how many passed only when they ran again, and on how many GPUs."""
-    found, about = list(result["results"].values()), result["about"]
-    later = [
-        name
-        for name, before in result.get("earlier", {}).items()
-        if result["results"][name] == "passed" and set(before) != {"passed"}
-    ]
-    again = f" ({len(later)} of them failed in an earlier run of the same code)" if later else ""
+    found, about, before = list(result["results"].values()), result["about"], later(result)
+    again = f" ({len(before)} of them failed in an earlier run of the same code)" if before else ""
     others = [f", {count} {outcome}" for outcome in ("skipped", "not run") if (count := found.count(outcome))]
     return (
         f"{found.count('passed')} passed{again}, {found.count('failed')} failed{''.join(others)} on "
@@ -445,6 +467,11 @@ def measured(name: str) -> bool:
     return (RESULTS / name).exists()
 
 
+def absent() -> dict[str, list[str]]:
+    """The results that nobody measured, each with the names of its checks."""
+    return not_measured([path.name for path in RESULTS.glob("*.json")])
+
+
 def moment() -> list[str]:
     """Nothing before it was measured: these tables are newer than the others."""
     if not measured("h200-moment.json"):
@@ -605,6 +632,19 @@ def training() -> list[str]:
     ]
 
 
+def others() -> list[str]:
+    """Results beyond the list, as of another kind of card: their checks, and those that were missed."""
+    found = [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in FILES]
+    if not found:
+        return []
+    lines = ["## Other runs"]
+    for name in found:
+        result = load(name)
+        gpu = f"{result['about']['gpus']} × {result['about']['gpu']}" if result["about"]["gpu"] else "no GPU"
+        lines += ["", f"On {gpu}:", "", *origin(name, result)]
+    return lines
+
+
 def exchange_document() -> str:
     """What stands between the markers of docs/exchange.md."""
     result = load("h200-exchange.json")
@@ -623,6 +663,8 @@ def overview() -> list[str]:
         passed += f", run {len(result['earlier_runs']) + 1}" if result.get("earlier_runs") else ""
         state = "STALE" if stale(result) else "current"
         rows.append(f"| {linked(path.name)} | {gpus} | {about['date'][:10]} | {passed} | {state} |")
+    rows += [f"| {name} | – | – | {f'0 of {len(lacks)}' if lacks else '–'} | not measured |"
+             for name, lacks in absent().items()]  # fmt: skip
     return ["| result | on | measured | checks passed | |", "| --- | --- | --- | --- | --- |", *rows]
 
 
@@ -643,6 +685,7 @@ def results() -> str:
         peers,
         training,
         init_of_six,
+        others,
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
 
@@ -661,6 +704,13 @@ def readme_ledger() -> str:
             f"Printed by [mixed_workload.py](examples/mixed_workload.py) on {about_gpu(result)}, after work in all six",
             f"({linked('h200-main-job.json', '')}).{old}",
         ]
+    )
+
+
+def at_the_caps(loop: dict[str, Any]) -> str:
+    return (
+        f"{loop['allocated']:,} allocations, {sum(loop['refused'].values()):,} refusals, and unaccounted memory drifts "
+        f"by {loop['unaccounted_drift'] / MIB:.0f} MiB"
     )
 
 
@@ -708,19 +758,10 @@ def readme_table() -> str:
         ),
         (
             f"All six, caps of {together['sum_of_caps'] / GIB:.2f} GiB in a limit of 40 GiB",
-            samples(together["nvml"]),
+            samples(together["nvml"]) + (f"; in five minutes there {at_the_caps(loop)}" if loop else ""),
             "all-frameworks",
         ),
     ]
-    if loop:
-        rows.append(
-            (
-                "Five minutes at those caps",
-                f"{loop['allocated']:,} allocations, {sum(loop['refused'].values()):,} refusals; unaccounted memory "
-                f"drifts by {loop['unaccounted_drift'] / MIB:.0f} MiB",
-                "all-frameworks",
-            )
-        )
     if measured("h200-moment.json"):
         told = load("h200-moment.json")
         programs, quiet = list(told["programs"].values()), list(told["quiet"].values())
@@ -763,8 +804,8 @@ def readme_table() -> str:
     lines.append(f"| The tests in `tests/gpu` | {found} | {links}{old} |")
     everything, about = [load(path.name) for path in RESULTS.glob("*.json")], job["about"]
     failed = sum(1 for result in everything for ok, _ in result.get("checks", {}).values() if not ok)
-    lacks = sum(len(lacking(result)) for result in everything)
-    without = f", and the {lacks} of today's list that these results lack" if lacks else ""
+    lacks = sum(len(lacking(result)) for result in everything) + sum(map(len, absent().values()))
+    without = f", and the {lacks} of today's list that were not measured" if lacks else ""
     return "\n".join(
         [
             "| | measured | result |",
@@ -805,7 +846,7 @@ def status() -> list[str]:
         about, state = result["about"], STALE if stale(result) else "current"
         lacks = f" It lacks {checks_of(lacking(result))}." if lacking(result) else ""
         lines.append(f"{path.name}: {about['gpu'] or 'no GPU'}, {about['date'][:10]}: {state}{lacks}")
-    return lines
+    return lines + [f"{name}: NOT MEASURED." for name in absent()]
 
 
 def wrong(release: bool) -> list[str]:
@@ -823,6 +864,7 @@ def wrong(release: bool) -> list[str]:
         results = [(path.name, load(path.name)) for path in sorted(RESULTS.glob("*.json"))]
         found += [f"{name} is stale: measure it again" for name, result in results if stale(result)]
         found += [f"{name} lacks {checks_of(lacking(result))}" for name, result in results if lacking(result)]
+        found += [f"{name} is not there: measure it" for name in absent()]
     return found
 
 

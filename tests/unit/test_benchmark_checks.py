@@ -79,7 +79,8 @@ def all_frameworks() -> Result:
         s[f"refusals of {name}"], s[f"refusals of {name} beside others"] = refusals(), refusals()
     s["loop"] = {
         "returncode": 0, "wall_s": 330.0, "seconds_run": 300.1, "allocated": 9000, "readings": 300,
-        "unaccounted_drift": 0, "refused": dict.fromkeys(_listed.SIX, 9), "not_native": {}, "sum_minus_total": 0,
+        "unaccounted_drift": 0, "outside_drift": 2 * MIB, "sum_minus_total": 0,
+        "refused": dict.fromkeys(_listed.SIX, 9), "not_native": {name: [] for name in _listed.SIX},
         "would_have_fitted": {"jax": 0}, "driven": {name: {"most_held": GIB, "cap": GIB} for name in _listed.SIX},
         "nvml": {"samples": 6000, "interval_ms": 50.0, "longest_gap_ms": 60.0, "max_bytes": 39 * GIB},
     }  # fmt: skip
@@ -348,6 +349,14 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         lambda n: n - 3 * MIB,
         f"six: {_listed.RAW}",
     ),
+    ("raw taken once", "main_job", ("together", "raw"), lambda raw: raw[:1], f"together: {_listed.RAW}"),
+    (
+        "raw that the driver never gave",
+        "main_job",
+        ("together", "raw", 1, "nvml", 1),
+        lambda n: n - 50 * MIB,
+        f"together: {_listed.RAW}",
+    ),
     # A framework's row misses memory, keeps what was given back, or is not known.
     (
         "held misses",
@@ -454,6 +463,13 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         ("loop", "would_have_fitted", "jax"),
         1,
         "loop: no refusal of JAX where its own figures have room",
+    ),
+    (
+        "a slow leak as overhead",
+        "all_frameworks",
+        ("loop", "outside_drift"),
+        670 * MIB,
+        "loop: drift of overhead and unaccounted together <= 64 MiB",
     ),
     # 2.5 GiB under a cap of 2; half of the cap; nothing said of what was there before.
     (
@@ -625,6 +641,34 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         "without memguard: TensorFlow takes the card, torch and PyCUDA die",
     ),
     (
+        "TensorFlow's pool with room",
+        "main_job",
+        ("together", "tensorflow_log", 0, "available"),
+        1 << 40,
+        "tensorflow: no refusal where it would fit",
+    ),
+    (
+        "TensorFlow's log of one refusal",
+        "main_job",
+        ("together", "tensorflow_log"),
+        lambda log: log[:1],
+        "tensorflow: no refusal where it would fit",
+    ),
+    (
+        "large requests alone",
+        "main_job",
+        ("together", "driven", "pycuda", "phases"),
+        lambda phases: phases[:1],
+        "pycuda: own native type",
+    ),
+    (
+        "few allocated at the caps",
+        "main_job",
+        ("together", "churn", "allocated"),
+        999,
+        "together: freed and asked again at the caps",
+    ),
+    (
         "no work at the caps",
         "main_job",
         ("together", "churn", "refused"),
@@ -660,6 +704,12 @@ BROKEN: list[tuple[str, str, tuple[Any, ...], Any, str]] = [
         "30 import orders alive and capped, at most 64 MiB unaccounted, overhead within the reserve",
     ),
     ("held unread", "main_job", ("torch-later", "held"), 3 * GIB, "torch later: as much as the cap, and not more"),
+    # The figure by which a refusal is judged has to be the driver's.
+    *(
+        (f"{name}, {what}", "main_job", (name, "held_by_ledger"), held, f"{name}: {_listed.ALONE}")
+        for name in ("torch_async", "torch_expandable")
+        for what, held in (("held too much", lambda n: n + 66 * MIB), ("held not read", None))
+    ),
     (
         "held less than live",
         "main_job",
@@ -713,7 +763,68 @@ def test_a_broken_memguard_fails_its_bar(
     make, judge, _ = WHOLE[benchmark]
     found = failed(judge(broken(make, *path, value=value)))
     also = {
+        "TensorFlow's log of one refusal": ["tensorflow: pool <= cap"],
         "freed by call only": ["cupy, card full: what lay idle in the sibling's cache is said and comes back"],
         "a short replay": ["every sample is replayed"],
     }.get(what, [])
     assert set(found) == {bar, *also}, found
+
+
+# Any figure
+
+
+def figures(place: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything in a result: its figures, words, lists and mappings."""
+    inner = place.items() if isinstance(place, dict) else enumerate(place) if isinstance(place, list) else ()
+    return [*([path] if path else []), *(deeper for key, one in inner for deeper in figures(one, (*path, key)))]
+
+
+def one_of_each_kind_first(paths: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Those that differ by their place in a list alone come one after the other, all others between them."""
+    seen: dict[tuple[Any, ...], int] = {}
+    turns = []
+    for path in paths:
+        kind = tuple("*" if isinstance(key, int) else key for key in path)
+        seen[kind] = seen.get(kind, 0) + 1
+        turns.append((seen[kind], len(turns), path))
+    return [path for _, _, path in sorted(turns)]
+
+
+def wrong_instead(value: Any) -> list[Any]:
+    """What may stand there in the result of a broken memguard."""
+    if isinstance(value, bool) or value is None:
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [0, -value - 1, value + 70 * MIB, 3 * value + 10**12]
+    return ["warning" if value == "info" else type(value)() if value else ["a"]]
+
+
+@pytest.mark.parametrize("benchmark", WHOLE)
+def test_each_check_of_the_list_can_fail_by_one_figure(benchmark: str) -> None:
+    """One figure after the other is made wrong until every check has failed: by its bar, not by a death."""
+    make, judge, _ = WHOLE[benchmark]
+    whole = make()
+    if benchmark == "doctor":  # nothing is found there, so there is nothing to change
+        whole["scenarios"]["as shipped"]["findings"] = [["second-context", "info", None, "it is there"]]
+    passing = {name for name, (passed, _) in judge(whole).items() if passed}
+    assert passing == set(_listed.names(_listed.BY_COMMAND[benchmark]))
+    for path in one_of_each_kind_first(figures(whole)):
+        place: Any = whole
+        for key in path[:-1]:
+            place = place[key]
+        right = place[path[-1]]
+        for wrong in wrong_instead(right):
+            place[path[-1]] = wrong
+            try:
+                found = judge(whole)
+            except (IndexError, KeyError):  # a whole part of it is gone: others look for that
+                found = {}
+            passing -= {
+                name
+                for name, (passed, said) in found.items()
+                if not passed and not any(end in said for end in ("did not run", "(it had told", "not started"))
+            }
+        place[path[-1]] = right
+        if not passing:
+            return
+    raise AssertionError(f"nothing makes them fail: {sorted(passing)}")

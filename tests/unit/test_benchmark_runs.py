@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -358,6 +359,31 @@ def test_a_result_says_what_was_put_back_for_numba(numpy: str, numba: str | None
     about = {"versions": versions}
     assert ("np.row_stack put back, without" in table._exchange_tables.about_numba(about)) == said
     assert _run.numba_note({**about, "numba_build": "so"}) == "so"
+    for program in table.WITH_NUMBA:
+        command = {"command": f"python benchmarks/{program}.py", "date": "2026-11-21T", "memguard_hash": "0"}
+        line = table.origin("x.json", {"about": {**about, **command}, "checks": {}, "scenarios": {}})[0]
+        assert ("Numba-CUDA 0.30.4 with np.row_stack put back" in line) == said
+
+
+def test_each_section_with_figures_of_numba_says_what_was_put_back() -> None:
+    """For every program that has it put back, by itself or by what it imports."""
+    folder = ROOT / "benchmarks"
+    source = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    puts = {name for name, text in source.items() if "put_row_stack_back()" in text and name != "_run"}
+    assert not [name for name, text in source.items() if "row_stack = " in text and name != "_run"], "one place does it"
+    while more := {
+        name
+        for name, text in source.items()
+        if name not in puts and name not in ("_run", "table", "checks", "_listed")
+        and any(re.search(rf"^\s*(?:from {one} import|import {one}\b)", text, re.MULTILINE) for one in puts)
+    }:  # fmt: skip
+        puts |= more
+    programs = {
+        name for name in puts if not name.startswith("_") and name in importlib.import_module("_listed").BY_COMMAND
+    }
+    programs -= {"ddp"}  # it takes a function of main_job, and runs no Numba
+    by_path = {"moment", "their_tests"}  # what they start puts it back
+    assert programs | by_path == {"all_frameworks", "their_tests", *table.WITH_NUMBA}, programs
 
 
 def test_a_document_that_shows_a_stale_result_as_current_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -375,6 +401,66 @@ def test_a_document_that_shows_a_stale_result_as_current_fails(monkeypatch: pyte
         assert any("README.md does not say what the results say" in line for line in table.wrong(release=False))
         monkeypatch.setattr(sys, "argv", ["table.py", "--status"])
         assert table.main() == 1
+
+
+def test_a_result_that_nobody_measured_is_named_and_fails_a_release(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each result of the list is taken away by itself, and then all: its checks count as not passed."""
+    listed = importlib.import_module("_listed")
+    for name in listed.FILES:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert table.absent() == {}
+    for name, program in listed.FILES.items():
+        (tmp_path / name).unlink()
+        assert list(table.absent()) == [name]
+        (lacks,) = table.absent().values()
+        assert bool(lacks) == (program is not None) and set(lacks) <= {
+            *listed.names(listed.EXCHANGE_PEERS), *listed.names(listed.BY_COMMAND.get(program, {}))
+        }  # fmt: skip
+        (tmp_path / name).write_text("{}")
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    assert list(table.absent()) == list(listed.FILES)
+    assert table.status() == [f"{name}: NOT MEASURED." for name in listed.FILES]
+    assert [row for row in table.overview() if "not measured" in row] == table.overview()[2:]
+    monkeypatch.setattr(table._figures, "documents", list)
+    assert table.wrong(release=True) == [f"{name} is not there: measure it" for name in listed.FILES]
+    assert table.wrong(release=False) == []
+
+
+def test_every_program_says_where_its_result_belongs() -> None:
+    """Under another name nothing of it would be shown, and no release would miss it."""
+    listed = importlib.import_module("_listed")
+    assert set(listed.FILES.values()) - {None} == set(listed.BY_COMMAND)
+    for name, program in listed.FILES.items():
+        if program is not None:
+            text = (ROOT / "benchmarks" / f"{program}.py").read_text(encoding="utf-8")
+            assert f"-o benchmarks/results/{name}" in text, name
+
+
+def test_a_result_of_another_card_is_shown_with_what_it_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = {"memguard_hash": "0", "date": "2026-11-21T", "gpus": 1, "gpu": "NVIDIA H100", "versions": {},
+             "command": "python benchmarks/exchange.py"}  # fmt: skip
+    result = {"about": about, "scenarios": {}, "checks": {"1 GiB, idle": [False, "29 of 30"], "lent": [True, "30"]}}
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert table.others() == []
+    (tmp_path / "h100-exchange.json").write_text(json.dumps(result))
+    text = "\n".join(table.others())
+    assert "On 1 × NVIDIA H100:" in text and "h100-exchange.json" in text and "- 1 GiB, idle: 29 of 30" in text
+
+
+def test_tests_that_did_not_pass_on_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = {"memguard_hash": "0", "date": "2026-11-21T", "gpus": 1, "gpu": "NVIDIA H200", "command": "pytest"}
+    results = {"a": "passed", "b": "failed", "c": "passed", "d": "not run", "e": "skipped", "f": "passed"}
+    earlier = {"c": ["failed", "passed"], "b": ["passed"], "f": ["skipped"]}
+    (tmp_path / "h200-gpu-tests.json").write_text(json.dumps({"about": about, "results": results, "earlier": earlier}))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    text = "\n".join(table.gpu_tests())
+    assert "3 passed (1 of them failed in an earlier run of the same code), 1 failed, 1 skipped, 1 not run" in text
+    for line in ("failed: `b`", "not run: `d`", "failed in an earlier run of the same code: `c`"):
+        assert f"    - {line}\n" in f"{text}\n"
 
 
 # A process's own peak

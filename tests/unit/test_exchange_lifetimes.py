@@ -442,6 +442,33 @@ def test_events_of_another_context_go_with_the_mark(driver: Driver) -> None:
     driver.free(address)
 
 
+@pytest.mark.parametrize("in_another", [False, True])
+@pytest.mark.parametrize("then", [None, "stream"])
+def test_a_stream_that_is_done_needs_no_event_in_whatever_context(
+    driver: Driver, then: str | None, in_another: bool
+) -> None:
+    """At the hand-over and at the end of the view. With work under way each of them needs one."""
+    context = driver.context() if in_another else None
+    first, last = driver.stream(context or PRIMARY), driver.stream()
+    address = driver.alloc(8, context=context)
+    view = View(address, (8,), (1,), "uint8", 0)
+    offer = Offer("torch", view, None, last if then else None, context, None)
+    for busy in (False, True):
+        for waits in (
+            lambda: streams.follow(0, first, last if then else None, context),
+            lambda: lifetimes._running_work(offer, first, context),
+        ):
+            if busy:
+                driver.write(first, address)
+            driver.asked.clear()
+            mark = waits()
+            events = [call for call in driver.asked if "Event" in call and "Destroy" not in call]
+            assert bool(events) == busy, events
+            driver.finish()
+            if mark is not None:
+                mark.close()
+
+
 def test_the_default_stream_that_waits_is_the_primary_contexts(driver: Driver) -> None:
     """Handles 0 to 2 name another stream in each context."""
     other, mine = driver.context(), driver.stream()

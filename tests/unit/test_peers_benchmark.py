@@ -6,7 +6,9 @@ import copy
 import importlib
 import itertools
 import random
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,7 @@ def test_a_good_run_passes_all_and_an_empty_one_none(passing: dict[str, Any]) ->
         empty = copy.deepcopy(passing)
         empty["cells"].pop(library)
         lost = [name for name in checks.peers_checks(passing) if name.lower().startswith(library)]
-        assert failed(empty) == lost and len(lost) == 3 + 3 * (2 if library == "pycuda" else 1)
+        assert failed(empty) == lost and len(lost) == 4 + 3 * (2 if library == "pycuda" else 1)
     nothing = {**passing, "cells": {}, "about": {**passing["about"], "gpu": None}}
     assert failed(nothing) == list(checks.peers_checks(passing)), "a check that did not run has failed"
 
@@ -129,6 +131,42 @@ def test_a_way_that_is_missing_or_not_filled_fails(passing: dict[str, Any]) -> N
             made = copy.deepcopy(passing)
             made["cells"][library][cell]["ways"]["memguard"]["reached"][1 if part > CELLS[cell] else 0] = part
             assert failed(made) == [f"{library}: filled to its part of the cap"]
+
+
+def test_a_process_that_does_not_end_as_it_should_is_told_and_under_memguard_fails(passing: dict[str, Any]) -> None:
+    for library, ways in _ways.WAYS.items():
+        for way in ways:
+            made = copy.deepcopy(passing)
+            made["failed"][library][f"{way}{_ways.AT_ITS_END}"] = "rc -6"
+            name = f"{library}: no process under memguard dies at its end"
+            assert failed(made) == ([name] if way.startswith("memguard") else [])
+            assert checks.peers_checks(made)[name][1] == f"{way}, at its end: rc -6"
+
+
+def test_the_code_of_each_process_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that answer everything, of which one aborts when it ends and one ends before it was asked."""
+    program = """
+import json, os, sys
+library, way = sys.argv[1:3]
+print("ANSWER " + json.dumps({"best": 1.0}), flush=True)
+if way == "early":
+    os._exit(3)
+for line in sys.stdin:
+    if not json.loads(line):
+        break
+    print("ANSWER " + json.dumps({"both_us": 1.0, "allocate_us": 1.0, "reached": 0.1}), flush=True)
+if way == "memguard":
+    os.abort()
+"""
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **more: real([sys.executable, "-c", program, *command[3:5]], **more)
+    )
+    monkeypatch.setattr(benchmark, "WAYS", {"torch": dict.fromkeys(("plain", "memguard", "early"))})
+    found: dict[str, Any] = {name: {"torch": {}} for name in benchmark.KEPT} | {"rounds": {}}
+    benchmark.generation(0, ["torch"], GIB, 1, 0.001, found, time.monotonic() + 5)
+    ends = {name: code for name, code in found["failed"]["torch"].items() if name.endswith(_ways.AT_ITS_END)}
+    assert ends == {"memguard, at its end": "rc -6", "early, at its end": "rc 3"}
 
 
 @pytest.mark.parametrize("short", [{"cap": GIB}, {"generations": 2, "rounds": 10}, {"generations": 3, "rounds": 3}])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import _listed
 import checks
 import readings
 import table
@@ -44,9 +45,20 @@ def failed(scenarios: dict[str, Any]) -> list[str]:
 def test_what_is_good_passes_and_what_was_not_measured_has_failed() -> None:
     bars = readings.readings_checks(GOOD)
     assert len(bars) == 8 and all(passed for passed, _ in bars.values())
-    for nothing in ({}, {"readings": {"returncode": 1}, "ticking": {"returncode": 1}}):
-        assert readings.readings_checks(nothing).keys() == bars.keys()
-        assert all(found == (False, "not measured") for found in readings.readings_checks(nothing).values())
+    assert list(bars) == _listed.names(_listed.READINGS)
+    for nothing, said in (({}, "not started"), ({"readings": {"returncode": 1}, "ticking": {"returncode": 1}}, "rc 1")):
+        found = readings.readings_checks(nothing)
+        assert found.keys() == bars.keys()
+        assert all(not passed and said in figure for passed, figure in found.values())
+
+
+@pytest.mark.parametrize("scenario", GOOD)
+def test_a_scenario_that_died_after_its_result_fails_its_bars_and_no_others(scenario: str) -> None:
+    scenarios = copy.deepcopy(GOOD)
+    scenarios[scenario] |= {"returncode": -6, "stderr_tail": "PyCUDA ERROR: The context stack was not empty"}
+    found = {name: figure for name, (passed, figure) in readings.readings_checks(scenarios).items() if not passed}
+    assert list(found) == list(_listed.READINGS[scenario])
+    assert all("rc -6" in figure and "context stack" in figure for figure in found.values())
 
 
 @pytest.mark.parametrize("name", readings.BARS)
