@@ -360,7 +360,7 @@ def test_what_an_allocation_asks_of_cupy(model: Model, monkeypatch: pytest.Monke
     monkeypatch.setattr(memory.MemoryPool, "_here", lambda pool: (asked.append("pool"), here(pool))[1])
     arrays += [setting.alloc(size) for size in (512, MIB, 3 * MIB)]
     direct = setting.number == 1 and told
-    assert len(asked) == (0 if direct else 10), "malloc and the limit, and for small ones the total before and after"
+    assert len(asked) == (0 if direct else 8), "malloc, and the limit, or the total before and after"
     assert setting.usage().held == setting.pool.total_bytes()
 
 
@@ -687,6 +687,80 @@ def test_pools_changed_at_random_never_hold_more_than_the_cap(model: Model, seed
     assert setting.framework.drift() == [] and applied.undo is not None
     applied.undo()
     assert {pool.get_limit() for pool in pools} <= {0, 5 * MIB, 40 * MIB, GIB}, "nothing of the cap is left"
+
+
+@pytest.mark.parametrize("sizes", [(512, MIB), (512, 6 * MIB)])
+@pytest.mark.parametrize("seed", range(int(os.environ.get("MEMGUARD_SEEDS", "4"))))
+def test_no_limit_set_later_lets_small_requests_pass_the_cap(model: Model, seed: int, sizes: tuple[int, int]) -> None:
+    """At random, with blocks given back and taken anew: not by one byte of the pool's own count, not for one call."""
+    rng = random.Random(seed)
+    setting = model()
+    cap = rng.choice([5, 8, 64]) * MIB + rng.choice([0, 700_000])
+    setting.apply(cap)
+    live, raised = [setting.alloc(512)], 0
+    (one,) = setting.pool._pools.values()
+    taken = one._from_driver
+
+    def most(size: int) -> Any:
+        block = taken(size)
+        assert one.total_bytes() <= cap
+        return block
+
+    one._from_driver = most
+    for _ in range(400):
+        choice = rng.random()
+        if choice < 0.1:
+            limit = rng.choice([0, cap // 2, cap + 1, GIB])
+            setting.pool.set_limit(size=limit)
+            raised += not 0 < limit <= cap
+        elif choice < 0.3 and live:
+            live.pop(rng.randrange(len(live)))
+        elif choice < 0.32:
+            setting.framework.trim(setting.first)
+        else:
+            with contextlib.suppress(setting.oom):
+                live.append(setting.alloc(rng.randint(*sizes)))
+    assert raised > 8
+
+
+@pytest.mark.parametrize("resized", [48, 64, 100])
+def test_a_stricter_limit_set_after_small_requests_stays_through_a_resize(model: Model, resized: int) -> None:
+    """They do not look at the limit: nobody has seen it before."""
+    setting = model()
+    applied = setting.apply(64 * MIB)
+    live = [setting.alloc(1000)]
+    setting.pool.set_limit(size=30 * MIB)
+    live.append(setting.alloc(1000))
+    setting.framework.resize({gpu.uuid: resized * MIB for gpu in (setting.first, setting.second)})
+    assert setting.limit() == 30 * MIB and applied.undo is not None
+    applied.undo()
+    assert setting.limit() == 30 * MIB
+
+
+def test_a_stricter_limit_set_after_small_requests_stays_when_another_pool_leaves_room(model: Model) -> None:
+    setting = model()
+    setting.apply(64 * MIB)
+    large, own = [setting.alloc(40 * MIB)], setting.cp.cuda.MemoryPool()
+    setting.cp.cuda.set_allocator(own.malloc)
+    live = [setting.alloc(1000)]
+    own.set_limit(size=8 * MIB)
+    live.append(setting.alloc(1000))
+    large.clear()
+    setting.framework.trim(setting.first)
+    assert own.get_limit() == 8 * MIB and len(live) == 2
+
+
+def test_a_refused_small_request_tells_the_stricter_limit_that_was_set_since(model: Model) -> None:
+    setting = model()
+    setting.apply(64 * MIB)
+    moments = list[Any]()
+    setting.framework.on_refusal = moments.append
+    live = [setting.alloc(1000)]
+    setting.pool.set_limit(size=3 * MIB)
+    with pytest.raises(setting.oom):
+        while True:
+            live.append(setting.alloc(MIB))
+    assert [(moment.requested, moment.cap) for moment in moments] == [(MIB, 3 * MIB)]
 
 
 def test_what_using_allocator_allocates_is_told(model: Model) -> None:

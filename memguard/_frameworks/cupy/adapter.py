@@ -6,8 +6,9 @@ asked for, not the pages that the driver takes (220 MiB counted, 398 taken, for 
 each request is rounded up to pages, and tried as it was asked only where that takes none. The limit of
 `MemoryAsyncPool` is the release threshold of a pool that all share, so that pool is only watched.
 
-A limit that the user sets later is looked at with each allocation, because the pool's class cannot be changed. Another
-pool that `set_allocator` makes CuPy's allocator shares the cap with those before it.
+A limit that the user sets later is looked at with each allocation with which the pool could pass the cap, because the
+pool's class cannot be changed. Another pool that `set_allocator` makes CuPy's allocator shares the cap with those
+before it.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and pools that are called
 directly.
@@ -58,7 +59,10 @@ class CuPy(Framework):
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
         self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
-        self._common = [-1]  # the limit that holds on every device of `_limited`; -1 if they differ
+        # The limit that holds on every device of `_limited`, and the total up to which a small request cannot pass it.
+        # -1 if they differ, so that each request looks. Until the first one there is nothing to look at.
+        self._limit, self._safe = -1, sys.maxsize
+        self._shares: dict[int, int] = {}  # what `whole_share` makes of a size
         self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
         self._raw_set: Callable[..., None] | None = None
         self._drifted: list[str] = []
@@ -145,6 +149,8 @@ class CuPy(Framework):
         if self._rmm is not None:
             return super().resize(caps)
         with self._lock:
+            for ordinal in list(self._limited):  # small requests do not look at what the user has set since
+                self._on(ordinal, functools.partial(self._hold, ordinal))
             caps_before, limited_before = self._caps, dict(self._limited)
             self._caps = dict(caps)
             try:
@@ -157,7 +163,8 @@ class CuPy(Framework):
                         self._on(ordinal, functools.partial(_set_limit, cap))
             except BaseException:
                 changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
-                self._caps, self._limited, self._common[0] = caps_before, limited_before, -1
+                self._caps, self._limited = caps_before, limited_before
+                self._limit = self._safe = -1
                 for ordinal in changed:
                     with contextlib.suppress(Exception):
                         self._on(ordinal, functools.partial(_set_limit, limited_before[ordinal][1]))
@@ -217,68 +224,88 @@ class CuPy(Framework):
         self._lock, self._caps, self._limited = threading.RLock(), {}, {}
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
-        get_device, malloc, total_bytes = cupy.cuda.runtime.getDevice, pool.malloc, pool.total_bytes
-        get_limit, common = pool.get_limit, self._common
-        refusal, count, known = cupy.cuda.memory.OutOfMemoryError, 0, False
-        seen: set[int] = set()
-        shares: dict[int, int] = {}
+        malloc, total_bytes, get_limit, shares = pool.malloc, pool.total_bytes, pool.get_limit, self._shares
+        get_device, refusal, count, seen = cupy.cuda.runtime.getDevice, cupy.cuda.memory.OutOfMemoryError, 0, set[int]()
 
-        def share(size: int) -> int:
-            if len(shares) >= _MOST_SIZES:
-                shares.clear()
-            found = shares[size] = whole_share(size)
-            return found
-
-        def look() -> None:
-            """Until every device has been seen and limited."""
-            nonlocal count
+        def malloc_and_look(size: int) -> Any:
+            """The pool's `malloc` until every device has been seen and limited."""
+            nonlocal count, malloc, total_bytes, get_limit
             count = count or _device_count(cupy)
             ordinal = get_device()
             if ordinal not in seen:
                 if self._pool is pool:
                     self._limit_here(cupy, ordinal)
                 seen.add(ordinal)
+            memory = pool.malloc(size)
+            if len(seen) == count:
+                malloc = pool.malloc
+                one = _pool_of(memory) if count == 1 else None
+                if one is not None:  # the pool of the only GPU, of which CuPy's pool asks everything
+                    malloc, total_bytes, get_limit = one.malloc, one.total_bytes, one.get_limit
+            return memory
 
-        def shorten(memory: Any) -> None:
-            """On a machine with one GPU, ask the pool of that GPU from now on, of which CuPy's pool asks everything."""
-            nonlocal malloc, total_bytes, get_limit, known
-            known = len(seen) == count
-            one = _pool_of(memory) if count == 1 else None
-            if one is not None:
-                malloc, total_bytes, get_limit = one.malloc, one.total_bytes, one.get_limit
+        malloc = malloc_and_look
 
+        def refused(error: MemoryError, size: int, rounded: int) -> Any:
+            """The memory all the same. None if not: of a refusal is told then, and the caller raises the error."""
+            if not isinstance(error, refusal):
+                return None
+            ordinal = get_device()
+            if get_limit() != self._limit:
+                self._hold(ordinal)
+            memory = self._once_more(ordinal, pool, size, rounded, refusal)
+            if memory is None:
+                self._tell(with_size(error, size), ordinal, size)
+            return memory
+
+        # Its time counts, and each variable from out here takes some: what is rarely called is `self`'s.
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: rounded to the driver's pages, limited by the pool."""
-            if not known:
-                look()
-            if get_limit() != common[0]:
-                self._hold(get_device())
-            small = size <= SMALL
-            before = total_bytes() if small else 0
             # `whole_share`, without the call where that is simple, or was made before.
-            if size <= TINY:
-                rounded = size
-            elif small:
-                rounded = shares.get(size) or share(size)
-            else:
-                rounded = -(-size // GRANULE) * GRANULE
+            if size > SMALL:
+                if get_limit() != self._limit:
+                    self._hold(_device_here())
+                rounded = -(-size // GRANULE) * GRANULE if size % GRANULE else size
+                try:
+                    return malloc(rounded)
+                except MemoryError as error:
+                    memory = refused(error, size, rounded)
+                    if memory is None:
+                        raise
+                    return memory
+            before = total_bytes()
+            if before > self._safe and get_limit() != self._limit:
+                self._hold(_device_here())
+            rounded = size
+            if size > TINY:
+                try:
+                    rounded = shares[size]
+                except KeyError:
+                    rounded = self._share(size)
             try:
                 memory = malloc(rounded)
-            except refusal as error:
-                ordinal = get_device()
-                memory = self._once_more(ordinal, pool, size, rounded, refusal)
+            except MemoryError as error:
+                memory = refused(error, size, rounded)
                 if memory is None:
-                    self._tell(with_size(error, size), ordinal, size)
                     raise
-            if small and total_bytes() != before:
-                pieces = self._pieces.get(get_device())
-                if pieces is not None:
-                    pieces.took(memory.ptr)
-            if not known:
-                shorten(memory)
+            if total_bytes() != before:
+                self._took(memory)
             return memory
 
         return allocate
+
+    def _share(self, size: int) -> int:
+        """`whole_share`, which is remembered."""
+        if len(self._shares) >= _MOST_SIZES:
+            self._shares.clear()
+        found = self._shares[size] = whole_share(size)
+        return found
+
+    def _took(self, memory: Any) -> None:
+        """The pool's total has changed with this small request, on the device that is current on this thread."""
+        pieces = self._pieces.get(_device_here())
+        if pieces is not None:
+            pieces.took(memory.ptr)
 
     def _once_more(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
         """The memory of a request that the pool refused, if it fits into what others gave back, else as it was asked:
@@ -407,7 +434,8 @@ class CuPy(Framework):
             for ordinal, (before, limit) in back.items():  # its own limit, which `_limit_here` compares with the cap
                 if self._on(ordinal, _get_limit, pool) == limit:
                     self._on(ordinal, functools.partial(_set_limit, before), pool)
-            self._pool, self._allocate, self._limited, self._common[0] = pool, capped, {}, -1
+            self._pool, self._allocate, self._limited = pool, capped, {}
+            self._limit = self._safe = -1
             for ordinal in self._by_uuid().values() if contexts.initialised() else ():
                 self._on(ordinal, functools.partial(self._limit_here, cupy, ordinal))
 
@@ -419,7 +447,7 @@ class CuPy(Framework):
         """The limit that is set on a device, and the user's own."""
         self._limited[ordinal] = (before, limit)
         limits = {limit for _, limit in self._limited.values()}
-        self._common[0] = limit if len(limits) == 1 else -1
+        self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
 
     def _elsewhere(self, ordinal: int) -> int:
         """What pools that are no longer CuPy's allocator hold of the GPU, in bytes. They get no more than that."""
@@ -445,6 +473,7 @@ class CuPy(Framework):
             uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
                 return False
+            self._hold(ordinal)
             before, limit = self._limited[ordinal]
             cap = max(self._caps[uuid] - self._elsewhere(ordinal), 1)
             most = min(cap, before or cap)
@@ -454,7 +483,7 @@ class CuPy(Framework):
             self._pool.set_limit(size=most)
             return True
 
-    def _hold(self, ordinal: int) -> None:
+    def _hold(self, ordinal: int, _: Any = None) -> None:
         """The user has set another limit for the device that is current on this thread: the stricter one holds."""
         with self._lock:
             if ordinal not in self._limited:
@@ -599,6 +628,10 @@ def _pool_of(memory: Any) -> Any:
     pool = reference() if isinstance(reference, weakref.ref) else None
     needed = ("malloc", "total_bytes", "get_limit")
     return pool if all(callable(getattr(pool, name, None)) for name in needed) else None
+
+
+def _device_here() -> int:
+    return int(sys.modules["cupy"].cuda.runtime.getDevice())
 
 
 def _device_count(cupy: Any) -> int:
