@@ -22,7 +22,7 @@ from memguard._frameworks.driver_pages import whole
 from memguard._frameworks.numba.figures import Bank, Figures
 from memguard._frameworks.numba.places import ARRAYS, current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
-from memguard._frameworks.numba.watch import Addresses, covered, ended
+from memguard._frameworks.numba.watch import Addresses, covered, default_alone, ended
 from memguard._units import format_size, round_up
 from memguard.errors import DeviceError
 
@@ -255,10 +255,10 @@ def capped(driver: Any) -> type:
             if self._freed:
                 figures.apply()
             pages, elsewhere = figures.pages, self.bank.elsewhere
+            if cap is not None and not pages.fits(size, cap - elsewhere(self)):
+                return False
             pooled = self._pools(cap)
             taken = whole(size) if pooled else size
-            if cap is not None and not pages.fits(taken, cap - elsewhere(self)):
-                return False
             block = Block(taken, pooled)
             with pages.expecting(taken):
                 # Looked at once more, now that nobody else can take its room: a signal handler may just have done so.
@@ -289,7 +289,9 @@ def capped(driver: Any) -> type:
             rather than refused. Raises Numba's own error if the cap, or the card, does not allow it with nothing
             pending and nothing pooled.
             """
-            members = [self, *(other for other in self.bank.all() if other is not self)]
+            members = [self]
+            if not self.bank.single:
+                members += [other for other in self.bank.all() if other is not self]
             for manager in members:
                 manager.deallocations.clear()
             if cap is not None and self.pool.idle and self._pooled(self.pool.wait, memory, size, cap):
@@ -395,11 +397,15 @@ def capped(driver: Any) -> type:
 def _record() -> Sequence[Mark] | None:
     """An event on the legacy default stream of every context of Numba's: another GPU's kernels may read an array too.
 
-    None while a stream that the legacy one waits for is capturing a CUDA graph, and where CUDA refuses.
+    None while a stream that the legacy one waits for is capturing a CUDA graph, and where CUDA refuses. No event is
+    needed if Numba has one context and one stream, the legacy one, and that has nothing left to do.
     """
     made: list[Mark] = []
     try:
-        places = [(int(context.device.id), handle_of(context)) for context in numba_contexts()]
+        there = numba_contexts()
+        if len(there) == 1 and default_alone() and _at_rest(there[0]):
+            return ()
+        places = [(int(context.device.id), handle_of(context)) for context in there]
         with contexts.beside_captures():
             if any(streams.awaits_capture(handle) for _, handle in places):
                 return None
@@ -410,3 +416,11 @@ def _record() -> Sequence[Mark] | None:
             mark.close()
         return None
     return made
+
+
+def _at_rest(context: Any) -> bool:
+    """Whether the legacy default stream of a context has nothing left to do; False if its context is not the primary
+    one that is known. Raises DeviceError if asking would end a capture, or CUDA refuses.
+    """
+    ordinal = int(context.device.id)
+    return contexts.primary(ordinal) == handle_of(context) and bool(streams.quiet(ordinal, streams.LEGACY, None))
