@@ -20,10 +20,12 @@ import dis, gc, sys
 gc.collect()
 gc.freeze()
 import memguard._frameworks.driver_pages as pages
+import memguard._frameworks.numba.bank as bank
 import memguard._frameworks.numba.figures as figures
+import memguard._frameworks.numba.memory as memories
 import memguard._frameworks.numba.pool as pool
 manager_file = sys.modules[type(manager).__module__].__file__
-files = {manager_file, figures.__file__, pool.__file__, pages.__file__}
+files = {manager_file, *(module.__file__ for module in (memories, bank, figures, pool, pages))}
 stub.stub_idle(1)
 sys.unraisablehook = lambda _: None
 class Stop(BaseException): pass
