@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_numba_model import Model, Setting, forget, model
 
@@ -923,6 +923,9 @@ STEPS = st.lists(
     max_examples=int(os.environ.get("NUMBA_POOL_EXAMPLES", "200")), deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
+@example([("take", MIB), ("launch", 0), ("drop", 0), ("flush", 0), ("take", MIB)])
+@example([("take", MIB), ("stream", 0), ("drop", 0), ("flush", 0), ("take", MIB)])
+@example([("take", MIB), ("stream", 0), ("another stream", 0), ("drop", 0), ("flush", 0), ("take", MIB)])
 @given(steps=STEPS)
 def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, steps: list[tuple[str, int]]) -> None:
     """The oracle is the model's list of work: it knows which bytes are still read, on whatever stream."""
@@ -932,7 +935,7 @@ def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, st
     setting.apply(cap)
     setting.cuda.current_context()
     gpu, card = setting.driver.gpu, setting.driver.cards[0]
-    streams: list[Any] = [setting.cuda.stream()]
+    streams: list[Any] = []  # none until one is needed: the default one alone is asked whether it is idle
     live: list[Any] = []
     for step, number in steps:
         if step == "take":
@@ -957,9 +960,10 @@ def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, st
         elif step == "launch" and live:
             setting.cuda.launch(live[number % len(live)])
         elif step == "stream" and live:
+            streams = streams or [setting.cuda.stream()]
             setting.cuda.launch(live[number % len(live)], streams[number % len(streams)])
         elif step == "another stream":
-            streams[0] = setting.cuda.stream()
+            streams = [] if streams else [setting.cuda.stream()]
             setting.cuda.current_context().deallocations.clear()
         elif step == "foreign" and live and number % 5 == 0:
             setting.cuda.launch(live[number % len(live)], setting.cuda.external_stream(gpu.stream(blocking=False)))
@@ -976,7 +980,7 @@ def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, st
             setting.framework.trim(setting.gpu)
             assert before - (setting.usage().held or 0) == promised and not manager(setting).pool.idle
         elif step == "capture":
-            gpu.captures = set() if gpu.captures else {streams[0].handle}
+            gpu.captures = set() if gpu.captures else {streams[0].handle if streams else gpu.stream(blocking=True)}
         elif step == "resize":
             cap = max(number, setting.usage().held or 0)
             setting.framework.resize({setting.gpu.uuid: cap})
