@@ -335,10 +335,10 @@ class beside_captures:  # noqa: N801 (a context manager)
     __slots__ = ("_changed", "_mode")
 
     def __enter__(self) -> None:
-        cuda, self._mode = loaded(), c_int(_RELAXED)
+        cuda, self._mode = _initialised if _initialised is not None else loaded(), c_int(_RELAXED)
         self._changed = cuda is not None and cuda.cuThreadExchangeStreamCaptureMode(self._mode) == 0
 
     def __exit__(self, *_: object) -> None:
-        cuda = loaded()
+        cuda = _initialised if _initialised is not None else loaded()
         if self._changed and cuda is not None:
             cuda.cuThreadExchangeStreamCaptureMode(self._mode)

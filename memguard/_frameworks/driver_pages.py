@@ -149,7 +149,9 @@ class DriverPages:
 
     def fits(self, size: int, cap: int) -> bool:
         """Whether `held` may stay within the cap with one more allocation. Searches the slabs only if it is close."""
-        return self.held() + round_up(size) <= cap or self.held() + self.growth(size) <= cap
+        if self.held() + round_up(size) <= cap:
+            return True
+        return size <= SMALL and self.held() + self.growth(size) <= cap  # a larger one grows by whole pages
 
     def add(self, address: int, size: int) -> None:
         self._in_turn(self.adding, address, size)

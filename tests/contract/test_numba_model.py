@@ -33,7 +33,8 @@ HERE = Path(__file__).parent
 
 def forget() -> None:
     driver_pages.slabs.clear()
-    watch.ended._marks.clear()
+    watch.ended.marks.clear()
+    watch._unmarked.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("numba", "rmm", "card")]:
         del sys.modules[name]
 
@@ -107,7 +108,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     others = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]  # numba-cuda's .pth
     monkeypatch.setattr(sys, "meta_path", others)
     for owner, name in (
-        (contexts, "pushed"), (contexts, "current_handle"), (streams, "Mark"), (streams, "blocking")
+        (contexts, "pushed"), (contexts, "current_handle"), (contexts, "primary"), (streams, "Mark"),
+        (streams, "blocking"), (streams, "quiet"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, instead(name))
     monkeypatch.setattr(contexts, "current", lambda: next(iter(driver_of_model()._stack()[-1:]), None))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_numba_model import Model, Setting, forget, model
 
@@ -95,6 +95,7 @@ def test_only_a_free_that_was_carried_out_brings_a_block(setting: Setting) -> No
     """Numba's pending frees, their counts and `defer_cleanup` keep their meaning."""
     array = setting.cuda.device_array(4 * MIB)
     where = address(array)
+    setting.cuda.launch(array)
     del array
     pending = manager(setting).deallocations
     assert len(pending) == 1 and address(setting.cuda.device_array(4 * MIB)) != where
@@ -285,6 +286,50 @@ def test_the_work_of_a_stream_that_was_destroyed_is_waited_for(
     assert watch.ended.under_way() == [] or not marked
 
 
+@pytest.mark.parametrize("streams_made", [0, 1])
+def test_no_event_is_needed_while_the_only_stream_has_nothing_to_do(setting: Setting, streams_made: int) -> None:
+    """It is asked instead. What a second stream does, it would not say."""
+    kept = [setting.cuda.stream() for _ in range(streams_made)]
+    where = set()
+    for _ in range(5):
+        array = setting.cuda.device_array(4 * MIB)
+        where.add(address(array))
+        setting.driver.gpu.finish(setting.cuda.launch(array, *kept))
+        del array
+        flush(setting)
+    assert len(where) == 1 and setting.driver.gpu.marks == 5 * streams_made
+    array = setting.cuda.device_array(4 * MIB)
+    work = setting.cuda.launch(array, *kept)
+    del array
+    flush(setting)
+    assert setting.driver.gpu.marks == 5 * streams_made + 1, "it has work"
+    assert address(setting.cuda.device_array(4 * MIB)) not in where and work in setting.driver.gpu.work
+
+
+def test_a_stream_that_ends_is_at_no_moment_overlooked(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer marks it: whoever flushes meanwhile, on another thread, must not take the default one for alone."""
+    alone: list[bool] = []
+    made = setting.driver.Mark
+
+    class Looking(made):  # type: ignore[misc, valid-type]
+        def __init__(self, *place: Any) -> None:
+            alone.append(watch.default_alone())
+            super().__init__(*place)
+            alone.append(watch.default_alone())
+
+    array, stream = setting.cuda.device_array(4 * MIB), setting.cuda.stream()
+    work = setting.cuda.launch(array, stream)
+    monkeypatch.setattr(streams, "Mark", Looking)
+    del stream
+    alone.append(watch.default_alone())
+    assert alone == [False] * 3
+    setting.driver.gpu.finish(work)
+    flush(setting)
+    del array
+    flush(setting)
+    assert watch.default_alone(), "its work is known to be done"
+
+
 def test_a_stream_that_cannot_be_marked_at_its_end_ends_the_pool(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,8 +373,10 @@ def test_a_kernel_of_another_gpu_may_read_it(model: Model) -> None:
     assert setting.driver.gpu.marks == 2, "in the contexts of both"
 
 
-def test_a_capture_on_another_thread_is_not_ended(setting: Setting) -> None:
-    """The model's `Mark` fails where an event would end a capture."""
+@pytest.mark.parametrize("own", [0, 1], ids=["no stream", "own stream"])
+def test_a_capture_on_another_thread_is_not_ended(setting: Setting, own: int) -> None:
+    """The model's `Mark` and `quiet` fail where an event or a question would end a capture."""
+    kept = [setting.cuda.stream() for _ in range(own)]
     stream = setting.driver.gpu.stream(blocking=True)
     setting.driver.gpu.captures.add(stream)
     arrays = [setting.cuda.device_array(4 * MIB) for _ in range(3)]
@@ -343,7 +390,8 @@ def test_a_capture_on_another_thread_is_not_ended(setting: Setting) -> None:
     assert where.isdisjoint(map(address, again)), "marked by the next flush"
     del again[0]
     flush(setting)
-    assert setting.driver.gpu.marks == 1 and {address(setting.cuda.device_array(4 * MIB)) for _ in range(2)} & where
+    assert setting.driver.gpu.marks == len(kept)
+    assert {address(setting.cuda.device_array(4 * MIB)) for _ in range(2)} & where
 
 
 def test_a_capture_on_a_non_blocking_stream_does_not_hold_it_up(setting: Setting) -> None:
@@ -499,11 +547,19 @@ def test_a_numba_that_asks_for_addresses_otherwise_pools_no_array_that_a_kernel_
     assert setting.taken() == 0
 
 
-def test_a_mark_that_fails_leaves_the_blocks_to_the_driver(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: Any) -> bool:
+@pytest.mark.parametrize("how", ["event", "question"])
+def test_a_mark_that_fails_leaves_the_blocks_to_the_driver(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def failing(*_: Any) -> bool:
         raise DeviceError("cuEventQuery: an illegal memory access was encountered")
 
-    monkeypatch.setattr(setting.driver.Mark, "passed", failing)
+    if how == "event":
+        kept = setting.cuda.stream()
+        monkeypatch.setattr(setting.driver.Mark, "passed", failing)
+        assert kept is not None
+    else:
+        monkeypatch.setattr(streams, "quiet", failing)
     arrays = [setting.cuda.device_array(8 * MIB) for _ in range(8)]
     where = {address(array) for array in arrays[:1]}
     arrays.clear()
@@ -840,7 +896,7 @@ def test_a_stream_that_ends_while_another_context_does_is_still_marked(
 
     monkeypatch.setattr(streams, "Mark", mark)
     del stream
-    assert len(watch.ended._marks) == 1
+    assert len(watch.ended.marks) == 1
 
 
 # whatever is done
@@ -867,6 +923,9 @@ STEPS = st.lists(
     max_examples=int(os.environ.get("NUMBA_POOL_EXAMPLES", "200")), deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
+@example([("take", MIB), ("launch", 0), ("drop", 0), ("flush", 0), ("take", MIB)])
+@example([("take", MIB), ("stream", 0), ("drop", 0), ("flush", 0), ("take", MIB)])
+@example([("take", MIB), ("stream", 0), ("another stream", 0), ("drop", 0), ("flush", 0), ("take", MIB)])
 @given(steps=STEPS)
 def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, steps: list[tuple[str, int]]) -> None:
     """The oracle is the model's list of work: it knows which bytes are still read, on whatever stream."""
@@ -876,7 +935,7 @@ def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, st
     setting.apply(cap)
     setting.cuda.current_context()
     gpu, card = setting.driver.gpu, setting.driver.cards[0]
-    streams: list[Any] = [setting.cuda.stream()]
+    streams: list[Any] = []  # none until one is needed: the default one alone is asked whether it is idle
     live: list[Any] = []
     for step, number in steps:
         if step == "take":
@@ -901,9 +960,10 @@ def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, st
         elif step == "launch" and live:
             setting.cuda.launch(live[number % len(live)])
         elif step == "stream" and live:
+            streams = streams or [setting.cuda.stream()]
             setting.cuda.launch(live[number % len(live)], streams[number % len(streams)])
         elif step == "another stream":
-            streams[0] = setting.cuda.stream()
+            streams = [] if streams else [setting.cuda.stream()]
             setting.cuda.current_context().deallocations.clear()
         elif step == "foreign" and live and number % 5 == 0:
             setting.cuda.launch(live[number % len(live)], setting.cuda.external_stream(gpu.stream(blocking=False)))
@@ -920,7 +980,7 @@ def test_no_block_is_handed_out_while_work_on_it_is_outstanding(model: Model, st
             setting.framework.trim(setting.gpu)
             assert before - (setting.usage().held or 0) == promised and not manager(setting).pool.idle
         elif step == "capture":
-            gpu.captures = set() if gpu.captures else {streams[0].handle}
+            gpu.captures = set() if gpu.captures else {streams[0].handle if streams else gpu.stream(blocking=True)}
         elif step == "resize":
             cap = max(number, setting.usage().held or 0)
             setting.framework.resize({setting.gpu.uuid: cap})

@@ -223,6 +223,35 @@ context.synchronize()
     assert found["passed"] != covered and found["over"], found
 
 
+GIVEN = {
+    "kernel": "slow[1, 32](small, total, 100)",
+    "memset": "for _ in range(500): array.gpu_data.memset(0)",
+    "copy": "for _ in range(500): array.copy_to_device(other)",
+}
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_asking_the_legacy_stream_tells_of_its_own_work(run: Run, what: str) -> None:
+    """While Numba has no other stream, this takes the place of an event."""
+    found = run(
+        SETUP
+        + f"""
+array, other = cuda.device_array(256 * MIB, "u1"), cuda.device_array(256 * MIB, "u1")
+small, total = cuda.to_device(np.ones(1000, "f4")), cuda.to_device(np.zeros(1))
+slow[1, 32](small, total, 1)
+array.copy_to_device(other)
+context.synchronize()
+def ask(): return [watch.default_alone(), streams.quiet(0, streams.LEGACY, None)]
+result["before"] = ask()
+{GIVEN[what]}
+result["during"] = ask()
+context.synchronize()
+result["after"] = ask()
+"""
+    )
+    assert found["before"] == found["after"] == [True, True] and found["during"] == [True, False], found
+
+
 def test_whether_the_legacy_stream_waits_for_a_destroyed_one(run: Run, record_property: Any) -> None:
     """Not documented. If it does, the mark at a stream's end (`watch.Ended`) is not needed. Never fails for that."""
     found = run(

@@ -247,6 +247,45 @@ kernel[1, 1, Device(0).create_stream()]
     assert found["pooled"] == (not before)
 
 
+def test_an_idle_gpu_is_asked_and_no_event_recorded_while_there_is_no_second_stream(beside: Run) -> None:
+    """Each flush that meets the cap, and is served at once: what it asked of the driver."""
+    found = beside(
+        LIVE
+        + """
+stub.stub_asked.restype = ctypes.c_char_p
+live = [bytes_of(8 * MIB) for _ in range(7)]
+bytes_of(8 * MIB)
+def asked():
+    "Of the driver, while the only block that there is room for is pending."
+    stub.stub_forget()
+    array = bytes_of(8 * MIB)
+    del array
+    found, number = [], 0
+    while (name := stub.stub_asked(number)) is not None:
+        found.append(name.decode())
+        number += 1
+    return [name for name in found if "Event" in name or name == "cuStreamQuery"]
+stub.stub_idle(1)
+result["alone"] = [asked() for _ in range(3)][-1]
+stub.stub_idle(0)
+result["at work"] = asked()
+stub.stub_idle(1)
+stream = cuda.stream()
+result["second"] = asked()
+del stream
+result["destroyed"] = asked()
+result["alone again"] = [asked() for _ in range(3)][-1]
+result["held"] = manager.held()
+"""
+    )
+    assert found["alone"] == found["alone again"] == ["cuStreamQuery"]
+    assert found["at work"][0] == "cuStreamQuery" and "cuEventRecord" in found["at work"]
+    assert "cuEventSynchronize" in found["at work"]
+    for how in ("second", "destroyed"):
+        assert "cuStreamQuery" not in found[how] and "cuEventRecord" in found[how], how
+    assert found["held"] == 64 << 20
+
+
 def test_a_stream_is_marked_before_numba_destroys_it(beside: Run) -> None:
     found = beside(
         LIVE
@@ -255,7 +294,7 @@ from memguard._frameworks.numba import watch
 stream, array = cuda.stream(), bytes_of(4 * MIB)
 array.copy_to_host(stream=stream)
 del stream
-result["marks"] = len(watch.ended._marks)
+result["marks"] = len(watch.ended.marks)
 del array
 manager.deallocations.clear()
 result["of the flush"] = len(manager.pool._marked[0].marks)

@@ -20,10 +20,12 @@ import dis, gc, sys
 gc.collect()
 gc.freeze()
 import memguard._frameworks.driver_pages as pages
+import memguard._frameworks.numba.bank as bank
 import memguard._frameworks.numba.figures as figures
+import memguard._frameworks.numba.memory as memories
 import memguard._frameworks.numba.pool as pool
 manager_file = sys.modules[type(manager).__module__].__file__
-files = {manager_file, figures.__file__, pool.__file__, pages.__file__}
+files = {manager_file, *(module.__file__ for module in (memories, bank, figures, pool, pages))}
 stub.stub_idle(1)
 sys.unraisablehook = lambda _: None
 class Stop(BaseException): pass
@@ -92,11 +94,17 @@ WORK = {
 }  # fmt: skip
 
 
+SECOND = {"alone": "", "events": "second = cuda.stream()\n"}
+"""With a second stream an event is recorded after each flush. The default one alone is asked whether it is idle."""
+
+
+@pytest.mark.parametrize("how", SECOND)
 @pytest.mark.parametrize("kind", WORK)
-def test_a_ctrl_c_loses_no_byte_of_the_cap(beside: Run, kind: str) -> None:
+def test_a_ctrl_c_loses_no_byte_of_the_cap(beside: Run, kind: str, how: str) -> None:
     before, work = WORK[kind]
     found = beside(
         POINTS
+        + SECOND[how]
         + f"""
 live, wrong, number = [], [], 0
 def work(): {work}
@@ -119,12 +127,14 @@ result["wrong"], result["points"] = wrong, number - 1
     assert found["wrong"] == [] and found["points"] >= 6
 
 
+@pytest.mark.parametrize("how", SECOND)
 @pytest.mark.parametrize("kind", ["from the pool", "from the driver", "after waiting", "after giving back"])
-def test_a_signal_handler_finds_the_cap_full_or_takes_what_is_left(beside: Run, kind: str) -> None:
+def test_a_signal_handler_finds_the_cap_full_or_takes_what_is_left(beside: Run, kind: str, how: str) -> None:
     """It allocates until it is refused, at each point. Its block and the one that it interrupts are two."""
     before, work = WORK[kind]
     found = beside(
         POINTS
+        + SECOND[how]
         + f"""
 stub.stub_most.restype = ctypes.c_size_t
 live, theirs, number = [], [], 0
@@ -246,7 +256,7 @@ kept = bytes_of(4 * MIB)
 for _ in range(1000):
     stream = cuda.stream()
     del stream
-result["live"] = [stub.stub_live(0) < 50, len(watch.ended._marks) < 50, manager.pooling]
+result["live"] = [stub.stub_live(0) < 50, len(watch.ended.marks) < 50, manager.pooling]
 """
     )
     assert found == {"live": [True, True, True]}

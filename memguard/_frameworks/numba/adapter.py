@@ -35,7 +35,7 @@ from memguard._units import round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 if TYPE_CHECKING:
-    from memguard._frameworks.numba.figures import Bank
+    from memguard._frameworks.numba.bank import Bank
 
 
 class Numba(Framework):

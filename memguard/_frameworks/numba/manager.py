@@ -10,7 +10,6 @@ interrupts on its way through them, and an array whose finalizer it interrupts b
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -19,10 +18,12 @@ from typing import Any, ClassVar, Protocol
 from memguard._devices import contexts, streams
 from memguard._frameworks.base import with_size
 from memguard._frameworks.driver_pages import whole
-from memguard._frameworks.numba.figures import Bank, Figures
-from memguard._frameworks.numba.places import ARRAYS, current_uuid, handle_of, numba_contexts, uuid_of
+from memguard._frameworks.numba.bank import Bank
+from memguard._frameworks.numba.figures import Figures
+from memguard._frameworks.numba.memory import memories
+from memguard._frameworks.numba.places import current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
-from memguard._frameworks.numba.watch import Addresses, covered, ended
+from memguard._frameworks.numba.watch import default_alone, ended
 from memguard._units import format_size, round_up
 from memguard.errors import DeviceError
 
@@ -39,107 +40,234 @@ class Owner(Protocol):
 
 def capped(driver: Any) -> type:
     """The class of memory managers that ask the adapter in `memguard` before they take memory."""
-    addresses = Addresses(driver, sys.modules.get(ARRAYS))
-    exported = addresses.exported
-    ctypes_of = driver.MemoryPointer.device_ctypes_pointer.fget
-    value_of = driver.MemoryPointer.device_pointer_value.fget
+    Memory, Pending = memories(driver), _pending_frees(driver)  # noqa: N806 (classes)
 
-    class Memory(driver.MemoryPointer):  # type: ignore[misc]
-        """A block that an array has. It ends as Numba's own pointers do: its free becomes pending.
+    class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
+        """Numba's own memory manager, capped by memguard."""
 
-        Asked for its address by others than Numba's kernels and copies, it notes that.
-        """
+        memguard: ClassVar[Owner | None] = None
+        pooling: ClassVar[bool] = False
+        """Whether all streams that Numba is given are covered by the pool's marks. Once False, never True again."""
+        banks: ClassVar[defaultdict[str, Bank]] = defaultdict(Bank)
 
-        refct = 1
-        is_managed = True
-        _owner = None
-        _freed = False
-        _block: Block | None = None
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # With no context Numba only asks for the version. A device that is not known yet is the current one of the
+            # first allocation.
+            self.pool = Pool(_record)
+            self.proxy = None if self.context is None else weakref.proxy(self.context)
+            self._home: int | None = None  # the context's handle; 0 if it is not one that Numba makes arrays in
+            self._attach("" if self.context is None else uuid_of(self.context))
+            self.deallocations = Pending(self)
 
-        def __init__(self, manager: Any, size: int) -> None:
-            # Numba's own would make a finalizer, which costs more than all the rest.
-            self.context = manager.proxy
-            self.size = self._cuda_memsize_ = size
-            self._manager = manager
+        def _attach(self, uuid: str) -> None:
+            """It takes memory on this GPU, as far as is known."""
+            self.uuid, self.bank, self.figures = uuid, self.banks[uuid], Figures(uuid)
+            self._freed = self.figures.freed
+            self._member = False
 
-        def _asked(self, frame: Any) -> Any:
-            block: Any = self._block
-            if not block.exported and exported(frame):
-                block.exported = True
-            return block.pointer
+        def held(self) -> int:
+            """Bytes, with the lock held."""
+            self.figures.apply()
+            return self.figures.pages.held()
 
-        @property
-        def device_pointer(self) -> Any:
-            return self._asked(sys._getframe(1))
+        def usage(self) -> tuple[int, int, int, int]:
+            """Bytes held, in use, reclaimable, and in use at most. Waits for no lock: its owner may wait long."""
+            figures = self.figures
+            if self._freed or figures.pages.changes:
+                figures.settle(self.bank.lock)
+            return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
 
-        @property
-        def handle(self) -> Any:
-            return self._asked(sys._getframe(1))
+        def alone(self) -> bool:
+            """Whether it is the only one that has allocated on its GPU."""
+            return self._member and bool(self.bank.single)
 
-        @property
-        def device_ctypes_pointer(self) -> Any:
-            self._asked(sys._getframe(1))
-            return ctypes_of(self)
-
-        @property
-        def device_pointer_value(self) -> Any:
-            self._asked(sys._getframe(1))
-            return value_of(self)
-
-        def memset(self, byte: int, count: int | None = None, stream: Any = 0) -> None:
-            if not covered(stream):
-                self._asked(None)
-            super().memset(byte, count, stream)
-
-        def view(self, start: int, stop: int | None = None) -> Any:
-            return _cut(super().view(start, stop))
-
-        def free(self) -> None:
-            if self._freed:
-                raise RuntimeError("Freeing dead memory")
+        def memalloc(self, size: int) -> Any:
+            if not self.uuid and (here := current_uuid()):
+                self._attach(here)
+            memory = Memory(self, size)
             try:
-                self._manager.drop(self)
-            except BaseException:
-                if not self._freed:  # a Ctrl-C came before the first statement of `drop`
-                    self._manager.drop(self)
+                with self.bank.lock:
+                    self._serve(memory, size)
+            except driver.CudaAPIError as error:
+                framework = self.memguard
+                if framework is not None and "OUT_OF_MEMORY" in str(error):
+                    framework.tell(error, self.uuid, size)
                 raise
-            self._freed = True
+            return memory
 
-        def __copy__(self) -> Any:
-            return self
+        def _serve(self, memory: Taker, size: int) -> None:
+            framework = self.memguard
+            cap = None if framework is None else framework.caps.get(self.uuid)
+            if not self._member:
+                self._member = True
+                self.bank.add(self)
+            if cap is not None and self.pool.idle and self._from_pool(self.pool.take, memory, size, cap):
+                return
+            if not self._from_driver(memory, size, cap):
+                with contexts.beside_captures():
+                    self._after_making_room(memory, size, cap)
 
-        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
-            if self._block is not None and not self._freed:
+        def _from_pool(self, take: Callable[[int, Taker], Block | None], memory: Taker, size: int, cap: int) -> bool:
+            """Served with a block of the pool; with none above the cap, where it has to be given back."""
+            figures = self.figures
+            if self._freed:
+                figures.apply()
+            held = figures.pages.held()
+            if not self.bank.single:
+                held += self.bank.elsewhere(self)
+            block = take(whole(size), memory) if held <= cap else None
+            if block is None:
+                return False
+            figures.used(block, size)
+            return True
+
+        def _from_driver(self, memory: Taker, size: int, cap: int | None, last: bool = False) -> bool:
+            """Served by the driver, if the cap allows it. On a full card not either; the driver's error at `last`."""
+            figures = self.figures
+            if self._freed:
+                figures.apply()
+            pages, elsewhere = figures.pages, self.bank.elsewhere
+            if cap is not None and not pages.fits(size, cap - elsewhere(self)):
+                return False
+            pooled = self._pools(cap)
+            taken = whole(size) if pooled else size
+            block = Block(taken, pooled)
+            with pages.expecting(taken):
+                # Looked at once more, now that nobody else can take its room: a signal handler may just have done so.
+                if cap is not None and not pages.fits(taken, cap - elsewhere(self) + round_up(taken)):
+                    return False
                 try:
-                    if not ends():
-                        self._manager.drop(self)
-                except BaseException:
-                    if not self._freed:  # a Ctrl-C came before the first statement of `drop`
-                        self._manager.drop(self)
+                    memory._block = block
+                    # One call, so that what the driver answers is noted at once.
+                    deque(map(setattr, (block,), ("pointer",), map(driver.driver.cuMemAlloc, (taken,))), 0)
+                except driver.CudaAPIError as error:  # its text names no size
+                    if int(error.code) == _OUT_OF_MEMORY and not last:
+                        return False
+                    with_size(error, size)
                     raise
+                block.address = int(getattr(block.pointer, "value", block.pointer))
+                block.buffer = contexts.buffer(block.address)
+                figures.taken(block)
+            if cap is not None and self.held() + elsewhere(self) > cap:
+                self._to_driver(block, NEW)  # it fitted no hole in a slab: the driver opened another
+                return False
+            figures.used(block, size)
+            return True
 
-    class View(driver.OwnedPointer):  # type: ignore[misc]
-        """A part of a block, which keeps it."""
+        def _after_making_room(self, memory: Taker, size: int, cap: int | None) -> None:
+            """Served after the pending frees were flushed, or after as much was given back as it needs.
 
-        def view(self, start: int, stop: int | None = None) -> Any:
-            return _cut(self._view.view(start, stop))
+            What is pooled goes back within `defer_cleanup` too, which keeps pending frees alone: it is waited for
+            rather than refused. Raises Numba's own error if the cap, or the card, does not allow it with nothing
+            pending and nothing pooled.
+            """
+            members = [self]
+            if not self.bank.single:
+                members += [other for other in self.bank.all() if other is not self]
+            for manager in members:
+                manager.deallocations.clear()
+            if cap is not None and self.pool.idle and self._from_pool(self.pool.wait, memory, size, cap):
+                return
+            for manager in members:
+                for idle, state in manager.pool.drain():
+                    manager._to_driver(idle, state)
+                    if cap is not None and self._from_driver(memory, size, cap):
+                        return
+            if self._from_driver(memory, size, cap, last=True):
+                return
+            held = sum(manager.held() for manager in members)
+            raise with_size(
+                driver.CudaAPIError(
+                    driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else _OUT_OF_MEMORY,
+                    f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
+                    f"{format_size(held)} of the {format_size(cap)} that the memguard budget gives numba",
+                ),
+                size,
+            )
 
-        @property
-        def device_ctypes_pointer(self) -> Any:
-            self._view.owner._asked(sys._getframe(1))
-            return vars(self)["device_ctypes_pointer"]
+        def _pools(self, cap: int | None) -> bool:
+            """Whether what is taken now may come into the pool: only in the context that marks are recorded in."""
+            if not self.pooling or cap is None:
+                return False
+            if self._home is None:
+                ours = self.context is not None and any(one is self.context for one in numba_contexts())
+                self._home = handle_of(self.context) if ours else 0
+            return self._home != 0 and contexts.current_handle() == self._home
 
-        def __getattr__(self, name: str) -> Any:
-            if name in ("device_pointer", "handle", "device_pointer_value"):
-                self._view.owner._asked(sys._getframe(1))
-            elif name == "memset":
-                self._view.owner._asked(None)
-            return super().__getattr__(name)
+        def drop(self, memory: Any) -> None:
+            """No array has its block any more. Called by finalizers."""
+            block: Block = memory._block
+            size = block.asked
+            try:
+                if self.figures.left(block, memory):  # else a reset has freed it
+                    self.deallocations.add_item(self.carry_out, block, size)
+                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
+                    self._to_driver(block, NEW)
+            except BaseException:
+                self.deallocations.again()
+                raise
 
-    def _cut(part: Any) -> Any:
-        part.__class__ = View
-        return part
+        def carry_out(self, block: Block) -> None:
+            """Numba carries out the pending free. Called by finalizers."""
+            if block.state is not PENDING:
+                return
+            if block.pooled and self.pooling and not block.exported:
+                self.pool.put(block)
+            else:
+                self._to_driver(block, PENDING)
 
+        def _to_driver(self, block: Block, state: object) -> None:
+            """The driver gets the block, if that is still its state. Called by finalizers."""
+            try:
+                if block.state is not state:
+                    return
+                block.state = BACK
+                self.pool.idle.pop(block, None)
+                # One call, so that what the driver took back is noted at once.
+                self._freed.extend(zip(map(driver.driver.cuMemFree, (block.pointer,)), (block,), strict=False))
+            except driver.CudaDriverError:  # the driver keeps it
+                raise
+            except BaseException:
+                if block.state is BACK and block.buffer is not None:
+                    if contexts.buffer(block.address) == block.buffer:
+                        block.state = PENDING
+                        self.deallocations.again()
+                    else:
+                        self._freed.append((None, block))  # what is noted twice counts once
+                raise
+
+        def give_back(self) -> None:
+            """Flush the pending frees and give every pooled block to the driver, with the lock held."""
+            self.deallocations.clear()
+            self.drain()
+
+        def drain(self) -> None:
+            """Give every pooled block to the driver, which needs no current context, with the lock held."""
+            for block, state in self.pool.drain():
+                self._to_driver(block, state)
+
+        def reset(self) -> None:
+            """Everything goes back at once, also within `defer_cleanup`: the context may end right after it."""
+            with self.bank.lock:
+                super().reset()
+                for block in list(self.figures.blocks):
+                    self.figures.left(block, None)
+                    state = block.state
+                    if state is not BACK:
+                        self._to_driver(block, state)
+                self.drain()
+                self.figures.apply()
+                self._home, self._member = None, False  # if the context goes on, the next allocation counts again
+                self.bank.remove(self)
+            if self.context is not None:
+                streams.forget(handle_of(self.context))
+                ended.forget(handle_of(self.context))
+
+    return MemguardMemoryManager
+
+
+def _pending_frees(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
         """Numba's pending frees. After a flush one mark is recorded for all blocks that it brought."""
 
@@ -170,236 +298,21 @@ def capped(driver: Any) -> type:
                 if block.state is PENDING and id(block) not in waiting:
                     self._cons.append((self._manager.carry_out, block, 0))
 
-    class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
-        """Numba's own memory manager, capped by memguard."""
-
-        memguard: ClassVar[Owner | None] = None
-        pooling: ClassVar[bool] = False
-        """Whether all streams that Numba is given are covered by the pool's marks. Once False, never True again."""
-        banks: ClassVar[defaultdict[str, Bank]] = defaultdict(Bank)
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            # With no context Numba only asks for the version. A device that is not known yet is the current one of the
-            # first allocation.
-            self.pool = Pool(_record)
-            self.proxy = None if self.context is None else weakref.proxy(self.context)
-            self._home: int | None = None  # the context's handle; 0 if it is not one that Numba makes arrays in
-            self._of("" if self.context is None else uuid_of(self.context))
-            self.deallocations = Pending(self)
-
-        def _of(self, uuid: str) -> None:
-            self.uuid, self.bank, self.figures = uuid, self.banks[uuid], Figures(uuid)
-            self._freed = self.figures.freed
-            self._member = False
-
-        def held(self) -> int:
-            """Bytes, with the lock held."""
-            self.figures.apply()
-            return self.figures.pages.held()
-
-        def usage(self) -> tuple[int, int, int, int]:
-            """Bytes held, in use, reclaimable, and in use at most. Waits for no lock: its owner may wait long."""
-            figures = self.figures
-            if self._freed or figures.pages.changes:
-                figures.settle(self.bank.lock)
-            return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
-
-        def alone(self) -> bool:
-            """Whether it is the only one that has allocated on its GPU."""
-            return self._member and bool(self.bank.single)
-
-        def memalloc(self, size: int) -> Any:
-            if not self.uuid and (here := current_uuid()):
-                self._of(here)
-            memory = Memory(self, size)
-            try:
-                with self.bank.lock:
-                    self._serve(memory, size)
-            except driver.CudaAPIError as error:
-                framework = self.memguard
-                if framework is not None and "OUT_OF_MEMORY" in str(error):
-                    framework.tell(error, self.uuid, size)
-                raise
-            return memory
-
-        def _serve(self, memory: Taker, size: int) -> None:
-            framework = self.memguard
-            cap = None if framework is None else framework.caps.get(self.uuid)
-            if not self._member:
-                self._member = True
-                self.bank.add(self)
-            if cap is not None and self.pool.idle and self._pooled(self.pool.take, memory, size, cap):
-                return
-            if not self._drawn(memory, size, cap):
-                with contexts.beside_captures():
-                    self._given_way(memory, size, cap)
-
-        def _pooled(self, take: Callable[[int, Taker], Block | None], memory: Taker, size: int, cap: int) -> bool:
-            """Served with a block of the pool; with none above the cap, where it has to be given back."""
-            figures = self.figures
-            if self._freed:
-                figures.apply()
-            held = figures.pages.held()
-            if not self.bank.single:
-                held += self.bank.elsewhere(self)
-            block = take(whole(size), memory) if held <= cap else None
-            if block is None:
-                return False
-            figures.used(block, size)
-            return True
-
-        def _drawn(self, memory: Taker, size: int, cap: int | None, last: bool = False) -> bool:
-            """Served by the driver, if the cap allows it. On a full card not either; the driver's error at `last`."""
-            figures = self.figures
-            if self._freed:
-                figures.apply()
-            pages, elsewhere = figures.pages, self.bank.elsewhere
-            pooled = self._pools(cap)
-            taken = whole(size) if pooled else size
-            if cap is not None and not pages.fits(taken, cap - elsewhere(self)):
-                return False
-            block = Block(taken, pooled)
-            with pages.expecting(taken):
-                # Looked at once more, now that nobody else can take its room: a signal handler may just have done so.
-                if cap is not None and not pages.fits(taken, cap - elsewhere(self) + round_up(taken)):
-                    return False
-                try:
-                    memory._block = block
-                    # One call, so that what the driver answers is noted at once.
-                    deque(map(setattr, (block,), ("pointer",), map(driver.driver.cuMemAlloc, (taken,))), 0)
-                except driver.CudaAPIError as error:  # its text names no size
-                    if int(error.code) == _OUT_OF_MEMORY and not last:
-                        return False
-                    with_size(error, size)
-                    raise
-                block.address = int(getattr(block.pointer, "value", block.pointer))
-                block.buffer = contexts.buffer(block.address)
-                figures.taken(block)
-            if cap is not None and self.held() + elsewhere(self) > cap:
-                self._back(block, NEW)  # it fitted no hole in a slab: the driver opened another
-                return False
-            figures.used(block, size)
-            return True
-
-        def _given_way(self, memory: Taker, size: int, cap: int | None) -> None:
-            """Served after the pending frees were flushed, or after as much was given back as it needs.
-
-            What is pooled goes back within `defer_cleanup` too, which keeps pending frees alone: it is waited for
-            rather than refused. Raises Numba's own error if the cap, or the card, does not allow it with nothing
-            pending and nothing pooled.
-            """
-            members = [self, *(other for other in self.bank.all() if other is not self)]
-            for manager in members:
-                manager.deallocations.clear()
-            if cap is not None and self.pool.idle and self._pooled(self.pool.wait, memory, size, cap):
-                return
-            for manager in members:
-                for idle, state in manager.pool.drain():
-                    manager._back(idle, state)
-                    if cap is not None and self._drawn(memory, size, cap):
-                        return
-            if self._drawn(memory, size, cap, last=True):
-                return
-            held = sum(manager.held() for manager in members)
-            raise with_size(
-                driver.CudaAPIError(
-                    driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else _OUT_OF_MEMORY,
-                    f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
-                    f"{format_size(held)} of the {format_size(cap)} that the memguard budget gives numba",
-                ),
-                size,
-            )
-
-        def _pools(self, cap: int | None) -> bool:
-            """Whether what is taken now may come into the pool: only in the context that marks are recorded in."""
-            if not self.pooling or cap is None:
-                return False
-            if self._home is None:
-                ours = self.context is not None and any(one is self.context for one in numba_contexts())
-                self._home = handle_of(self.context) if ours else 0
-            return self._home != 0 and contexts.current_handle() == self._home
-
-        def drop(self, memory: Any) -> None:
-            """No array has its block any more. Called by finalizers."""
-            block: Block = memory._block
-            size = block.asked
-            try:
-                if self.figures.left(block, memory):  # else a reset has freed it
-                    self.deallocations.add_item(self.carry_out, block, size)
-                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
-                    self._back(block, NEW)
-            except BaseException:
-                self.deallocations.again()
-                raise
-
-        def carry_out(self, block: Block) -> None:
-            """Numba carries out the pending free. Called by finalizers."""
-            if block.state is not PENDING:
-                return
-            if block.pooled and self.pooling and not block.exported:
-                self.pool.put(block)
-            else:
-                self._back(block, PENDING)
-
-        def _back(self, block: Block, state: object) -> None:
-            """The driver gets the block, if that is still its state. Called by finalizers."""
-            try:
-                if block.state is not state:
-                    return
-                block.state = BACK
-                self.pool.idle.pop(block, None)
-                # One call, so that what the driver took back is noted at once.
-                self._freed.extend(zip(map(driver.driver.cuMemFree, (block.pointer,)), (block,), strict=False))
-            except driver.CudaDriverError:  # the driver keeps it
-                raise
-            except BaseException:
-                if block.state is BACK and block.buffer is not None:
-                    if contexts.buffer(block.address) == block.buffer:
-                        block.state = PENDING
-                        self.deallocations.again()
-                    else:
-                        self._freed.append((None, block))  # what is noted twice counts once
-                raise
-
-        def give_back(self) -> None:
-            """Flush the pending frees and give every pooled block to the driver, with the lock held."""
-            self.deallocations.clear()
-            self.drain()
-
-        def drain(self) -> None:
-            """Give every pooled block to the driver, which needs no current context, with the lock held."""
-            for block, state in self.pool.drain():
-                self._back(block, state)
-
-        def reset(self) -> None:
-            """Everything goes back at once, also within `defer_cleanup`: the context may end right after it."""
-            with self.bank.lock:
-                super().reset()
-                for block in list(self.figures.blocks):
-                    self.figures.left(block, None)
-                    state = block.state
-                    if state is not BACK:
-                        self._back(block, state)
-                self.drain()
-                self.figures.apply()
-                self._home, self._member = None, False  # if the context goes on, the next allocation counts again
-                self.bank.remove(self)
-            if self.context is not None:
-                streams.forget(handle_of(self.context))
-                ended.forget(handle_of(self.context))
-
-    return MemguardMemoryManager
+    return Pending
 
 
 def _record() -> Sequence[Mark] | None:
     """An event on the legacy default stream of every context of Numba's: another GPU's kernels may read an array too.
 
-    None while a stream that the legacy one waits for is capturing a CUDA graph, and where CUDA refuses.
+    None while a stream that the legacy one waits for is capturing a CUDA graph, and where CUDA refuses. No event is
+    needed if Numba has one context and one stream, the legacy one, and that has nothing left to do.
     """
     made: list[Mark] = []
     try:
-        places = [(int(context.device.id), handle_of(context)) for context in numba_contexts()]
+        there = numba_contexts()
+        if len(there) == 1 and default_alone() and _at_rest(there[0]):
+            return ()
+        places = [(int(context.device.id), handle_of(context)) for context in there]
         with contexts.beside_captures():
             if any(streams.awaits_capture(handle) for _, handle in places):
                 return None
@@ -410,3 +323,11 @@ def _record() -> Sequence[Mark] | None:
             mark.close()
         return None
     return made
+
+
+def _at_rest(context: Any) -> bool:
+    """Whether the legacy default stream of a context has nothing left to do; False if its context is not the primary
+    one that is known. Raises DeviceError if asking would end a capture, or CUDA refuses.
+    """
+    ordinal = int(context.device.id)
+    return contexts.primary(ordinal) == handle_of(context) and bool(streams.quiet(ordinal, streams.LEGACY, None))

@@ -2,7 +2,8 @@
 
 Numba does not record which streams use an array; `cuMemFree` makes that safe by waiting for the GPU. Here an event
 does: all blocks that one flush of Numba's pending frees brings share the marks that are recorded right after it, and
-none is handed out before these are passed. `watch.py` keeps away what the marks do not cover.
+none is handed out before these are passed. No mark is needed if all work is found done right after the flush.
+`watch.py` keeps away what the marks do not cover.
 
 Any call may be interrupted: by a finalizer or a signal handler that allocates and frees, by another thread that frees,
 by a Ctrl-C. So what is true of a block stands on the block, in `state`, and nowhere else. Code looks at a state and
@@ -80,7 +81,7 @@ class Batch:
 class Pool:
     """`put` and `mark` may be called by finalizers, on any thread at any time; the rest under the GPU's lock.
 
-    `record` returns marks that cover all work given so far; None if they cannot be recorded now.
+    `record` returns marks that cover all work given so far: none if it is done. None if they cannot be recorded now.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
@@ -191,7 +192,7 @@ class Pool:
                     for mark in batch.marks:
                         mark.wait()
                     wait = False
-                elif not all(mark.passed() for mark in batch.marks):
+                elif batch.marks and not all(mark.passed() for mark in batch.marks):
                     return
             except DeviceError:  # never to be handed out again; what Numba calls next says why
                 pass

@@ -3,6 +3,8 @@
 An event on the legacy default stream covers the streams that this one waits for: itself, and blocking streams, as
 `cuda.stream()` makes them. What else Numba is given (an external stream, a per-thread default one, one of cuda.core's)
 is seen where Numba makes a handle of it, and ends the pool for good: it might have been given earlier arrays too.
+`cuStreamQuery` of the legacy stream covers that stream alone, as far as it is documented: so it serves only while there
+is no other (`default_alone`).
 
 An address is asked for by Numba's own kernels and copies, which is in order, and by everybody else (the CUDA array
 interface, `device_ctypes_pointer`, an IPC handle, `gpu_data.handle`): that block is exported. Who asks is told by the
@@ -26,6 +28,9 @@ from memguard.errors import DeviceError
 
 _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Numba's own streams that the legacy default stream waits for, by their handles, as long as they live."""
+_unmarked: set[object] = set()
+"""One for each of Numba's own streams from before it is given work until its end is marked: as `_blocking`, but with no
+moment between the two in which a stream is in neither."""
 _MOST_ENDED = 32
 """So many marks are kept before they are looked through for those that are over; more if twice as many are not."""
 _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
@@ -59,12 +64,15 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
         return init
 
     def leaving(handle: int, finalizer: Callable[[], Any]) -> Callable[[], Any]:
-        mark = ended.stream(handle)
+        mark, one = ended.stream(handle), object()
+        if driver not in _lost:
+            _unmarked.add(one)
 
         def finish() -> Any:
             try:
                 if driver not in _lost:
                     mark()
+                    _unmarked.discard(one)
             except DeviceError:
                 end()
             return finalizer()
@@ -100,6 +108,11 @@ def covered(stream: Any) -> bool:
     return handle in (0, streams.LEGACY) or handle in _blocking
 
 
+def default_alone() -> bool:
+    """Whether no stream of Numba's but the legacy default one may have work that was given to it before."""
+    return not _unmarked and not ended.marks  # in this order: a stream is marked before it leaves `_unmarked`
+
+
 class Ended:
     """The work of streams that were destroyed. Whether the legacy stream still waits for it is not documented.
 
@@ -107,7 +120,8 @@ class Ended:
     """
 
     def __init__(self) -> None:
-        self._marks: list[Ended.Kept] = []
+        self.marks: list[Ended.Kept] = []
+        """Those that were not found passed yet."""
         self._most = _MOST_ENDED
         self._lives = Counter[int]()  # by a context's handle, which the next one may have again
 
@@ -132,29 +146,29 @@ class Ended:
 
         def mark() -> None:
             if self._lives[context] == life:  # else the handle is of a stream that is no more: the driver would crash
-                if len(self._marks) > self._most:
+                if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
                 with contexts.beside_captures():
-                    self._marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
+                    self.marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
 
         return mark
 
     def under_way(self) -> list[Ended.Kept]:
         """The marks whose work is not known to be done. Raises DeviceError if CUDA does not say."""
-        for kept in self._marks.copy():
+        for kept in self.marks.copy():
             if kept.passed():
                 with contextlib.suppress(ValueError):  # removed by another thread
-                    self._marks.remove(kept)
+                    self.marks.remove(kept)
                     kept.mark.close()
-        return self._marks.copy()
+        return self.marks.copy()
 
     def forget(self, context: int) -> None:
         """A context ends, and all work and all streams in it."""
         self._lives[context] += 1
-        for kept in self._marks.copy():  # taken out one by one: a finalizer may add to the list at any time
+        for kept in self.marks.copy():  # taken out one by one: a finalizer may add to the list at any time
             if kept.context == context:
                 with contextlib.suppress(ValueError):
-                    self._marks.remove(kept)
+                    self.marks.remove(kept)
 
 
 ended = Ended()

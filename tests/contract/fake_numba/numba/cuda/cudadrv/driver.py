@@ -502,3 +502,18 @@ def current_handle():
 def blocking(handle):
     """In the place of `memguard._devices.streams.blocking`."""
     return handle in gpu.blocking
+
+
+def primary(ordinal):
+    """In the place of `memguard._devices.contexts.primary`."""
+    return handle_of(ordinal)
+
+
+def quiet(ordinal, stream, other):
+    """In the place of `memguard._devices.streams.quiet`: of the legacy stream, without those that it waits for."""
+    assert stream == LEGACY and other is None
+    if gpu.awaits_capture(handle_of(ordinal)):
+        from memguard._devices.streams import Captured
+
+        raise Captured("asked of the legacy stream")
+    return not any(work.stream in (0, LEGACY) for work in gpu.work)

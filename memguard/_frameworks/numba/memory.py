@@ -1,0 +1,116 @@
+"""The blocks that Numba's arrays have, and parts of them: their end, and who asks for their address."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memguard._frameworks.numba.places import ARRAYS
+from memguard._frameworks.numba.pool import Block
+from memguard._frameworks.numba.watch import Addresses, covered
+
+
+def memories(driver: Any) -> type:
+    """The class of the memory that an array gets from a manager of memguard's, over Numba's own for this driver."""
+    exported = Addresses(driver, sys.modules.get(ARRAYS)).exported
+    ctypes_of = driver.MemoryPointer.device_ctypes_pointer.fget
+    value_of = driver.MemoryPointer.device_pointer_value.fget
+
+    class Memory(driver.MemoryPointer):  # type: ignore[misc]
+        """A block that an array has. It ends as Numba's own pointers do: its free becomes pending.
+
+        Asked for its address by others than Numba's kernels and copies, it notes that.
+        """
+
+        refct = 1
+        is_managed = True
+        _owner = None
+        _freed = False
+        _block: Block | None = None
+
+        def __init__(self, manager: Any, size: int) -> None:
+            # Numba's own would make a finalizer, which costs more than all the rest.
+            self.context = manager.proxy
+            self.size = self._cuda_memsize_ = size
+            self._manager = manager
+
+        def _asked(self, frame: Any) -> Any:
+            block: Any = self._block
+            if not block.exported and exported(frame):
+                block.exported = True
+            return block.pointer
+
+        @property
+        def device_pointer(self) -> Any:
+            return self._asked(sys._getframe(1))
+
+        @property
+        def handle(self) -> Any:
+            return self._asked(sys._getframe(1))
+
+        @property
+        def device_ctypes_pointer(self) -> Any:
+            self._asked(sys._getframe(1))
+            return ctypes_of(self)
+
+        @property
+        def device_pointer_value(self) -> Any:
+            self._asked(sys._getframe(1))
+            return value_of(self)
+
+        def memset(self, byte: int, count: int | None = None, stream: Any = 0) -> None:
+            if not covered(stream):
+                self._asked(None)
+            super().memset(byte, count, stream)
+
+        def view(self, start: int, stop: int | None = None) -> Any:
+            return _cut(super().view(start, stop))
+
+        def free(self) -> None:
+            if self._freed:
+                raise RuntimeError("Freeing dead memory")
+            try:
+                self._manager.drop(self)
+            except BaseException:
+                if not self._freed:  # a Ctrl-C came before the first statement of `drop`
+                    self._manager.drop(self)
+                raise
+            self._freed = True
+
+        def __copy__(self) -> Any:
+            return self
+
+        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
+            if self._block is not None and not self._freed:
+                try:
+                    if not ends():
+                        self._manager.drop(self)
+                except BaseException:
+                    if not self._freed:  # a Ctrl-C came before the first statement of `drop`
+                        self._manager.drop(self)
+                    raise
+
+    class View(driver.OwnedPointer):  # type: ignore[misc]
+        """A part of a block, which keeps it."""
+
+        def view(self, start: int, stop: int | None = None) -> Any:
+            return _cut(self._view.view(start, stop))
+
+        @property
+        def device_ctypes_pointer(self) -> Any:
+            self._view.owner._asked(sys._getframe(1))
+            return vars(self)["device_ctypes_pointer"]
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("device_pointer", "handle", "device_pointer_value"):
+                self._view.owner._asked(sys._getframe(1))
+            elif name == "memset":
+                self._view.owner._asked(None)
+            return super().__getattr__(name)
+
+    def _cut(part: Any) -> Any:
+        part.__class__ = View
+        return part
+
+    return Memory
