@@ -156,16 +156,12 @@ class LedgerReader:
         A signal handler may ask while another thread reads. That one may wait for a framework's lock, which this thread
         has: so the handler waits for nobody, and its reading charges nothing.
         """
-        found: list[_Read] = []
-
-        def charging() -> None:
-            found.append(read(part, frameworks, True))
-
-        if self._turn.take(charging, 0):
-            return found[0]
-        if interrupting():
+        found = self._turn.take(read, 0, part, frameworks, True)
+        if found is None and interrupting():
             return read(part, frameworks, False)
-        if self._turn.take(charging, _PATIENCE):
+        if found is None:
+            found = self._turn.take(read, _PATIENCE, part, frameworks, True)
+        if found is not None:
             return found[0]
         raise MemguardError(
             f"another thread has waited {_PATIENCE:.0f} s for the driver\n    fix: run nvidia-smi to see if it hangs"
