@@ -40,6 +40,7 @@ from memguard._types import (
     State,
     Usage,
     WorkloadReport,
+    sample_of,
 )
 from memguard._undo import Undo
 from memguard._units import format_size, parse_size
@@ -239,13 +240,16 @@ class Guard:
 
         Without the guard's lock: nobody has to wait for this thread if a driver hangs.
         """
-        self._check_active()
+        if not self._entries or self._over or self._pid != os.getpid():
+            self._check_active()
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1:
             self._find_drift()
-        frameworks, reader = self._frameworks, self._reader
-        parts = [reader.sample(part, frameworks) for part in self.plan.devices]
-        return Sample(time.time(), tuple(parts))
+        frameworks, read, parts = self._frameworks, self._reader.sample, self.plan.devices
+        if len(parts) == 1:
+            return sample_of((time.time(), (read(parts[0], frameworks),)))
+        devices = tuple([read(part, frameworks) for part in parts])
+        return sample_of((time.time(), devices))
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""

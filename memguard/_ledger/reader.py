@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 from memguard._devices import contexts
@@ -23,13 +22,20 @@ from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._locks import Turn, interrupting
 from memguard._policy import modules
 from memguard._specs import KERNELS, SECOND_CONTEXT, setting
-from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
+from memguard._types import (
+    Device,
+    DevicePlan,
+    DeviceSample,
+    Enforcement,
+    FrameworkSample,
+    Usage,
+    device_sample_of,
+    framework_sample_of,
+)
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
 
 _Read = TypeVar("_Read")
-_framework_sample: Callable[[tuple[int | None, ...]], FrameworkSample] = partial(tuple.__new__, FrameworkSample)
-"""From its fields, in half the time that the class takes: six in each sample."""
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
@@ -37,6 +43,7 @@ _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()
+_NEVER: tuple[int | None, int | None, int] = (None, None, 0)
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
 _SILENT = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
@@ -214,36 +221,40 @@ class LedgerReader:
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
-        uuid, caps, known = device.uuid, part.caps, 0
+        uuid, caps, known, given = device.uuid, part.caps, 0, frameworks
         figures: dict[str, FrameworkSample] = {}
-        unnamed = self.unnamed()
-        for name, one in ({**frameworks, **unnamed} if unnamed else frameworks).items():
+        if self._unnamed and (unnamed := self.unnamed()):
+            frameworks = {**frameworks, **unnamed}
+        for name, one in frameworks.items():
             if (usage := one.usage(device)) is not None:
                 held, in_use, reclaimable, at_least, _, _ = usage
                 known += held if held is not None else at_least or 0
-                figures[name] = _framework_sample((held, in_use, reclaimable, caps.get(name)))
-        memory = self._host.memory(device)
-        own = self._own(device, memory.used, bool(figures))
+                figures[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
+        _, _, used, free, _ = self._host.memory(device)
+        before, own, age = self._owned.get(uuid, _NEVER)
+        if used is None or used != before or age >= _TRUSTED:
+            own, age = self._own(device, bool(figures)), 0
+        self._owned[uuid] = used, own, age + 1
         if _LOANS in sys.modules:
             for name, usage in self._kept(device).items():
                 known += usage.held or 0
-                figures[name] = _framework_sample((*usage[:3], caps.get(name)))
+                figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
         slabs = driver_pages.slabs[uuid].gaps
         gap = None if own is None else own - known - slabs
         charged = self._overhead.get(uuid, _NOTHING).charged
         rest = None if gap is None else gap - charged
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
-            reading = self._read(part, frameworks, charge)
+            reading = self._read(part, given, charge)
             usages = {name: usage for name, usage in reading.usages.items() if usage is not None}
-            memory, own, slabs = reading.memory, reading.own, reading.overhead.slabs
+            own, slabs = reading.own, reading.overhead.slabs
+            used, free = reading.memory.used, reading.memory.free
             gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
-            figures = {name: _framework_sample((*usage[:3], caps.get(name))) for name, usage in usages.items()}
+            figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
-        overhead = charged + slabs
-        return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
+        return device_sample_of((uuid, device.total, used, free, own, part.limit, charged + slabs, rest, figures))
 
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
@@ -289,17 +300,14 @@ class LedgerReader:
         self._tellers = frameworks, len(self._created), found
         return found
 
-    def _own(self, device: Device, used: int | None, live: bool) -> int | None:
-        """This process's bytes. NVML's list is the slowest of the probes: it is asked when the card's figure has
-        changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure."""
-        before, own, age = self._owned.get(device.uuid, (None, None, 0))
-        if used is None or used != before or age >= _TRUSTED:
-            processes, pid = self._host.processes(device), self._host.pid
-            if pid not in processes and not live:
-                live = bool(self._host.context_active(device))
-            own, age = own_bytes(processes, pid, live), 0
-        self._owned[device.uuid] = used, own, age + 1
-        return own
+    def _own(self, device: Device, live: bool) -> int | None:
+        """This process's bytes. NVML's list is the slowest of the probes: a sample asks for it when the card's figure
+        has changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure.
+        """
+        processes, pid = self._host.processes(device), self._host.pid
+        if pid not in processes and not live:
+            live = bool(self._host.context_active(device))
+        return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
         """CUDA's number of the GPU, by which the exchange counts. It stays the same while the process lives."""
