@@ -33,7 +33,7 @@ from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, Usage, usage_of
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -116,8 +116,11 @@ class CuPy(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From `total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
-        cupy = _imported()
-        if cupy is None or not contexts.initialised():
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # as `_imported`
+            return None
+        here = contexts.current()
+        if here is None and not contexts.initialised():
             return None
         ordinal = (self._ordinals or self._by_uuid()).get(device.uuid)
         if ordinal is None:
@@ -127,8 +130,8 @@ class CuPy(Framework):
                 return Usage(None, None) if there else None  # the new allocator does not say what it holds
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
-        total = self._totals(ordinal)
-        return None if total is None else Usage(*total)
+        total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)
+        return None if total is None else usage_of((*total, None, None, None, None))
 
     def trim(self, device: Device) -> None:
         """`free_all_blocks()`: frees every block of this device that is not split."""
