@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import Structure, byref, c_char, c_uint, c_ulonglong
 from struct import Struct
 from typing import Any, NamedTuple, TypeVar
@@ -167,8 +167,11 @@ _Room: Any = c_char * (_ROOM * _ENTRY.size)
 
 
 class _Ready(NamedTuple):
-    """What `Nvml._prepare` found. `figures` and `lists` are what NVML writes into, with the pointers to it: who asks
-    takes one out meanwhile. `listed` is None where NVML has no such function."""
+    """What `Nvml._prepare` found. `listed` is None where NVML has no such function.
+
+    `figures` and `lists` are what NVML writes into, with the pointers to it, and NVML's last answer there with what it
+    means: who asks takes one out meanwhile.
+    """
 
     n: Any
     find: Any
@@ -177,7 +180,7 @@ class _Ready(NamedTuple):
     version: int
     listed: Callable[..., int] | None
     figures: list[tuple[_Memory, Any]]
-    lists: list[tuple[c_uint, Any, Any]]
+    lists: list[tuple[c_uint, Any, Any, bytes | None, Mapping[int, int | None]]]
 
 
 class _Here(threading.local):
@@ -268,7 +271,7 @@ class Nvml:
         self._prepare(uuid)
         return asked
 
-    def processes(self, uuid: str) -> dict[int, int | None]:
+    def processes(self, uuid: str) -> Mapping[int, int | None]:
         """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
 
         40 µs on an H200 with the two calls of nvidia-ml-py.
@@ -281,9 +284,9 @@ class Nvml:
             and getattr(ready.n, _FIND, None) is ready.find
         ):
             try:
-                count, number, room = ready.lists.pop()
+                count, number, room, before, found = ready.lists.pop()
             except IndexError:
-                count, room = c_uint(), _Room()
+                count, room, before, found = c_uint(), _Room(), None, {}
                 number = byref(count)
             count.value = _ROOM
             started = time.monotonic()
@@ -291,12 +294,14 @@ class Nvml:
             if time.monotonic() - started >= _SLOW:
                 self._warn_slow(f"processes of {uuid}", time.monotonic() - started)
             if not code:
-                entries = _ENTRY.iter_unpack(room[: _ENTRY.size * count.value])
-                ready.lists.append((count, number, room))
-                return self._summed(uuid, entries)
+                answer = room[: _ENTRY.size * count.value]
+                if answer != before:
+                    found = self._summed(uuid, _ENTRY.iter_unpack(answer))
+                ready.lists.append((count, number, room, answer, found))
+                return found
             answers = [(code, max(2 * count.value, 2 * _ROOM))]
 
-            def work(n: Any, uuid: str) -> dict[int, int | None]:
+            def work(n: Any, uuid: str) -> Mapping[int, int | None]:
                 return self._processes(n, uuid, *(answers.pop() if answers else ()))
 
             return self._call("processes of", work, uuid)

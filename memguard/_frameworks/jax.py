@@ -34,6 +34,7 @@ _OPTIONS = "jax_pjrt_client_create_options"
 _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPECS["jax"].allocators
+_NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 _standing: dict[str, int] = {}
 """The caps that JAX went live with, by device UUID. They stay until the process ends."""
 
@@ -51,7 +52,7 @@ class JAX(Framework):
         self._lost: list[str] = []  # the drift that was found
         self._settled: weakref.ref[Any] | None = None  # the started backend of which that was found, and is final
         self._asked: Any = None  # the options that the user wants
-        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: the backend, and the GPU's place in it
+        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, and the GPU's place in it
 
     def why_absent(self) -> str | None:
         """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
@@ -134,10 +135,11 @@ class JAX(Framework):
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        place = self._places.get(device.uuid)
         # JAX's devices allow no weak reference, and a strong one would keep their backend alive: so by place.
-        if place is not None and place[0]() is client:
-            found = client.local_devices()[place[1]]
+        backend, place = self._places.get(device.uuid, _NOWHERE)
+        known = backend() is client
+        if known:
+            found = client.local_devices()[place]
         else:
             found, unknown = self._found(client, device.uuid)
             if found is None:

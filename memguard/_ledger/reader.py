@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from memguard._devices import contexts
@@ -17,7 +18,7 @@ from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
-from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.rows import Reading, device_ledger, reading_of
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._locks import Turn, interrupting
 from memguard._policy import modules
@@ -43,6 +44,7 @@ _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()
+_NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
 _NEVER: tuple[int | None, int | None, int] = (None, None, 0)
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
@@ -180,17 +182,30 @@ class LedgerReader:
         pid, uuid = host.pid, device.uuid
         for attempt in range(_ATTEMPTS):
             memory_before, before = host.memory(device), host.processes(device).get(pid)
-            usages: dict[str, Usage | None] = {name: one.usage(device) for name, one in frameworks.items()}
+            usages: dict[str, Usage | None] = {}
+            names, known, exact = [], 0, True
+            for name, one in frameworks.items():
+                usages[name] = usage = one.usage(device)
+                if usage is not None:
+                    held, _, _, at_least, _, _ = usage
+                    if held is None:
+                        held, exact = at_least or 0, False
+                    known += held
+                    names.append(name)
             processes = host.processes(device)
             memory = host.memory(device)
             now = processes.get(pid)
             moved = memory != memory_before or now != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
-        if unnamed := self.unnamed():
-            usages.update(_usages(unnamed, device))
+        if self._unnamed and (unnamed := self.unnamed()):
+            others = _usages(unnamed, device)
+            usages.update(others)
+            names += others
+            known += sum([_known(usage) for usage in others.values()])
+            exact = exact and None not in [usage.held for usage in others.values()]
         with_libraries, with_contexts, with_uncounted = self._who_tells(frameworks)
-        live = frozenset([name for name, usage in usages.items() if usage is not None])
+        live = frozenset(names)
         active = host.context_active(device)
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
@@ -198,26 +213,27 @@ class LedgerReader:
         slabs = driver_pages.slabs[uuid].gaps
         state = self._overhead.get(uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
+        lent: Mapping[str, Lent] = _NO_LOANS
         if _LOANS in sys.modules:
-            usages.update(self._kept(device))
-        gap = gap_of(own, usages.values(), slabs)
-        if now != before:  # another thread allocates: no time to charge anything
-            gap = None
+            kept = self._kept(device)
+            usages.update(kept)
+            known += sum([_known(usage) for usage in kept.values()])
+            lent = self._lent(device)
+        # While another thread allocates, there is no time to charge anything.
+        gap = None if own is None or now != before else own - known - slabs
         owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
         if gap is not None:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
-            exact = None not in [usage.held for usage in usages.values() if usage is not None]
             loaded, entries = self._loaded(state, gap, appeared, charge)
             state = state.after(gap, appeared, exact, loaded, time.monotonic(), entries)
             if charge:
                 self._overhead[uuid] = state
-        if state.total > part.reserve:
+        if state.charged + state.slabs > part.reserve:
             self._warn_of_overhead(state, part)
         past = sorted([(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())])
         uncounted = tuple([what for _, what in past])
-        lent = self._lent(device) if _LOANS in sys.modules else {}
-        return Reading(device, memory, own, usages, state, moved, owners, lent, uncounted)
+        return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
@@ -373,6 +389,11 @@ class LedgerReader:
             f"{part.device.name}: overhead is {format_size(state.total)}, more than the reserve of "
             f"{format_size(part.reserve)}; fix: {fix}"
         )
+
+
+def _known(usage: Usage) -> int:
+    """The bytes that a framework is known to hold."""
+    return usage.held if usage.held is not None else usage.held_at_least or 0
 
 
 def _usages(frameworks: Mapping[str, Framework], device: Device) -> dict[str, Usage]:
