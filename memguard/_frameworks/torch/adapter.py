@@ -224,21 +224,24 @@ class Torch(Framework):
         torch = sys.modules.get("torch")
         if self._rmm is not None:
             return [*self._lost, *self._rmm.drift(self.name)]
-        if torch is None or not self._set or not self._live(torch):
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        if torch is None or not self._set or live is None or not live():
             return self._lost
         if torch.cuda.get_allocator_backend() == "pluggable":
             return ["torch: its allocator was replaced after memguard.init: the cap no longer holds"]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        uncached = "torch: caching_allocator_enable(False) was called: past its cache no cap holds"
-        lost = [uncached] if self._uncached else []
+        lost = []
+        if self._uncached:
+            lost.append("torch: caching_allocator_enable(False) was called: past its cache no cap holds")
         if read is None:
             return lost
-        return lost + [
-            f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {read(ordinal):.4g} after "
-            "memguard.init: the cap no longer holds"
-            for ordinal, (_, most) in self._most.items()
-            if read(ordinal) > most
-        ]
+        for ordinal, (_, most) in self._most.items():
+            if (now := read(ordinal)) > most:
+                lost.append(
+                    f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {now:.4g} after "
+                    "memguard.init: the cap no longer holds"
+                )
+        return lost
 
     def unseen(self) -> str | None:
         if self._rmm is not None:
