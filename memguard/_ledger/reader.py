@@ -359,7 +359,7 @@ class LedgerReader:
 
         A context that was seen before and is not now may be on another thread. It is gone if its memory is.
         """
-        ordinal = self._ordinal(device)
+        ordinal = self._ordinal(device) if device.ordinal is None else device.ordinal
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
         if not found and not self._second.get(device.uuid):

@@ -147,8 +147,9 @@ class PyCUDA(Framework):
         return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
 
     def contexts(self, device: Device) -> frozenset[int]:
-        with self._lock:
-            return frozenset([pool.context for pool in self._pools(device.uuid)])
+        # A reading has asked for `usage` before, which has taken out the pools whose contexts are gone.
+        uuid = device.uuid
+        return frozenset([pool.context for pool in self._all() if pool.uuid == uuid])
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
