@@ -179,20 +179,22 @@ class CuPy(Framework):
         cupy = _imported()
         if cupy is None:
             return []
-        if _thread_has_its_own(cupy):  # which says nothing of the allocator that the other threads have
+        own = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)  # None if this CuPy does not say
+        if own is not None and own() is not None:
+            # Within `cupy.cuda.using_allocator`, which says nothing of the allocator that the other threads have.
             return self._drifted
         self._drifted = self._drift(cupy)
         return self._drifted
 
     def _drift(self, cupy: Any) -> list[str]:
-        swapped = self._swapped_for(cupy)
-        if swapped is not None:
+        if cupy.cuda.get_allocator() is not self._allocate and (swapped := self._swapped_for(cupy)) is not None:
             return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
         if self._rmm is not None:
             return self._rmm.drift(self.name)
         pool = self._pool
+        here = contexts.current() if self._limited else None
         for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():
-            if contexts.current() == ordinal:
+            if here == ordinal:
                 if pool.get_limit() != limit:
                     self._hold(ordinal)
                 continue
@@ -618,9 +620,3 @@ def _named(allocator: Any) -> str:
     owner = getattr(allocator, "__self__", None)
     name = getattr(allocator, "__name__", repr(allocator))
     return name if owner is None or isinstance(owner, ModuleType) else f"{type(owner).__name__}.{name}"
-
-
-def _thread_has_its_own(cupy: Any) -> bool:
-    """Whether this thread is inside `cupy.cuda.using_allocator`. False if this CuPy does not say."""
-    ask = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)
-    return ask is not None and ask() is not None
