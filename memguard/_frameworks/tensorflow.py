@@ -56,8 +56,8 @@ class TensorFlow(Framework):
         self._session = False  # a TF1 session has made the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
-        context = _context()
-        return context is not None and getattr(context, "_context_handle", None) is not None
+        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
+        return safe is not None and getattr(safe(), "_context_handle", None) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         tf: Any = sys.modules["tensorflow"]
@@ -128,8 +128,8 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
             return None
-        uuid, safe = device.uuid, getattr(sys.modules.get(_EAGER), "context_safe", None)
-        if safe is None or getattr(safe(), "_context_handle", None) is None:  # as `_live`, without its calls
+        uuid = device.uuid
+        if not self._live(tf):
             if not self._session or uuid not in self._logical:
                 return None
             limit = self._limits.get(uuid)
