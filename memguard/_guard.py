@@ -40,6 +40,7 @@ from memguard._types import (
     State,
     Usage,
     WorkloadReport,
+    sample_of,
 )
 from memguard._undo import Undo
 from memguard._units import format_size, parse_size
@@ -219,18 +220,26 @@ class Guard:
         """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
         self._find_drift()
         # Without the guard's lock, which another thread may have while it waits for one that this thread has.
-        self._check_active()
-        frameworks, plan, reader = self._frameworks, self.plan, self._reader
-        enforcements = {name: entry.enforcement._value_ for name, entry in self._entries.items()}
+        if self._over or self._pid != os.getpid() or not self._entries:
+            self._check_active()
+        frameworks, plan, reader, entries = self._frameworks, self.plan, self._reader, self._entries
         readings = [reader.reading(part, frameworks) for part in plan.devices]
-        self._check_active()  # another thread's shutdown would leave half a reading
-        notes = self._all_notes()
+        if self._over:  # another thread's shutdown would leave half a reading
+            self._check_active()
+        notes, enforcements, told = [*self.notes], {}, []
+        for name, entry in entries.items():
+            framework = entry.framework
+            enforcements[name] = entry.enforcement._value_
+            if framework.unseen() is None:
+                told.append(name)
+            if framework.notes or entry.drift:
+                notes += [*framework.notes, *entry.drift]
         ledgers = []
         for part, reading in zip(plan.devices, readings, strict=True):
-            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid)))
+            usages = reading.usages
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid, told)))
             for name, cap in part.caps.items():
-                held = usage.held if (usage := reading.usages.get(name)) is not None else None
-                if held is not None and held > cap:
+                if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
                     notes += [_above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
         return Ledger(time.time(), tuple(ledgers), self.host.simulated, tuple(notes))
 
@@ -239,13 +248,16 @@ class Guard:
 
         Without the guard's lock: nobody has to wait for this thread if a driver hangs.
         """
-        self._check_active()
+        if not self._entries or self._over or self._pid != os.getpid():
+            self._check_active()
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1:
             self._find_drift()
-        frameworks, reader = self._frameworks, self._reader
-        parts = [reader.sample(part, frameworks) for part in self.plan.devices]
-        return Sample(time.time(), tuple(parts))
+        frameworks, read, parts = self._frameworks, self._reader.sample, self.plan.devices
+        if len(parts) == 1:
+            return sample_of((time.time(), (read(parts[0], frameworks),)))
+        devices = tuple([read(part, frameworks) for part in parts])
+        return sample_of((time.time(), devices))
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""
@@ -298,9 +310,8 @@ class Guard:
             self._on_refusal(moment)
         return record
 
-    def _refusals_on(self, uuid: str) -> dict[str, tuple[int, float | None]]:
-        """How often each framework was refused, and when last; without those that do not tell and had no error."""
-        told = [name for name, entry in self._entries.items() if entry.framework.unseen() is None]
+    def _refusals_on(self, uuid: str, told: Sequence[str]) -> dict[str, tuple[int, float | None]]:
+        """How often each framework was refused, and when last; of those not `told` only if they had an error."""
         found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
         for (name, where), known in [*self._refusals.items()] if self._refusals else ():
             if where == uuid:
@@ -314,9 +325,11 @@ class Guard:
         changes what they compare with.
         """
         entries, resized = self._entries, self._resized
+        if self._over or self._pid != os.getpid():
+            return
         answers: dict[str, tuple[str, ...]] = {}
-        asked = entries if only is None else {only: entries[only]} if only in entries else {}
-        for name, entry in asked.items() if self.active else ():
+        chosen = None if only is None else entries.get(only)
+        for name, entry in entries.items() if only is None else () if chosen is None else ((only, chosen),):
             if entry.enforcement is not _ENFORCED and not entry.drift:
                 continue  # no cap was set
             try:
@@ -372,24 +385,32 @@ class Guard:
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
-        self._checkpoint()
+        if self._on_checkpoint is not None:
+            self._on_checkpoint()
         self._find_drift(framework)
+        parts, looked = self.plan.devices, False
+        if device is None and len(parts) == 1 and not self._over and self._pid == os.getpid():
+            if self._fits(framework, needed, parts[0]):  # mostly: it takes no lock
+                return
+            looked = True
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
             for part in self._used_by(framework) if device is None else self.plan.devices:
-                if device is None or part.device.uuid == device.uuid:
+                asked = device is None or part.device.uuid == device.uuid
+                if asked and (looked or not self._fits(framework, needed, part)):
                     self._admit(framework, needed, part)
 
-    def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
+    def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
+        """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
         requester = self._entry(framework).framework
-        footprint = requester.footprint(needed)
-        # Its siblings are asked only if something has to be trimmed: mostly there is room.
-        usages = {framework: requester.usage(part.device)}
+        footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
         memory = self.host.memory(part.device)
-        if _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory).refusal is None:
-            return
+        return _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory).refusal is None
+
+    def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
+        footprint = self._entry(framework).framework.footprint(needed)
         for last in (False, True):
             usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
             memory = self.host.memory(part.device)

@@ -7,10 +7,11 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from memguard.errors import MemguardError
 
+T = TypeVar("T")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _WITHIN = 2.0
 """Seconds that a call waits for another thread, if that may be waiting for the call that this one interrupted."""
@@ -73,18 +74,20 @@ class Turn:
         """Whether this thread has it: the caller was called within the work, by a signal handler or a finalizer."""
         return bool(self._lock._is_owned())
 
-    def take(self, work: Callable[[], object], patience: float) -> bool:
-        """Do the work while no other thread does any. False if another one's takes longer than `patience` seconds."""
-        if self.mine:
-            work()
-            return True
+    def take(self, work: Callable[..., T], patience: float, *given: Any) -> tuple[T] | None:
+        """Do the work while no other thread does any. What `work(*given)` returns, in a tuple.
+
+        None if another thread's work takes longer than `patience` seconds.
+        """
+        lock = self._lock
+        if lock._is_owned():
+            return (work(*given),)
         try:
             try:
-                if not self._lock.acquire(timeout=patience):
-                    return False
-                work()
-                return True
-            finally:
-                _leave(self._lock)
+                return (work(*given),) if lock.acquire(timeout=patience) else None
+            finally:  # as `_leave`, without the call: each reading comes here
+                if lock._is_owned():
+                    lock.release()
         finally:
-            _leave(self._lock)  # again: a Ctrl-C may have come into the one before
+            if lock._is_owned():  # again: a Ctrl-C may have come into the one before
+                lock.release()

@@ -9,6 +9,7 @@ imported, 0.4 ms for each class; a NamedTuple takes 0.06. So what only memguard 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from memguard._text import shown, visible
@@ -121,6 +122,14 @@ class Usage(NamedTuple):
     held_at_least: int | None = None
     held_at_most: int | None = None
     peak: int | None = None
+
+
+usage_of: Callable[[tuple[int | None, int | None, int | None, int | None, int | None, int | None]], Usage]
+usage_of = partial(tuple.__new__, Usage)
+"""A Usage from all its fields, in half the time that the class takes: each reading makes one for each framework. The
+others below that end in `_of` are the same."""
+memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
+memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
 class Moment(NamedTuple):
@@ -255,6 +264,15 @@ class Sample(NamedTuple):
 
     time: float
     devices: tuple[DeviceSample, ...]
+
+
+framework_sample_of: Callable[[tuple[int | None, int | None, int | None, int | None]], FrameworkSample]
+framework_sample_of = partial(tuple.__new__, FrameworkSample)
+device_sample_of: Callable[
+    [tuple[str, int, int | None, int, int | None, int | None, int, int | None, Mapping[str, FrameworkSample]]],
+    DeviceSample,
+] = partial(tuple.__new__, DeviceSample)
+sample_of: Callable[[tuple[float, tuple[DeviceSample, ...]]], Sample] = partial(tuple.__new__, Sample)
 
 
 class Event(NamedTuple):

@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from ctypes import Structure, byref, c_uint, c_ulonglong
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import Structure, byref, c_char, c_uint, c_ulonglong
+from struct import Struct
+from typing import Any, NamedTuple, TypeVar
 
 from memguard._logs import log as _log
-from memguard._types import Device, MemoryInfo
+from memguard._types import Device, MemoryInfo, memory_info_of
 from memguard._units import MAX_SIZE, is_whole, short
 from memguard.errors import DeviceError
 
@@ -46,6 +47,8 @@ _FIXES = {
     "NVMLError_NotSupported": "this GPU does not report it: choose another one with CUDA_VISIBLE_DEVICES",
     "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: restart it",
 }
+_FIND = "_nvmlGetFunctionPointer"
+"""nvidia-ml-py's way to NVML's functions."""
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
 _LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
@@ -158,7 +161,26 @@ class _Process(Structure):
 
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Processes that a list has room for: at first, and at most."""
-_Room: Any = _Process * _ROOM
+_FIGURES, _ENTRY = Struct("@I4Q"), Struct("@IQII")
+"""`_Memory` and `_Process`, to be read in one step: a field of a ctypes structure costs as much as all of them."""
+_Room: Any = c_char * (_ROOM * _ENTRY.size)
+
+
+class _Ready(NamedTuple):
+    """What `Nvml._prepare` found. `listed` is None where NVML has no such function.
+
+    `figures` and `lists` are what NVML writes into, with the pointers to it, and NVML's last answer there with what it
+    means: who asks takes one out meanwhile.
+    """
+
+    n: Any
+    find: Any
+    handle: Any
+    ask: Callable[..., int]
+    version: int
+    listed: Callable[..., int] | None
+    figures: list[tuple[_Memory, Any]]
+    lists: list[tuple[c_uint, Any, Any, bytes | None, Mapping[int, int | None]]]
 
 
 class _Here(threading.local):
@@ -199,7 +221,7 @@ class Nvml:
         self._refused: dict[int, str] = {}
         self._v2: dict[str, bool] = {}
         self._totals: dict[str, int] = {}
-        self._ready: dict[str, tuple[Any, ...]] = {}
+        self._ready: dict[str, _Ready] = {}
         """By UUID what `_prepare` found: so that a reading is one call of NVML, and hardly anything beside it."""
         self._bytes_trusted = True
         self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
@@ -219,15 +241,21 @@ class Nvml:
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
         ready = self._ready.get(uuid)
-        if ready is not None and self._as_prepared(ready):
-            _, _, handle, ask, version, _ = ready
-            found, started = _Memory(version), time.monotonic()
-            code = ask(handle, byref(found))
+        # Whether NVML is still the one that was prepared. It is called without pynvml's lock then.
+        if ready is not None and self._pid == os.getpid() and getattr(ready.n, _FIND, None) is ready.find:
+            try:
+                found, out = ready.figures.pop()
+            except IndexError:  # another thread asks, or this call interrupted one
+                found = _Memory(ready.version)
+                out = byref(found)
+            started = time.monotonic()
+            code = ready.ask(ready.handle, out)
             if time.monotonic() - started >= _SLOW:
                 self._warn_slow(f"memory of {uuid}", time.monotonic() - started)
-            total, reserved, free, used = found.total, found.reserved, found.free, found.used
+            _, total, reserved, free, used = _FIGURES.unpack(found)
             if not code and used <= total and free <= total and reserved <= total and 0 < total <= MAX_SIZE:
-                return MemoryInfo(total, reserved, used, free)
+                ready.figures.append((found, out))
+                return memory_info_of((total, reserved, used, free, None))
             answers = [(code, found)]  # to say what is wrong, NVML is not asked once more
 
             def work(n: Any, uuid: str) -> MemoryInfo:
@@ -243,22 +271,37 @@ class Nvml:
         self._prepare(uuid)
         return asked
 
-    def processes(self, uuid: str) -> dict[int, int | None]:
+    def processes(self, uuid: str) -> Mapping[int, int | None]:
         """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
 
         40 µs on an H200 with the two calls of nvidia-ml-py.
         """
         ready = self._ready.get(uuid)
-        if ready is not None and ready[5] is not None and self._as_prepared(ready):
-            count, room, started = c_uint(_ROOM), _Room(), time.monotonic()
-            code = ready[5](ready[2], byref(count), room)
+        if (
+            ready is not None
+            and ready.listed is not None
+            and self._pid == os.getpid()
+            and getattr(ready.n, _FIND, None) is ready.find
+        ):
+            try:
+                count, number, room, before, found = ready.lists.pop()
+            except IndexError:
+                count, room, before, found = c_uint(), _Room(), None, {}
+                number = byref(count)
+            count.value = _ROOM
+            started = time.monotonic()
+            code = ready.listed(ready.handle, number, room)
             if time.monotonic() - started >= _SLOW:
                 self._warn_slow(f"processes of {uuid}", time.monotonic() - started)
             if not code:
-                return self._summed(uuid, room[: count.value])
+                answer = room[: _ENTRY.size * count.value]
+                if answer != before:
+                    found = self._summed(uuid, _ENTRY.iter_unpack(answer))
+                ready.lists.append((count, number, room, answer, found))
+                return found
             answers = [(code, max(2 * count.value, 2 * _ROOM))]
 
-            def work(n: Any, uuid: str) -> dict[int, int | None]:
+            def work(n: Any, uuid: str) -> Mapping[int, int | None]:
                 return self._processes(n, uuid, *(answers.pop() if answers else ()))
 
             return self._call("processes of", work, uuid)
@@ -267,7 +310,7 @@ class Nvml:
     def _prepare(self, uuid: str) -> None:
         """Remember NVML's functions and the handle, once a reading with them has worked."""
         n = sys.modules.get("pynvml")
-        find, handle = getattr(n, "_nvmlGetFunctionPointer", None), self._handles.get(uuid)
+        find, handle = getattr(n, _FIND, None), self._handles.get(uuid)
         if n is None or find is None or handle is None or not self._v2.get(uuid) or _here.calls:
             return
         try:
@@ -278,12 +321,7 @@ class Nvml:
             listed = find("nvmlDeviceGetComputeRunningProcesses_v3")
         except n.NVMLError:
             listed = None
-        self._ready[uuid] = n, find, handle, ask, n.nvmlMemory_v2, listed
-
-    def _as_prepared(self, ready: tuple[Any, ...]) -> bool:
-        """Whether NVML is still the one that `ready` was prepared of. It is called without pynvml's lock then."""
-        n, find = ready[0], ready[1]
-        return self._pid == os.getpid() and getattr(n, "_nvmlGetFunctionPointer", None) is find
+        self._ready[uuid] = _Ready(n, find, handle, ask, n.nvmlMemory_v2, listed, [], [])
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
@@ -491,15 +529,14 @@ class Nvml:
             processes = _listed(n, self._handle(n, uuid), room)
         except n.NVMLError_NotSupported:
             return {}
-        return self._summed(uuid, processes)
+        return self._summed(uuid, [(process.pid, process.usedGpuMemory) for process in processes])
 
-    def _summed(self, uuid: str, processes: Sequence[Any]) -> dict[int, int | None]:
-        """The bytes by PID, which NVML may list more than once."""
+    def _summed(self, uuid: str, processes: Iterable[tuple[Any, ...]]) -> dict[int, int | None]:
+        """The bytes by PID, which NVML may list more than once. An entry begins with PID and bytes."""
         found: dict[int, int | None] = {}
-        total = self._totals.get(uuid, MAX_SIZE)
-        for process in processes:
-            pid = process.pid
-            size: object = process.usedGpuMemory if self._bytes_trusted else None
+        total, trusted = self._totals.get(uuid, MAX_SIZE), self._bytes_trusted
+        for entry in processes:
+            pid, size = entry[0], entry[1] if trusted else None
             if pid not in found:
                 found[pid] = size if type(size) is int and 0 <= size <= total else None
                 continue
@@ -525,7 +562,7 @@ class Nvml:
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:
     """NVML's function as nvidia-ml-py finds it; None without that way. NVMLError_FunctionNotFound if NVML has none."""
-    find = getattr(n, "_nvmlGetFunctionPointer", None)
+    find = getattr(n, _FIND, None)
     return find(name) if find is not None else None
 
 

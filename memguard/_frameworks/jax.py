@@ -25,14 +25,16 @@ from typing import Any
 from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, State, Usage
+from memguard._types import Applied, Device, Enforcement, State, Usage, usage_of
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
+_BRIDGE = "jax._src.xla_bridge"
 _OPTIONS = "jax_pjrt_client_create_options"
 _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPECS["jax"].allocators
+_NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 _standing: dict[str, int] = {}
 """The caps that JAX went live with, by device UUID. They stay until the process ends."""
 
@@ -50,6 +52,7 @@ class JAX(Framework):
         self._lost: list[str] = []  # the drift that was found
         self._settled: weakref.ref[Any] | None = None  # the started backend of which that was found, and is final
         self._asked: Any = None  # the options that the user wants
+        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, and the GPU's place in it
 
     def why_absent(self) -> str | None:
         """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
@@ -128,22 +131,35 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
-        client = _client()
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `_client`
+        client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        found, unknown, wanted, known = None, False, device.uuid, self._by_ordinal or self._numbering()
-        for local in client.local_devices():
-            uuid = known.get(_ordinal(local), "")
-            if uuid == wanted:
-                found = local
-                break
-            unknown = unknown or not uuid
-        if found is None:
-            return Usage(None, None) if unknown else None
+        # JAX's devices allow no weak reference, and a strong one would keep their backend alive: so by place.
+        backend, place = self._places.get(device.uuid, _NOWHERE)
+        known = backend() is client
+        if known:
+            found = client.local_devices()[place]
+        else:
+            found, unknown = self._found(client, device.uuid)
+            if found is None:
+                return Usage(None, None) if unknown else None
         stats = found.memory_stats()
         if not stats or "pool_bytes" not in stats:  # not BFC: another has no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
-        return Usage(stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"])
+        return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
+
+    def _found(self, client: Any, wanted: str) -> tuple[Any, bool]:
+        """The client's device with that UUID; if there is none, whether the UUID of one of them is unknown."""
+        known, unknown = self._numbering(), False
+        for position, local in enumerate(client.local_devices()):
+            uuid = known.get(_ordinal(local), "")
+            if uuid == wanted:
+                if (reference := weakly(client)) is not None:
+                    self._places[wanted] = reference, position
+                return local, False
+            unknown = unknown or not uuid
+        return None, unknown
 
     def trim(self, device: Device) -> None:
         """Does nothing: XLA's pool cannot be shrunk from outside."""
@@ -312,7 +328,7 @@ def _ordinal(local: Any) -> int:
 
 def _client() -> Any:
     """JAX's CUDA backend if it has started, else None. Never starts one."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
+    bridge = sys.modules.get(_BRIDGE)
     backends = getattr(bridge, "_backends", None)
     return backends.get("cuda") if isinstance(backends, dict) else None
 

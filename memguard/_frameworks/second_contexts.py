@@ -28,8 +28,8 @@ def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
 
 def _beside(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
-    alone = known is not None and (here is None or here == known) and (ours is None or ours == known)
-    if alone and not [one for one in pools if one != known] and not pycuda_contexts.automatic_made():
+    alone = known is not None and {here, ours, *pools} <= {known, None}
+    if alone and not pycuda_contexts.automatic_made():
         return {}  # mostly. If that handle is of a primary context that was released, there is none beside it either
     primary = contexts.primary_now(ordinal)
     if primary is None:

@@ -23,12 +23,13 @@ from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._types import Applied, Device, Enforcement, Usage, usage_of
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 _standing: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
+_EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPECS["tensorflow"].allocators
 _ALLOCATOR = _ALLOCATORS.variable
@@ -55,8 +56,8 @@ class TensorFlow(Framework):
         self._session = False  # a TF1 session has made the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
-        context = _context()
-        return context is not None and getattr(context, "_context_handle", None) is not None
+        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
+        return safe is not None and getattr(safe(), "_context_handle", None) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         tf: Any = sys.modules["tensorflow"]
@@ -127,14 +128,16 @@ class TensorFlow(Framework):
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
             return None
+        uuid = device.uuid
         if not self._live(tf):
-            if not self._session or device.uuid not in self._logical:
+            if not self._session or uuid not in self._logical:
                 return None
-            limit = self._limits.get(device.uuid)
+            limit = self._limits.get(uuid)
             return Usage(None, None, 0, held_at_most=limit) if self._growth else Usage(limit, None, 0)
         in_use = peak = 0
         try:
-            numbers = self._numbers(tf, device)
+            number = self._logical.get(uuid)
+            numbers = (number,) if number is not None and not self._spans else self._numbers(tf, device)
             for number in numbers:
                 info = tf.config.experimental.get_memory_info(f"GPU:{number}")
                 in_use, peak = in_use + info["current"], peak + info["peak"]
@@ -142,10 +145,10 @@ class TensorFlow(Framework):
             return None
         if not numbers:
             return None
-        limit = self._limits.get(device.uuid) if device.uuid in self._logical else None
+        limit = self._limits.get(uuid) if uuid in self._logical else None
         if limit is not None and not self._growth:
-            return Usage(limit, in_use, 0, None, None, peak)
-        return Usage(None, in_use, 0, held_at_least=peak, held_at_most=limit, peak=peak)
+            return usage_of((limit, in_use, 0, None, None, peak))
+        return usage_of((None, in_use, 0, peak, limit, peak))
 
     def trim(self, device: Device) -> None:
         """Does nothing: TensorFlow's pool cannot be shrunk from outside."""
@@ -463,7 +466,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
 
 def _context() -> Any:
     """TensorFlow's eager context if it exists; `context_safe` creates none."""
-    module = sys.modules.get("tensorflow.python.eager.context")
+    module = sys.modules.get(_EAGER)
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None
 

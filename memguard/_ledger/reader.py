@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 from memguard._devices import contexts
@@ -18,18 +18,25 @@ from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
-from memguard._ledger.rows import Reading, device_ledger
+from memguard._ledger.rows import Reading, device_ledger, reading_of
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard._locks import Turn, interrupting
 from memguard._policy import modules
 from memguard._specs import KERNELS, SECOND_CONTEXT, setting
-from memguard._types import Device, DevicePlan, DeviceSample, Enforcement, FrameworkSample, Usage
+from memguard._types import (
+    Device,
+    DevicePlan,
+    DeviceSample,
+    Enforcement,
+    FrameworkSample,
+    Usage,
+    device_sample_of,
+    framework_sample_of,
+)
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
 
 _Read = TypeVar("_Read")
-_framework_sample: Callable[[tuple[int | None, ...]], FrameworkSample] = partial(tuple.__new__, FrameworkSample)
-"""From its fields, in half the time that the class takes: six in each sample."""
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
@@ -37,6 +44,8 @@ _LOANS = "memguard.exchange.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()
+_NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
+_NEVER: tuple[int | None, int | None, int] = (None, None, 0)
 _TRUSTED = 10
 """Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
 _SILENT = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
@@ -156,16 +165,12 @@ class LedgerReader:
         A signal handler may ask while another thread reads. That one may wait for a framework's lock, which this thread
         has: so the handler waits for nobody, and its reading charges nothing.
         """
-        found: list[_Read] = []
-
-        def charging() -> None:
-            found.append(read(part, frameworks, True))
-
-        if self._turn.take(charging, 0):
-            return found[0]
-        if interrupting():
+        found = self._turn.take(read, 0, part, frameworks, True)
+        if found is None and interrupting():
             return read(part, frameworks, False)
-        if self._turn.take(charging, _PATIENCE):
+        if found is None:
+            found = self._turn.take(read, _PATIENCE, part, frameworks, True)
+        if found is not None:
             return found[0]
         raise MemguardError(
             f"another thread has waited {_PATIENCE:.0f} s for the driver\n    fix: run nvidia-smi to see if it hangs"
@@ -177,17 +182,30 @@ class LedgerReader:
         pid, uuid = host.pid, device.uuid
         for attempt in range(_ATTEMPTS):
             memory_before, before = host.memory(device), host.processes(device).get(pid)
-            usages: dict[str, Usage | None] = {name: one.usage(device) for name, one in frameworks.items()}
+            usages: dict[str, Usage | None] = {}
+            names, known, exact = [], 0, True
+            for name, one in frameworks.items():
+                usages[name] = usage = one.usage(device)
+                if usage is not None:
+                    held, _, _, at_least, _, _ = usage
+                    if held is None:
+                        held, exact = at_least or 0, False
+                    known += held
+                    names.append(name)
             processes = host.processes(device)
             memory = host.memory(device)
             now = processes.get(pid)
             moved = memory != memory_before or now != before
             if not moved or attempt == _ATTEMPTS - 1:
                 break
-        if unnamed := self.unnamed():
-            usages.update(_usages(unnamed, device))
+        if self._unnamed and (unnamed := self.unnamed()):
+            others = _usages(unnamed, device)
+            usages.update(others)
+            names += others
+            known += sum([_known(usage) for usage in others.values()])
+            exact = exact and None not in [usage.held for usage in others.values()]
         with_libraries, with_contexts, with_uncounted = self._who_tells(frameworks)
-        live = frozenset([name for name, usage in usages.items() if usage is not None])
+        live = frozenset(names)
         active = host.context_active(device)
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
@@ -195,59 +213,64 @@ class LedgerReader:
         slabs = driver_pages.slabs[uuid].gaps
         state = self._overhead.get(uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
+        lent: Mapping[str, Lent] = _NO_LOANS
         if _LOANS in sys.modules:
-            usages.update(self._kept(device))
-        gap = gap_of(own, usages.values(), slabs)
-        if now != before:  # another thread allocates: no time to charge anything
-            gap = None
+            kept = self._kept(device)
+            usages.update(kept)
+            known += sum([_known(usage) for usage in kept.values()])
+            lent = self._lent(device)
+        # While another thread allocates, there is no time to charge anything.
+        gap = None if own is None or now != before else own - known - slabs
         owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
         if gap is not None:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
-            exact = None not in [usage.held for usage in usages.values() if usage is not None]
             loaded, entries = self._loaded(state, gap, appeared, charge)
             state = state.after(gap, appeared, exact, loaded, time.monotonic(), entries)
             if charge:
                 self._overhead[uuid] = state
-        if state.total > part.reserve:
+        if state.charged + state.slabs > part.reserve:
             self._warn_of_overhead(state, part)
         past = sorted([(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())])
         uncounted = tuple([what for _, what in past])
-        lent = self._lent(device) if _LOANS in sys.modules else {}
-        return Reading(device, memory, own, usages, state, moved, owners, lent, uncounted)
+        return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
-        uuid, caps, known = device.uuid, part.caps, 0
+        uuid, caps, known, given = device.uuid, part.caps, 0, frameworks
         figures: dict[str, FrameworkSample] = {}
-        unnamed = self.unnamed()
-        for name, one in ({**frameworks, **unnamed} if unnamed else frameworks).items():
+        if self._unnamed and (unnamed := self.unnamed()):
+            frameworks = {**frameworks, **unnamed}
+        for name, one in frameworks.items():
             if (usage := one.usage(device)) is not None:
                 held, in_use, reclaimable, at_least, _, _ = usage
                 known += held if held is not None else at_least or 0
-                figures[name] = _framework_sample((held, in_use, reclaimable, caps.get(name)))
-        memory = self._host.memory(device)
-        own = self._own(device, memory.used, bool(figures))
+                figures[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
+        _, _, used, free, _ = self._host.memory(device)
+        before, own, age = self._owned.get(uuid, _NEVER)
+        if used is None or used != before or age >= _TRUSTED:
+            own, age = self._own(device, bool(figures)), 0
+        self._owned[uuid] = used, own, age + 1
         if _LOANS in sys.modules:
             for name, usage in self._kept(device).items():
                 known += usage.held or 0
-                figures[name] = _framework_sample((*usage[:3], caps.get(name)))
+                figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
         slabs = driver_pages.slabs[uuid].gaps
         gap = None if own is None else own - known - slabs
         charged = self._overhead.get(uuid, _NOTHING).charged
         rest = None if gap is None else gap - charged
         if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
-            reading = self._read(part, frameworks, charge)
+            reading = self._read(part, given, charge)
             usages = {name: usage for name, usage in reading.usages.items() if usage is not None}
-            memory, own, slabs = reading.memory, reading.own, reading.overhead.slabs
+            own, slabs = reading.own, reading.overhead.slabs
+            used, free = reading.memory.used, reading.memory.free
             gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
-            figures = {name: _framework_sample((*usage[:3], caps.get(name))) for name, usage in usages.items()}
+            figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
-        overhead = charged + slabs
-        return DeviceSample(uuid, device.total, memory.used, memory.free, own, part.limit, overhead, rest, figures)
+        return device_sample_of((uuid, device.total, used, free, own, part.limit, charged + slabs, rest, figures))
 
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
@@ -293,17 +316,14 @@ class LedgerReader:
         self._tellers = frameworks, len(self._created), found
         return found
 
-    def _own(self, device: Device, used: int | None, live: bool) -> int | None:
-        """This process's bytes. NVML's list is the slowest of the probes: it is asked when the card's figure has
-        changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure."""
-        before, own, age = self._owned.get(device.uuid, (None, None, 0))
-        if used is None or used != before or age >= _TRUSTED:
-            processes, pid = self._host.processes(device), self._host.pid
-            if pid not in processes and not live:
-                live = bool(self._host.context_active(device))
-            own, age = own_bytes(processes, pid, live), 0
-        self._owned[device.uuid] = used, own, age + 1
-        return own
+    def _own(self, device: Device, live: bool) -> int | None:
+        """This process's bytes. NVML's list is the slowest of the probes: a sample asks for it when the card's figure
+        has changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure.
+        """
+        processes, pid = self._host.processes(device), self._host.pid
+        if pid not in processes and not live:
+            live = bool(self._host.context_active(device))
+        return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
         """CUDA's number of the GPU, by which the exchange counts. It stays the same while the process lives."""
@@ -339,7 +359,7 @@ class LedgerReader:
 
         A context that was seen before and is not now may be on another thread. It is gone if its memory is.
         """
-        ordinal = self._ordinal(device)
+        ordinal = self._ordinal(device) if device.ordinal is None else device.ordinal
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
         if not found and not self._second.get(device.uuid):
@@ -369,6 +389,11 @@ class LedgerReader:
             f"{part.device.name}: overhead is {format_size(state.total)}, more than the reserve of "
             f"{format_size(part.reserve)}; fix: {fix}"
         )
+
+
+def _known(usage: Usage) -> int:
+    """The bytes that a framework is known to hold."""
+    return usage.held if usage.held is not None else usage.held_at_least or 0
 
 
 def _usages(frameworks: Mapping[str, Framework], device: Device) -> dict[str, Usage]:

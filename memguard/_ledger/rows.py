@@ -7,9 +7,9 @@ above that is in `unaccounted`, whose row then says so. `unaccounted` is signed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
@@ -42,6 +42,10 @@ class Reading(NamedTuple):
     contexts: Sequence[str] = ()
     lent: Mapping[str, Lent] = MappingProxyType({})
     uncounted: Sequence[str] = ()
+
+
+reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new__, Reading)
+"""As `usage_of`."""
 
 
 def device_ledger(

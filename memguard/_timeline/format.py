@@ -22,6 +22,7 @@ MAX_SECONDS = 1e10
 """Upper bound of a time: three centuries."""
 MAX_PART = 10**9 - 1
 """A part's number has at most nine digits in its file's name."""
+_WHOLE = {int}
 _TEXT = 500
 """Characters of an event's text that are kept."""
 _DEPTH = 12
@@ -151,10 +152,12 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
     rows = []
     names, texts = columns.frameworks, columns.texts
     for device in sample.devices:
-        figures = device.used, device.free, device.overhead, device.process, device.unaccounted, device.limit
-        used, free, overhead, process, unaccounted, limit = [
-            value if type(value) is int and -MAX_SIZE <= value <= MAX_SIZE else number(value) for value in figures
-        ]
+        figures: list[Any] = [
+            device.used, device.free, device.overhead, device.process, device.unaccounted, device.limit
+        ]  # fmt: skip
+        if {*map(type, figures)} != _WHOLE or max(figures) > MAX_SIZE or min(figures) < -MAX_SIZE:
+            figures = [number(value) for value in figures]
+        used, free, overhead, process, unaccounted, limit = figures
         known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
         if not known or free is None or overhead is None or not is_whole(device.total):
             continue  # a reading that cannot be true is none

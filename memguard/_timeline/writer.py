@@ -39,7 +39,7 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-_ONE_SAMPLE = Dropped(samples=1)
+_ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
 
 
 class _Part:
@@ -73,7 +73,7 @@ class Writer:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
         self._say, self._clock, self._turn = say, clock, Turn()
-        self._waiting: deque[Callable[[], None]] = deque()  # records that came within the writing of another one
+        self._waiting: deque[Callable[[], object]] = deque()  # records that came within the writing of another one
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), timezone.utc).isoformat(timespec="milliseconds")
@@ -135,10 +135,10 @@ class Writer:
             raise TimelineError(f"{self.path}: cannot be written: {_reason(error)}\n    fix: {fix}") from None
 
     def sample(self, sample: Sample) -> None:
-        self._put(_ONE_SAMPLE, sample.time, lambda: self._sample(sample))
+        self._put(_ONE_SAMPLE, sample.time, self._sample, sample)
 
     def event(self, event: Event) -> None:
-        self._put(Dropped(events=1), event.time, lambda: self._append(records.event_line(event)))
+        self._put(_ONE_EVENT, event.time, lambda: self._append(records.event_line(event)))
 
     def oom(self, report: Mapping[str, Any]) -> None:
         """Write an out-of-memory report, plain data. Its time is `report["time"]` if there is one, else now."""
@@ -179,41 +179,39 @@ class Writer:
         """The most bytes of one line: it must fit in one file together with a header."""
         return min(MAX_LINE, self._most // 2)
 
-    def _put(self, one: Dropped, when: float, write: Callable[[], None]) -> None:
+    def _put(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> None:
         if os.getpid() != self._pid:  # a forked child shares the file with its parent and must not write to it
             return
-        messages: list[str | None] = []
-
-        def put() -> None:
-            messages.append(self._put_now(one, when, write))
-
         if self._turn.mine:  # a signal handler or finalizer, within the writing of another record: that comes first
-            self._waiting.append(put)
+            self._waiting.append(lambda: self._put_now(one, when, write, *given))
             return
 
         try:
-            if not self._turn.take(put, _PATIENCE):
+            put = self._turn.take(self._put_now, _PATIENCE, one, when, write, *given)
+            if put is None:
                 self._unreported += one
                 return
         finally:
             if self._waiting:
                 self._turn.take(self._catch_up, _PATIENCE)
-        for message in messages:
-            if message is not None and self._say is not None:
-                with contextlib.suppress(Exception):
-                    self._say(message)
+        (message,) = put
+        if message is not None and self._say is not None:
+            with contextlib.suppress(Exception):
+                self._say(message)
 
     def _catch_up(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
 
-    def _put_now(self, one: Dropped, when: float, write: Callable[[], None]) -> str | None:
+    def _put_now(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> str | None:
         """Write it. Returns what there is to say about it."""
         try:
             if self._failure is not None and one.samples and 0 <= self._clock() - self._retry < _RETRY:
                 self._unreported += one
                 return None
-            write()
+            write(*given)
+            if self._failure is None and self._news is None:  # mostly
+                return None
             message, self._news = self._works_again(when) or self._news, None
             return message
         except _TooLong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import weakref
@@ -35,6 +36,19 @@ def test_require_refuses_before_the_allocator_does() -> None:
     assert (caught.value.framework, caught.value.needed, caught.value.available) == ("torch", GIB + 1, GIB)
     torch.free(array)
     memguard.require("torch", "4GiB")
+
+
+def test_what_fits_waits_for_no_other_thread_and_what_does_not_is_judged_after_it() -> None:
+    guard = start()
+    torch, other = simulated(guard, "torch"), concurrent.futures.ThreadPoolExecutor(2)
+    array = torch.allocate(3 * GIB)
+    with guard._lock:
+        assert other.submit(lambda: memguard.require("torch", GIB)).result(10) is None
+        refused = other.submit(lambda: memguard.require("torch", 2 * GIB))
+        assert not concurrent.futures.wait([refused], 0.05).done
+        torch.free(array)  # as a trim would, which another thread makes with the lock
+    assert refused.result(10) is None
+    other.shutdown()
 
 
 @pytest.mark.parametrize("size", ["4GB", 0, -1, "x", True, 1.5, None, 1 << 60])

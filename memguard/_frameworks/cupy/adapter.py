@@ -34,7 +34,7 @@ from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, Usage, usage_of
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -120,8 +120,11 @@ class CuPy(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From `total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
-        cupy = _imported()
-        if cupy is None or not contexts.initialised():
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # as `_imported`
+            return None
+        here = contexts.current()
+        if here is None and not contexts.initialised():
             return None
         ordinal = (self._ordinals or self._by_uuid()).get(device.uuid)
         if ordinal is None:
@@ -131,8 +134,8 @@ class CuPy(Framework):
                 return Usage(None, None) if there else None  # the new allocator does not say what it holds
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
-        total = self._totals(ordinal)
-        return None if total is None else Usage(*total)
+        total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)
+        return None if total is None else usage_of((*total, None, None, None, None))
 
     def trim(self, device: Device) -> None:
         """`free_all_blocks()`: frees every block of this device that is not split."""
@@ -183,20 +186,22 @@ class CuPy(Framework):
         cupy = _imported()
         if cupy is None:
             return []
-        if _thread_has_its_own(cupy):  # which says nothing of the allocator that the other threads have
+        own = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)  # None if this CuPy does not say
+        if own is not None and own() is not None:
+            # Within `cupy.cuda.using_allocator`, which says nothing of the allocator that the other threads have.
             return self._drifted
         self._drifted = self._drift(cupy)
         return self._drifted
 
     def _drift(self, cupy: Any) -> list[str]:
-        swapped = self._swapped_for(cupy)
-        if swapped is not None:
+        if cupy.cuda.get_allocator() is not self._allocate and (swapped := self._swapped_for(cupy)) is not None:
             return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
         if self._rmm is not None:
             return self._rmm.drift(self.name)
         pool = self._pool
+        here = contexts.current() if self._limited else None
         for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():
-            if contexts.current() == ordinal:
+            if here == ordinal:
                 if pool.get_limit() != limit:
                     self._hold(ordinal)
                 continue
@@ -648,9 +653,3 @@ def _named(allocator: Any) -> str:
     owner = getattr(allocator, "__self__", None)
     name = getattr(allocator, "__name__", repr(allocator))
     return name if owner is None or isinstance(owner, ModuleType) else f"{type(owner).__name__}.{name}"
-
-
-def _thread_has_its_own(cupy: Any) -> bool:
-    """Whether this thread is inside `cupy.cuda.using_allocator`. False if this CuPy does not say."""
-    ask = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)
-    return ask is not None and ask() is not None

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
-from memguard._frameworks.numba.places import ARRAYS, DRIVER, is_on, numba_contexts, uuid_of
+from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
 from memguard._logs import log as _log
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, State, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, Usage, usage_of
 from memguard._units import round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -151,7 +151,7 @@ class Numba(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From memguard's own count of Numba's allocations; None if Numba has no context on the device."""
-        managers = _managers(device.uuid)
+        managers = managers_on(device.uuid)
         if not managers:
             return None
         if self._rmm is not None:
@@ -163,7 +163,7 @@ class Numba(Framework):
         bank: Bank = managers[0].bank
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()
-            return Usage(held, in_use, reclaimable, None, None, peak)
+            return usage_of((held, in_use, reclaimable, None, None, peak))
         found = [manager.usage() for manager in {managers[0], *bank.all()}]
         held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
         return Usage(held, in_use, reclaimable, peak=peak)
@@ -232,10 +232,6 @@ class Numba(Framework):
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
             ) from error
         return applied
-
-
-def _managers(uuid: str) -> list[Any]:
-    return [context.memory_manager for context in numba_contexts() if is_on(context, uuid)]
 
 
 def _give_back(banks: Mapping[str, Bank]) -> None:

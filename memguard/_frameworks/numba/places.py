@@ -43,14 +43,21 @@ def uuid_of(context: Any) -> str:
     return _of_ordinal(ordinal)
 
 
-def is_on(context: Any, uuid: str) -> bool:
-    """Whether the context is on that GPU."""
-    try:
-        if context.device.uuid == uuid:  # mostly
-            return True
-    except (AttributeError, ReferenceError):
-        pass
-    return uuid_of(context) == uuid
+def managers_on(uuid: str) -> list[Any]:
+    """The memory managers of Numba's contexts on that GPU."""
+    devices = getattr(getattr(sys.modules.get(DRIVER), "driver", None), "devices", None)
+    if not devices:
+        return []
+    found = []
+    for owner in list(devices.values()):
+        if (context := owner.primary_context) is not None:
+            try:
+                here = context.device.uuid == uuid  # mostly
+            except (AttributeError, ReferenceError):
+                here = False
+            if here or uuid_of(context) == uuid:
+                found.append(context.memory_manager)
+    return found
 
 
 def _of_ordinal(ordinal: int) -> str:

@@ -32,7 +32,7 @@ from memguard._frameworks.pycuda.pitched import Pitched
 from memguard._frameworks.pycuda.pool import Pool, RawPool
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied
 
@@ -50,6 +50,7 @@ class PyCUDA(Framework):
         self._lock = threading.RLock()
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
+        self._ordinals: dict[str, int] = {}
         self._own: dict[int, Pool] = {}  # by context handle
         self._last: Pool | None = None  # the one that `mem_alloc` used last
         self._others: dict[int, Pool] = {}  # pools that the user made, by `id`
@@ -77,6 +78,7 @@ class PyCUDA(Framework):
                 "run `memguard doctor` to see why CUDA does not start",
             )
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
+        self._ordinals = {uuid: ordinal for ordinal, uuid in self._by_ordinal.items()}
         self._caps = dict(caps)
         if not hasattr(drv.DeviceMemoryPool, "managed_bytes"):  # PyCUDA 2020.1 and before
             raise CapNotApplied(
@@ -100,7 +102,7 @@ class PyCUDA(Framework):
         with self._lock:
             if self._gone:
                 self._settle()
-            pools, pages = self._pools(uuid), self._pages_of(uuid)
+            pools, pages = self._pools(uuid), self._pages.get(uuid) or self._pages_of(uuid)
             in_use = 0
             pieces: list[tuple[int, int]] = []
             for pool in pools:
@@ -109,10 +111,10 @@ class PyCUDA(Framework):
                 pieces += unused
             in_use = self._noted(uuid, in_use)
             held, peak = pages.held(), self._peak[uuid]
-            idle = pages.returned_by(pieces)
+            idle = pages.returned_by(pieces) if pieces else 0
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or it has not allocated yet
-        return Usage(held, in_use, idle, None, None, peak)
+        return usage_of((held, in_use, idle, None, None, peak))
 
     def trim(self, device: Device) -> None:
         """`free_held()` of the pools whose context is current on this thread. Others can only be freed in theirs."""
@@ -145,8 +147,9 @@ class PyCUDA(Framework):
         return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
 
     def contexts(self, device: Device) -> frozenset[int]:
-        with self._lock:
-            return frozenset([pool.context for pool in self._pools(device.uuid)])
+        # A reading has asked for `usage` before, which has taken out the pools whose contexts are gone.
+        uuid = device.uuid
+        return frozenset([pool.context for pool in self._all() if pool.uuid == uuid])
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
         if not self._caps:
@@ -486,25 +489,23 @@ class PyCUDA(Framework):
         pool.forget()
         _kept.append(pool)
 
-    def _destroyed(self, uuid: str) -> list[Pool]:
-        """The pools on this GPU whose contexts are gone, and their memory with them.
+    def _pools(self, uuid: str) -> list[Pool]:
+        """The pools on this GPU, without those whose contexts are gone, and their memory with them.
 
         The primary context is not checked: other frameworks keep it alive, and this runs with each reading.
         """
-        on_it = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
-        for ordinal, known in self._by_ordinal.items() if on_it else ():
-            if known == uuid:
-                primary = contexts.primary(ordinal)
-                return [pool for pool in on_it if pool.context != primary and pool.dead()]
-        return [pool for pool in on_it if pool.dead()]
-
-    def _pools(self, uuid: str) -> list[Pool]:
-        for pool in self._destroyed(uuid):
-            self._bury(pool)
-        if self._others:
-            for key, pool in list(self._others.items()):
-                if pool.reference() is None:
-                    self._drop(key, pool)
+        pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
+        if pools:
+            ordinal = self._ordinals.get(uuid)
+            primary = None if ordinal is None else contexts.primary(ordinal)
+            gone = [pool for pool in pools if pool.context != primary and pool.dead()]
+            if not gone and not self._others:
+                return pools
+            for pool in gone:
+                self._bury(pool)
+        for key, pool in list(self._others.items()):
+            if pool.reference() is None:
+                self._drop(key, pool)
         return [pool for pool in (*self._own.values(), *self._others.values()) if pool.uuid == uuid]
 
     def _released(self, uuid: str, serial: int) -> None:

@@ -58,5 +58,11 @@ def automatic(ordinal: int) -> dict[int, str]:
 def pushed() -> int | None:
     """The handle of the context that PyCUDA has current on this thread, which may not be the driver's; None if none."""
     drv: Any = sys.modules.get("pycuda.driver")
-    context = current_context(drv) if hasattr(drv, "Context") else None
+    kind = getattr(drv, "Context", None)
+    if kind is None:
+        return None
+    try:
+        context = kind.get_current()
+    except drv.Error:  # before `cuInit`
+        return None
     return None if context is None else int(context.handle)

@@ -292,24 +292,23 @@ class Pool:
             self._looked = managed, self._sum
 
     def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
-        """`active_bytes` and `idle` after a `look`."""
+        """`active_bytes` after a `look`, with address and size of the blocks that a trim gives back: those without an
+        allocation."""
         pool = self.reference()
         if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
             self.look()
-        return int(pool.active_bytes) if pool is not None else 0, self.idle()
+        unused = [
+            (address, found.size)
+            for found in list(self._bins.values())
+            if found.held
+            for address, allocation in list(found.held.items())
+            if allocation is None or allocation() is None
+        ]
+        return int(pool.active_bytes) if pool is not None else 0, unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
         return int(pool.active_bytes) if pool is not None else 0
-
-    def idle(self) -> list[tuple[int, int]]:
-        """Address and size of the blocks that a trim gives back: those without an allocation."""
-        return [
-            (address, found.size)
-            for found in list(self._bins.values())
-            for address, allocation in list(found.held.items())
-            if allocation is None or allocation() is None
-        ]
 
     def forget(self, *, unless_used: bool = False) -> None:
         """Stop counting its blocks; with `unless_used` only as long as the pool has none at all."""

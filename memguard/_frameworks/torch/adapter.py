@@ -34,7 +34,7 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.torch import settings
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage, usage_of
 from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
@@ -146,7 +146,8 @@ class Torch(Framework):
         None for a GPU on which torch never held anything: torch is live on all GPUs at once.
         """
         torch = sys.modules.get("torch")
-        if torch is None or not self._live(torch):
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        if torch is None or live is None or not live():
             return None
         known = self._uuids
         ordinal = (self._ordinals(torch) if known is None else known).get(device.uuid)
@@ -175,7 +176,7 @@ class Torch(Framework):
             return Usage(held, in_use)
         # Blocks of a partly used segment are cached but cannot be released: PyTorch frees whole segments only.
         idle = held - (active or in_use) - (stuck or 0)
-        return Usage(held, in_use, max(0, idle), None, None, peak)
+        return usage_of((held, in_use, max(0, idle), None, None, peak))
 
     def trim(self, device: Device) -> None:
         """`torch.cuda.empty_cache()`: frees every wholly unused segment on every device. Not during a graph capture."""
@@ -223,21 +224,24 @@ class Torch(Framework):
         torch = sys.modules.get("torch")
         if self._rmm is not None:
             return [*self._lost, *self._rmm.drift(self.name)]
-        if torch is None or not self._set or not self._live(torch):
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        if torch is None or not self._set or live is None or not live():
             return self._lost
         if torch.cuda.get_allocator_backend() == "pluggable":
             return ["torch: its allocator was replaced after memguard.init: the cap no longer holds"]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        uncached = "torch: caching_allocator_enable(False) was called: past its cache no cap holds"
-        lost = [uncached] if self._uncached else []
+        lost = []
+        if self._uncached:
+            lost.append("torch: caching_allocator_enable(False) was called: past its cache no cap holds")
         if read is None:
             return lost
-        return lost + [
-            f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {read(ordinal):.4g} after "
-            "memguard.init: the cap no longer holds"
-            for ordinal, (_, most) in self._most.items()
-            if read(ordinal) > most
-        ]
+        for ordinal, (_, most) in self._most.items():
+            if (now := read(ordinal)) > most:
+                lost.append(
+                    f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {now:.4g} after "
+                    "memguard.init: the cap no longer holds"
+                )
+        return lost
 
     def unseen(self) -> str | None:
         if self._rmm is not None:
