@@ -93,12 +93,20 @@ def raw_is_unaccounted(found: list[dict[str, Any]]) -> tuple[bool, str]:
 # Emptied in turn
 
 
-def emptied(name: str, held: Callable[[], int | None], empty: Callable[[], Any]) -> dict[str, Any]:
-    """What the ledger says that a framework holds, and what the driver says of the process, before and after."""
-    before = held(), bytes_now()
+def emptied(
+    name: str, held: Callable[[], int | None], empty: Callable[[], Any], overhead: Callable[[], int] | None = None
+) -> dict[str, Any]:
+    """What the ledger says that a framework holds, and what the driver says of the process, before and after.
+
+    Small pieces of several frameworks lie in the same slabs: a slab goes back with its last piece, whoever has it. The
+    ledger has what is free in slabs in `overhead`, of which nothing else goes back meanwhile: it is given if others are
+    there too.
+    """
+    before = held(), bytes_now(), overhead and overhead()
     empty()
-    after = held(), bytes_now()
-    return {"name": name, "held": [before[0], after[0]], "nvml": [before[1], after[1]]}
+    after = held(), bytes_now(), overhead and overhead()
+    more = {"overhead": [before[2], after[2]]} if overhead is not None else {}
+    return {"name": name, "held": [before[0], after[0]], "nvml": [before[1], after[1]], **more}
 
 
 def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
@@ -106,8 +114,10 @@ def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
     if None in one["held"]:
         return False, "held is not known"
     said, true = one["held"][0] - one["held"][1], one["nvml"][0] - one["nvml"][1]
-    good = abs(said - true) <= bound and abs(true) >= least
-    return good, f"held changed by {said / MIB:,.1f} MiB, the driver's figure by {true / MIB:,.1f}"
+    gaps = one["overhead"][0] - one["overhead"][1] if "overhead" in one else 0
+    good = abs(said + gaps - true) <= bound and abs(true) >= least
+    slabs = f" and what is free in slabs by {gaps / MIB:,.1f}" if "overhead" in one else ""
+    return good, f"held changed by {said / MIB:,.1f} MiB{slabs}, the driver's figure by {true / MIB:,.1f}"
 
 
 def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], empty: Callable[[], Any]) -> Any:
@@ -252,12 +262,16 @@ def refused_rightly(found: Mapping[str, Any]) -> tuple[bool, str]:
 LIBRARIES: tuple[tuple[str, str], ...] = (
     ("tensorflow", "libtensorflow"),
     ("torch", "libc10_cuda"),
+    ("torch", "libcudart"),
     ("jax", "xla_cuda_plugin"),
     ("cupy", "runtime.cpython"),
     ("pycuda", "_driver.cpython"),
     ("numba", "cydriver"),
 )
-"""The beginning of the file name of the library that takes memory for each framework (seen by CUPTI on an H200)."""
+"""The beginning of the file name of the library that takes memory for each framework (seen by CUPTI on an H200).
+
+PyTorch alone takes memory through the shared CUDA runtime, which CUPTI names if TensorFlow is in the process too.
+"""
 
 
 class Cupti:
@@ -288,6 +302,23 @@ class Cupti:
         operation, kind = self.cupti.ActivityMemoryOperationType, self.cupti.ActivityMemoryKind
         return live_bytes(self.records, int(operation.ALLOCATION), int(operation.RELEASE), int(kind.DEVICE))
 
+    def kinds(self) -> list[dict[str, Any]]:
+        """How many records there are of each operation, kind of memory and framework, with and without an address."""
+        found: dict[tuple[int, int, str, bool], list[int]] = {}
+        for _, operation, kind, address, size, source in self.records:
+            found.setdefault((int(operation), int(kind), framework_of(source), bool(address)), []).append(size)
+        return [
+            {
+                "operation": o,
+                "memory": m,
+                "framework": name,
+                "address": address,
+                "count": len(sizes),
+                "bytes": sum(sizes),
+            }
+            for (o, m, name, address), sizes in sorted(found.items())
+        ]
+
 
 def live_bytes(records: Iterable[tuple[Any, ...]], taken: int, given: int, device: int) -> dict[str, int]:
     """The sum of what was taken and not given back: (time, operation, kind, address, bytes, library) each."""
@@ -310,7 +341,11 @@ def framework_of(source: str | None) -> str:
 
 
 def by_cupti(config: dict[str, Any]) -> dict[str, Any]:
-    """All six live and with arrays: what each holds by the ledger, and what CUPTI saw its library take."""
+    """All six live and with arrays: what each holds by the ledger, and what CUPTI saw its library take.
+
+    Of JAX's pool CUPTI's records have a part only (260 of 518 MiB on an H200, of which the driver's figure has all). So
+    that pool grows once more, and `pool` is what the ledger and the driver say of that.
+    """
     seen = Cupti()
     from all_frameworks import NAMES, Driven, all_live
 
@@ -323,7 +358,19 @@ def by_cupti(config: dict[str, Any]) -> dict[str, Any]:
         for _ in range(20):
             one.live.append(one.take(one.rng.randint(1, MIB)))
     held = {name: one.held() for name, one in driven.items()}
-    return {"held": held, "cupti": seen.live(), "records": len(seen.records), "pid": os.getpid()}
+    pool = {"held": [0, held["jax"]], "nvml": [0, bytes_now()]}
+    while pool["held"][0] - pool["held"][1] < 512 * MIB and len(driven["jax"].live) < 100:
+        driven["jax"].live.append(driven["jax"].take(64 * MIB))
+        pool["held"][0] = driven["jax"].held()
+    pool["nvml"][0] = bytes_now()
+    return {
+        "held": held,
+        "pool": pool,
+        "cupti": seen.live(),
+        "records": len(seen.records),
+        "kinds": seen.kinds(),
+        "pid": os.getpid(),
+    }
 
 
 def seen_by_cupti(found: Mapping[str, Any], name: str) -> tuple[bool, str]:

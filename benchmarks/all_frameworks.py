@@ -246,7 +246,7 @@ def together() -> dict[str, Any]:
     for name in COUNTED:
         in_turn[name] = emptied(name, lambda name=name: held_of(name), lambda name=name: (
             driven[name].free(), memguard.trim(name)
-        ))  # fmt: skip
+        ), lambda: reading("emptied")["overhead"])  # fmt: skip
     for one in driven.values():
         one.free()
     returned = memguard.trim()
@@ -337,8 +337,12 @@ def loop() -> dict[str, Any]:
     slow_after = dict.fromkeys(("tensorflow", "jax"), 0.0)  # a refusal takes each of them ten seconds
     following = 0.0
     allocated = 0
-    while (elapsed := time.monotonic() - started) < LOOP_SECONDS:
+    while time.monotonic() - started < LOOP_SECONDS:
         for name, one in driven.items():
+            elapsed = time.monotonic() - started
+            if elapsed >= following:
+                series.append(reading(f"{elapsed:.0f} s"))
+                following = elapsed + 1.0
             slow = name in slow_after
             if slow and elapsed < slow_after[name]:
                 for _ in range(20):
@@ -353,9 +357,6 @@ def loop() -> dict[str, Any]:
                 refused[name] += 1
             if slow:
                 slow_after[name] = elapsed + 60.0
-        if elapsed >= following:
-            series.append(reading(f"{elapsed:.0f} s"))
-            following = elapsed + 1.0
     wrong = {n: [r for r in one.refusals if not r["native"]][:3] for n, one in driven.items()}
     fitted = {n: sum(r["would_have_fitted"] is True for r in one.refusals) for n, one in driven.items()}
     outcome = {n: {**one.summary(), "refusals": len(one.refusals)} for n, one in driven.items()}

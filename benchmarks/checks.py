@@ -305,8 +305,10 @@ def all_frameworks_checks(s: dict[str, Any]) -> dict[str, tuple[bool, str]]:
             )
 
     def cupti(check: Tell) -> None:
-        for name in _listed.SIX:
-            check(f"{name}: held is what CUPTI saw its library take", *seen_by_cupti(s["counted by CUPTI"], name))
+        one = s["counted by CUPTI"]
+        for name in _listed.SEEN_BY_CUPTI:
+            check(f"{name}: held is what CUPTI saw its library take", *seen_by_cupti(one, name))
+        check(_listed.POOL, *agrees(one["pool"], 2 * MIB, 256 * MIB))
 
     def refusals(key: str, about: str) -> Judge:
         return lambda check: check(about, *refused_rightly(s[key]))
