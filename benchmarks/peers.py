@@ -91,7 +91,10 @@ class Filled:
         self.bytes += size
         for piece in PIECES:
             while self.held() + self.allocator.adds(piece) <= target:
-                self.live.append(self.allocator.take(piece))
+                try:
+                    self.live.append(self.allocator.take(piece))
+                except (MemoryError, RuntimeError):  # RMM's pool has no room of this size in one piece: smaller ones
+                    break
                 self._sizes.append(piece)
                 self.bytes += piece
         reached = self.held()
