@@ -405,6 +405,6 @@ def not_measured(there: Collection[str]) -> dict[str, list[str]]:
     found = {}
     for file, program in FILES.items():
         if file not in there:
-            two = {**EXCHANGE_PEERS, "nothing stays lent": ("nothing stays lent",)}
-            found[file] = names(two if "x2-exchange" in file else BY_COMMAND.get(program or "", {}))
+            two = "x2-exchange" in file
+            found[file] = names(of_exchange(EXCHANGE_PEERS) if two else BY_COMMAND.get(program or "", {}))
     return found
