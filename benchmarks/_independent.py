@@ -302,23 +302,6 @@ class Cupti:
         operation, kind = self.cupti.ActivityMemoryOperationType, self.cupti.ActivityMemoryKind
         return live_bytes(self.records, int(operation.ALLOCATION), int(operation.RELEASE), int(kind.DEVICE))
 
-    def kinds(self) -> list[dict[str, Any]]:
-        """How many records there are of each operation, kind of memory and framework, with and without an address."""
-        found: dict[tuple[int, int, str, bool], list[int]] = {}
-        for _, operation, kind, address, size, source in self.records:
-            found.setdefault((int(operation), int(kind), framework_of(source), bool(address)), []).append(size)
-        return [
-            {
-                "operation": o,
-                "memory": m,
-                "framework": name,
-                "address": address,
-                "count": len(sizes),
-                "bytes": sum(sizes),
-            }
-            for (o, m, name, address), sizes in sorted(found.items())
-        ]
-
 
 def live_bytes(records: Iterable[tuple[Any, ...]], taken: int, given: int, device: int) -> dict[str, int]:
     """The sum of what was taken and not given back: (time, operation, kind, address, bytes, library) each."""
@@ -368,7 +351,6 @@ def by_cupti(config: dict[str, Any]) -> dict[str, Any]:
         "pool": pool,
         "cupti": seen.live(),
         "records": len(seen.records),
-        "kinds": seen.kinds(),
         "pid": os.getpid(),
     }
 
