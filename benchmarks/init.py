@@ -112,6 +112,9 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        self.others = [path for path in paths if Path(path).resolve() != package().parent]
+        """Where other packages lie that are not installed for this Python."""
         for name in ("compiled", "source"):
             left_out = shutil.ignore_patterns("__pycache__", "pages")  # of the doctor: a link into docs/
             shutil.copytree(package(), folder / name / "memguard", ignore=left_out)
@@ -142,7 +145,8 @@ class Place:
         left_out = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         environ |= {**self.stub, "PYTHONDONTWRITEBYTECODE": "1"}
-        environ["PYTHONPATH"] = str(self.folder / ("source" if way == "from source" else "compiled"))
+        paths = [str(self.folder / ("source" if way == "from source" else "compiled")), *self.others]
+        environ["PYTHONPATH"] = os.pathsep.join(paths)
         if way == "one GPU visible":
             environ["CUDA_VISIBLE_DEVICES"] = "0"
         simulate = {"simulate": "h200"} if way == "simulated" or self.gpus_are == "simulated" else {}

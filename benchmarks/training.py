@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _spread
-from _run import conclude, emit, header, run_scenario
+from _run import conclude, emit, header, merged, run_scenario
 from checks import TRAINING_PAIRS, training_checks
 
 BLOCKS = int(os.environ.get("MEMGUARD_TRAINING_BLOCKS", str(TRAINING_PAIRS)))
@@ -290,13 +290,16 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="names of programs, separated by semicolons; else all")
+    parser.add_argument("--merge", type=Path, action="append", default=[], help="programs from another run's JSON")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     if arguments.scenario:
         emit(SCENARIOS[arguments.scenario]())
         return
-    scenarios = {}
-    for name in SCENARIOS:
+    only = arguments.only.split(";") if arguments.only else list(SCENARIOS)
+    scenarios: dict[str, Any] = merged(arguments.merge, "scenarios")["scenarios"]
+    for name in only:
         outcome = run_scenario(__file__, name, timeout=240)
         outcome["stderr_tail"] = outcome.pop("_stderr")[-3000:] if outcome["returncode"] else ""
         print(f"{name}: rc {outcome['returncode']}, {outcome['wall_s']} s", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ def test_the_programs_run_with_and_without_a_gpu(place: Any, way: str) -> None:
     assert set(found["caps"].values()) <= {"pending", "absent", "enforced"}
     assert 0 < found["again"] < found["seconds"] and found["cpu"] > 0 and found["modules"] > 50
     assert (found["nvml_init"] > 0) == (way != "simulated") and found["nvml_init"] < found["seconds"]
+
+
+def test_packages_that_lie_beside_are_found_but_no_other_memguard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "lies_beside.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(init.package().parent), "", str(beside)]))
+    monkeypatch.setitem(init.WAYS, "init", f"import lies_beside, memguard\n{init.ALONE}")
+    place = init.Place(tmp_path)
+    assert place.others == [str(beside)]
+    assert set(place.run("init")["caps"]) == set(init.SIX)
 
 
 def test_the_control_imports_what_init_needs_of_others(place: Any) -> None:
