@@ -815,7 +815,7 @@ def _peer_checks(peers: dict[str, Any], six: set[str], check: Any) -> None:
     raw = peers.get("by_route_gb_per_s", {})
     good, wrong = [], []
     for name, one in found.items():
-        rate, said = one.get("gb_per_s"), one.get("route", "").rpartition(", ")[2]
+        rate, said = one.get("gb_per_s"), one.get("route", "").partition(", ")[2]
         if rate and len(raw) == 2 and raw["peer to peer"] > 2 * raw["through the host"]:
             near = min(raw, key=lambda way, rate=rate: max(raw[way] / rate, rate / raw[way]))
             if said == near or (not said and name == "jax"):  # which does not tell how it copies

@@ -142,7 +142,7 @@ def test_what_is_right_passes_every_bar() -> None:
         (("peers", "peers", "jax", "without_copy"), "shared", "two GPUs: not shared"),
         (("peers", "peers", "jax", "gb_per_s"), 57.0, "two GPUs: the route that is said"),
         (("peers", "peers", "jax", "gb_per_s"), None, "two GPUs: the route that is said"),
-        (("peers", "peers", "jax", "route"), "copied from cuda:0 to cuda:1", "two GPUs: the route that is said"),
+        (("peers", "peers", "torch", "route"), "copied from cuda:0 to cuda:1", "two GPUs: the route that is said"),
         (("peers", "peers", "jax", "route"), "cuda:0 to cuda:1, through the host", "two GPUs: the route that is said"),
         (("peers", "by_route_gb_per_s"), {"through the host": 50.0}, "two GPUs: the route that is said"),
         (("peers", "by_route_gb_per_s"), {}, "two GPUs: the route that is said"),
@@ -159,6 +159,15 @@ def test_what_is_wrong_fails_its_bar_and_no_other(path: tuple[Any, ...], value: 
     failed = [name for name, (passed, _) in exchange_checks(broken).items() if not passed]
     also = {"leak", "edges from rmm"} & {path[0]}  # what is open is told of them too
     assert failed and all(name.startswith(bar) or (also and name == "nothing stays lent") for name in failed), failed
+
+
+@pytest.mark.parametrize("rate", [64.4, 278.2])
+def test_jax_alone_may_leave_its_route_out(rate: float) -> None:
+    """As the results have it: its copies went at either rate."""
+    found = copy.deepcopy(GOOD["peers"])
+    found["peers"]["jax"].update(route="torch to jax: 1.00 GiB copied from cuda:0 to cuda:1", gb_per_s=rate)
+    (check,) = [one for name, one in exchange_checks({"peers": found}).items() if "the route that is said" in name]
+    assert check[0], check
 
 
 def test_the_documented_dtypes_are_those_that_memguard_takes() -> None:
