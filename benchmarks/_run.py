@@ -127,7 +127,7 @@ def header(command: str, *, whole: bool = False) -> dict[str, Any]:
 
 
 class Sampler:
-    """NVML's figure for one PID every 50 ms, by `_sampler.py` in a process of its own: no other GIL can slow it."""
+    """NVML's figure for one PID at a fixed rate, by `_sampler.py` in a process of its own: no other GIL can slow it."""
 
     def __init__(self, interval: float = 0.05) -> None:
         self.interval = interval
@@ -154,11 +154,16 @@ class Sampler:
         return found
 
 
-def run_scenario(script: str, name: str, *, env: dict[str, str] | None = None, timeout: float = 240) -> dict[str, Any]:
-    """One scenario in a process of its own: what it printed as RESULT, how it ended, and NVML's view of it."""
+def run_scenario(
+    script: str, name: str, *, env: dict[str, str] | None = None, timeout: float = 240, interval: float = 0.05
+) -> dict[str, Any]:
+    """One scenario in a process of its own: what it printed as RESULT, how it ended, and NVML's view of it.
+
+    interval   seconds between two looks at NVML
+    """
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "0", **(env or {})}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    sampler = Sampler()
+    sampler = Sampler(interval)
     started = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, script, "--scenario", name],
