@@ -228,7 +228,9 @@ EXCHANGE_PEERS: dict[str, tuple[str, ...]] = {
 
 
 def of_exchange(scenarios: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The list of a run of `exchange.py`: two GPUs have a run of their own."""
+    """The list of a run of `exchange.py`: two GPUs have one of their own, and another kind of card one of speed."""
+    if set(scenarios) == {"speed"}:
+        return {"speed": EXCHANGE["speed"]}
     one = {} if set(scenarios) == {"peers"} else EXCHANGE
     return {**one, **(EXCHANGE_PEERS if "peers" in scenarios else {}), "nothing stays lent": ("nothing stays lent",)}
 
@@ -391,7 +393,9 @@ def list_of(result: dict[str, Any]) -> list[str]:
     """The names of the checks that a result has to have; none if its benchmark has no list, as `tests/gpu`."""
     program = result["about"]["command"].partition("benchmarks/")[2].partition(".py")[0]
     if program == "exchange":
-        return names(of_exchange(result["scenarios"]))
+        about = result["about"]
+        whole = about.get("gpus") == 1 and "H200" in (about["gpu"] or "")
+        return names(of_exchange(EXCHANGE if whole else result["scenarios"]))
     return names(BY_COMMAND.get(program, {}))
 
 

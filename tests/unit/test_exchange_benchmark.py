@@ -18,9 +18,9 @@ from memguard.exchange.view import DTYPES, View
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_arrays, _edges, _exchange_tables, _order, benchmark, table, checks = (
+_arrays, _edges, _exchange_tables, _listed, _order, benchmark, table, checks = (
     importlib.import_module(name)
-    for name in ("_arrays", "_edges", "_exchange_tables", "_order", "exchange", "table", "checks")
+    for name in ("_arrays", "_edges", "_exchange_tables", "_listed", "_order", "exchange", "table", "checks")
 )
 exchange_checks = checks.exchange_checks
 
@@ -93,6 +93,7 @@ def _good() -> dict[str, Any]:
 
 
 GOOD = _good()
+GOOD_CHECKS = _listed.names(_listed.of_exchange(_listed.EXCHANGE))
 
 
 def test_what_is_right_passes_every_bar() -> None:
@@ -168,6 +169,14 @@ def test_jax_alone_may_leave_its_route_out(rate: float) -> None:
     found["peers"]["jax"].update(route="torch to jax: 1.00 GiB copied from cuda:0 to cuda:1", gb_per_s=rate)
     (check,) = [one for name, one in exchange_checks({"peers": found}).items() if "the route that is said" in name]
     assert check[0], check
+
+
+@pytest.mark.parametrize(("gpu", "lacking"), [("NVIDIA H100 80GB HBM3", 0), ("NVIDIA H200", len(GOOD_CHECKS) - 2)])
+def test_only_another_kind_of_card_may_have_a_run_of_speed_alone(gpu: str, lacking: int) -> None:
+    found = exchange_checks({"speed": copy.deepcopy(GOOD["speed"])})
+    assert [passed for passed, _ in found.values()] == [True, True]
+    about = {"command": 'python benchmarks/exchange.py --only "speed"', "gpu": gpu, "gpus": 1}
+    assert len(_listed.lacking({"about": about, "scenarios": {"speed": {}}, "checks": found})) == lacking
 
 
 def test_the_documented_dtypes_are_those_that_memguard_takes() -> None:
