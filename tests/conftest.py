@@ -56,6 +56,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def only_own_objects_are_collected() -> None:
+    """For tests that collect thousands of times: freeze also what tests before these have left, as a framework's objects.
+
+    It stays frozen: after `gc.unfreeze()` alone each later collection would walk through all tests again.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> object:
     report = yield

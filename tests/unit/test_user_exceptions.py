@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import gc
 import itertools
 import sys
 import threading
@@ -293,16 +292,7 @@ def test_the_users_exception_goes_on_as_it_is(block: Callable[[BaseException], N
     assert tried == len(CLASSES) * len(BASES) == 666
 
 
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Collections look at what the test makes, and not at all that hundreds of tests before it have left."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("quick_collections")
+@pytest.mark.usefixtures("only_own_objects_are_collected")
 def test_a_notebook_and_a_failed_test_look_at_it_without_harm() -> None:
     extension = notebook.Extension(Shell())
     for make, base in itertools.product(CLASSES.values(), BASES):
