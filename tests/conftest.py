@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def only_own_objects_are_collected() -> None:
-    """For tests that collect thousands of times: freeze also what tests before these have left, as a framework's objects.
+    """For tests that collect thousands of times: freeze also what earlier tests have left, as a framework's objects.
 
     It stays frozen: after `gc.unfreeze()` alone each later collection would walk through all tests again.
     """
