@@ -394,7 +394,7 @@ result["afterwards"] = [y.tolist() == list(range(16)), y.tolist() == list(range(
 
 def test_the_memory_lives_as_long_as_any_view(beside_all: Run) -> None:
     found = beside_all("""
-import resource
+import resource, time
 expected = np.arange(1 << 20, dtype="float32")
 for producer, consumer in PAIRS:
     x = make(producer, expected)
@@ -434,7 +434,10 @@ for producer, consumer in PAIRS:
         assert values(y)[-1] == 0
         del y
     gc.collect()
-    growth[f"{producer} {consumer}"] = (resident() - before) >> 20
+    end = time.monotonic() + 10  # threads of the frameworks give memory back a moment later
+    while (grown := (resident() - before) >> 20) > 120 and time.monotonic() < end:
+        time.sleep(0.05)
+    growth[f"{producer} {consumer}"] = grown
 result["growth"] = growth
 """)
     growth = found.pop("growth")
