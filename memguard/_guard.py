@@ -36,6 +36,7 @@ from memguard._types import (
     Event,
     Moment,
     Plan,
+    Room,
     Sample,
     State,
     Usage,
@@ -465,6 +466,14 @@ class Guard:
     def _checkpoint(self) -> None:
         if self._on_checkpoint is not None:
             self._on_checkpoint()
+
+    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
+        """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
+
+        On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
+        lack of memory: `missing` in what it returns says what is still not there.
+        """
+        raise NotImplementedError
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""

@@ -84,7 +84,10 @@ class MemoryInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """One device's part of a plan: limit = reserve + Σ caps + unallocated."""
+    """One device's part of a plan: limit = reserve + Σ caps + unallocated.
+
+    The caps of elastic frameworks are those of now: the rest are what they are for good.
+    """
 
     device: Device
     limit: int
@@ -92,6 +95,8 @@ class DevicePlan:
     caps: Mapping[str, int]
     unallocated: int
     reserve_source: str = "auto"
+    elastic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The least and the most of each elastic framework, in bytes: its cap moves between them."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,34 @@ class Moment(NamedTuple):
     @property
     def cached(self) -> int | None:
         return None if self.held is None or self.in_use is None else max(self.held - self.in_use, 0)
+
+
+class Shortage(NamedTuple):
+    """A request that an allocator cannot serve, before it is refused for good. Sizes are bytes.
+
+    `asked` is what the program asked for, `needed` the most that the allocator would take from the driver for it.
+    `full`: the driver refused, as the GPU has not so much left; else the cap forbids it.
+    """
+
+    framework: str
+    uuid: str
+    asked: int
+    needed: int
+    full: bool
+
+
+class Room(NamedTuple):
+    """What was done so that one request may be served, in bytes.
+
+    `returned` is what each sibling gave back, as NVML says. `cap` is the requester's before and after; None if it did
+    not move. `missing` is what still lacks; 0 if the request fits now. `live` is what siblings hold in live arrays
+    above what is theirs for good (their min): only the program can free it.
+    """
+
+    returned: Mapping[str, int]
+    cap: tuple[int, int] | None
+    missing: int
+    live: Mapping[str, int]
 
 
 class Applied(NamedTuple):

@@ -40,7 +40,7 @@ from typing import Any
 from memguard._devices.host import Host
 from memguard._logs import log as _log
 from memguard._specs import FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
 from memguard._undo import Undo
 from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
@@ -51,6 +51,8 @@ class Framework(ABC):
 
     spec: FrameworkSpec
     """Its row."""
+    resizable = True
+    """Whether a cap can change at run time. Not TensorFlow's and JAX's: what they have taken never comes back."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -64,6 +66,8 @@ class Framework(ABC):
         """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
         self.on_refusal: Callable[[Moment], str | None] | None = None
         """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
+        self.on_shortage: Callable[[Shortage], bool] | None = None
+        """Asked by `_short` for room before a request is refused; the guard sets it."""
 
     @property
     def name(self) -> str:
@@ -113,6 +117,10 @@ class Framework(ABC):
     def trim(self, device: Device) -> None:
         """Give back to the driver what can be given back now, on this thread. Does nothing if nothing can."""
 
+    def give_back(self, device: Device, needed: int) -> None:
+        """As `trim`, but no more than `needed` bytes where the allocator can give a part; others give all they can."""
+        self.trim(device)
+
     def resize(self, caps: Mapping[str, int]) -> None:
         """Change applied caps at run time. Lowering a cap evicts nothing by itself: the guard trims and reports."""
         raise CapNotApplied(
@@ -151,6 +159,20 @@ class Framework(ABC):
                 vars(BaseException)["__dict__"].__get__(error)["memguard_refusal"] = record
         except Exception as failure:
             _log.debug("%s: a refused request was not recorded: %s", self.name, str(failure))
+
+    def _short(self, shortage: Shortage) -> bool:
+        """Have room made for a request that is about to be refused: siblings give back cache, an elastic cap rises.
+
+        True if that has changed something, so that the request is worth another try. Call it on the thread that asked,
+        without a lock of the adapter, at most a few times for one request. It raises only what a signal handler does.
+        """
+        if self.on_shortage is None:
+            return False
+        try:
+            return self.on_shortage(shortage)
+        except Exception as failure:
+            _log.debug("%s: no room could be made: %s", self.name, str(failure))
+            return False
 
     def capturing(self) -> bool:
         """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil the graph."""

@@ -43,6 +43,7 @@ class JAX(Framework):
     """JAX's BFC allocator (from XLA), capped by the `memory_fraction` of its client."""
 
     spec = SPECS["jax"]
+    resizable = False
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

@@ -39,6 +39,7 @@ class TensorFlow(Framework):
     """TensorFlow's BFC allocator, capped by `LogicalDeviceConfiguration(memory_limit)`."""
 
     spec = SPECS["tensorflow"]
+    resizable = False
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

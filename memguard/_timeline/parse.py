@@ -165,7 +165,8 @@ class Parser:
             sizes = {key: self._size(self._typed(part, key, *types)) for key, types in _PART.items()}
             self._size(device.total)
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
-            devices.append(DevicePlan(device, caps=caps, reserve_source=str(part["reserve_source"]), **sizes))
+            source = str(part["reserve_source"])
+            devices.append(DevicePlan(device, sizes["limit"], sizes["reserve"], caps, sizes["unallocated"], source))
         options = {name: dict(about) for name, about in content["options"].items()}
         return Plan(tuple(devices), options, tuple(str(note) for note in content["notes"]))
 
