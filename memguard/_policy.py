@@ -298,10 +298,16 @@ def _matches(key: str, device: Device) -> bool:
 
 
 def resized(current: Plan, framework: str, size: int) -> Plan:
-    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit."""
+    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
+
+    What elastic frameworks have beyond their min is not taken from them: they may be using it.
+    """
     cap = round_down(size)
     most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
+    lent = [name for part in current.devices for name, (least, _) in part.elastic.items() if part.caps[name] > least]
     fix = "lower another framework's cap first"
+    if lent:
+        fix = f"lower the max of {' or '.join(dict.fromkeys(lent))} in the budget, which has what is left"
     fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
     fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
     problems = []
