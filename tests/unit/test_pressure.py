@@ -624,7 +624,7 @@ def test_what_another_elastic_framework_needs_lowers_what_a_cap_can_rise_to() ->
 
 
 def test_a_min_is_there_whatever_others_hold() -> None:
-    assert levels(moving(0, cupy=(4, 5), torch=(38, 30), jax=(1, 5))) == [("torch", "critical")]
+    assert levels(moving(0, cupy=(4.5, 5), torch=(38, 30), jax=(1, 5))) == [("cupy", "warn"), ("torch", "critical")]
 
 
 def test_a_fixed_cap_that_was_resized_counts_as_it_is_now() -> None:
