@@ -104,11 +104,11 @@ class Books:
         self.terms = terms
         self._small = dict.fromkeys(terms.shares, 0)
         self._large = dict.fromkeys(terms.shares, 0)
-        self.arrays = dict.fromkeys(terms.shares, 0)
+        self._arrays = {name: [0, 0] for name in terms.shares}
 
     def add(self, name: str, size: int, times: int = 1) -> None:
         (self._small if size <= SMALL else self._large)[name] += times * rounded(name, size)
-        self.arrays[name] += times
+        self._arrays[name][size <= SMALL] += times
 
     def remove(self, name: str, size: int) -> None:
         self.add(name, size, -1)
@@ -117,6 +117,15 @@ class Books:
         """The least that its live arrays take."""
         small, large = self._small[name], self._large[name]
         return small + large if name in FIXED else up(small) + up(large)
+
+    def large(self, name: str) -> int:
+        return self._large[name]
+
+    def arrays(self, name: str) -> int:
+        return sum(self._arrays[name])
+
+    def small_arrays(self, name: str) -> int:
+        return self._arrays[name][True]
 
     def most(self, name: str) -> int:
         """The most that it may hold while the others have live what they have live."""
@@ -191,13 +200,27 @@ def _fragments(books: Books, entry: Entry) -> list[str]:
     """Who is in the way of a request for which there would be room; empty if nobody is."""
     terms, name = books.terms, entry.framework
     assert entry.trimmed is not None, "the runner looks at what stays held wherever the request would fit"
-    held = {one: terms.most(one) if size is None else size for one, size in entry.trimmed.items()}
+    held = {one: _pinned(books, one, size) for one, size in entry.trimmed.items()}
     allowed = books.allowed(name, held)
     if held[name] + footprint(name, entry.size) <= allowed:
         return []
     stuck = [one for one in held if one != name and up(held[one]) > max(terms.least(one), books.live(one))]
     own = held[name] > books.live(name) or footprint(name, entry.size) > rounded(name, entry.size)
     return [*(stuck if held[name] + footprint(name, entry.size) > terms.least(name) else ()), *([name] if own else ())]
+
+
+def _pinned(books: Books, name: str, held: int | None) -> int:
+    """What its live arrays can keep from the driver at most, of what it holds after a trim.
+
+    PyCUDA's and Numba's blocks hold one array each, so only pieces of slabs keep more than they are.
+    """
+    if held is None:
+        return books.terms.most(name)
+    if name in FIXED:
+        return held
+    if name in ("pycuda", "numba"):
+        return min(held, books.large(name) + PAGE * books.small_arrays(name))
+    return held if books.arrays(name) else 0
 
 
 def _overdrawn(terms: Terms, held: Mapping[str, int | None]) -> str:
