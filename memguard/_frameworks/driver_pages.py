@@ -81,6 +81,11 @@ class Slabs:
             if slab.known:
                 self.gaps -= change
 
+    def pieces(self, address: int) -> int:
+        """How many pieces are counted in the slab of this address."""
+        slab = self._slabs.get(address // GRANULE)
+        return slab.pieces if slab is not None else 0
+
     def leave(self, address: int) -> None:
         """Count one piece less. With its last piece the slab is forgotten."""
         with self._lock:
