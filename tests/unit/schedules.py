@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import _schedules
-from _oracle import FIXED, Entry, Terms, Verdicts, judge
+from _oracle import Entry, Terms, Verdicts, judge
 from _simulated_runner import SimulatedRunner
 
 from memguard import Budget
@@ -33,12 +32,7 @@ class Played(NamedTuple):
 @contextmanager
 def guarded(terms: Terms, change: Callable[[Guard], None] = lambda _: None) -> Iterator[Guard]:
     """A guard of this budget on a simulated card. `change` breaks it before it starts, to see that this is noticed."""
-    content = _schedules.budget(terms)
-    content["frameworks"] = {name: {"limit": least} for name, (least, _) in terms.shares.items()}
-    guard = Guard(Budget.from_mapping(content), SimulatedHost([CARD]))
-    (part,) = guard.plan.devices
-    elastic = {name: share for name, share in terms.shares.items() if name not in FIXED}
-    guard.plan, guard._elastic = replace(guard.plan, devices=(replace(part, elastic=elastic),)), True
+    guard = Guard(Budget.from_mapping(_schedules.budget(terms)), SimulatedHost([CARD]))
     change(guard)
     try:
         guard.start()

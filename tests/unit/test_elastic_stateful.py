@@ -113,7 +113,7 @@ class Elastic(RuleBasedStateMachine):
 
 TestElastic = Elastic.TestCase
 TestElastic.settings = settings(
-    max_examples=600, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
