@@ -33,7 +33,7 @@ from typing import Any
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
-from memguard._frameworks.cupy.blocks import Blocks, returned_by_driver
+from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
@@ -62,7 +62,8 @@ class CuPy(Framework):
         self._caps: dict[str, int] = {}
         self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
         self._pieces: dict[int, Pieces] = {}
-        self._blocks = Blocks()
+        self._blocks = blocks.Blocks()
+        self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # by ordinal: held, used, when, what was found
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
@@ -146,24 +147,34 @@ class CuPy(Framework):
         if total is None:
             return None
         held, used = total
-        idle = 0 if held == used else self._reclaimable(device.uuid, ordinal, held - used)
+        idle = 0 if held == used else self._reclaimable(device.uuid, ordinal, held, used)
         return usage_of((held, used, idle, None, None, None))
 
-    def _reclaimable(self, uuid: str, ordinal: int, cached: int) -> int | None:
+    def _reclaimable(self, uuid: str, ordinal: int, held: int, used: int) -> int | None:
         """What a trim would give back of what is cached, in bytes; None if CuPy or the driver does not say."""
+        now, last = time.monotonic(), self._idle.get(ordinal)
+        if last is not None and last[0] == held and last[1] == used and now - last[2] < blocks.FRESH:
+            return last[3]
+        found = self._given_back(uuid, ordinal)
+        if found is not None:
+            found = min(found, max(held - used, 0))  # pages that CuPy does not count are no part of what it caches
+        self._idle[ordinal] = held, used, now, found
+        return found
+
+    def _given_back(self, uuid: str, ordinal: int) -> int | None:
+        """What the driver would get back by a trim."""
         found = 0
         known = slabs[uuid].pieces if ordinal in self._pieces else None
         with contexts.pushed(ordinal) as there:
             for pool in (self._asked(sys.modules["cupy"]), *(former for former, _ in self._former)) if there else ():
-                total, used = int(pool.total_bytes()), int(pool.used_bytes())
                 if isinstance(pool, sys.modules["cupy"].cuda.MemoryAsyncPool):
-                    part = returned_by_driver(total, used)
+                    part = blocks.returned_by_driver(int(pool.total_bytes()), int(pool.used_bytes()))
                 else:
-                    part = self._blocks.reclaimable(pool, ordinal, total, used, known)
+                    part = self._blocks.reclaimable(pool, ordinal, known)
                 if part is None:
                     return None
                 found += part
-        return min(found, max(cached, 0))
+        return found
 
     def give_back(self, device: Device, needed: int) -> None:
         """As `trim`; the blocks of some streams only, and a part of the driver's own pool, where that is enough."""
@@ -286,6 +297,7 @@ class CuPy(Framework):
 
     def forked(self) -> None:
         self._lock, self._caps, self._limited = threading.RLock(), {}, {}
+        self._blocks = blocks.Blocks()
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         malloc, total_bytes, get_limit, shares = pool.malloc, pool.total_bytes, pool.get_limit, self._shares
@@ -640,6 +652,7 @@ class CuPy(Framework):
                     if self._on(ordinal, _get_limit, pool) == cap:
                         self._on(ordinal, functools.partial(_set_limit, before), pool)
             self._limited.clear()
+            self._idle.clear()
             for pieces in self._pieces.values():
                 pieces.forget()
             self._pieces.clear()

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from memguard._frameworks.driver_pages import SMALL, UNIT
 from memguard._locks import Turn
@@ -28,7 +27,9 @@ from memguard._units import GRANULE, MIB, round_up
 MOST = 4096
 """With more idle blocks than this the answer is None: a reading of so many takes 1.3 ms (measured, CuPy 14.2)."""
 FRESH = 0.1
-"""Seconds for which a figure is used again while the pool's own figures stay: its blocks may have changed with them."""
+"""Seconds for which a figure is used again while the pool's own figures stay, as its blocks may be others by then."""
+_WITHIN = 0.02
+"""Seconds to wait for another thread that reads them."""
 _FULL = GRANULE - 16 * UNIT
 """A slab whose idle pieces add up to this much has no room for pieces of others that matter."""
 _PIECE = 32 * MIB
@@ -41,50 +42,22 @@ _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 of the pool, which its own thread has."""
 
 
-class _Reading(NamedTuple):
-    """What was found, and for which figures of the pool: total, used and the number of idle blocks."""
-
-    total: int
-    used: int
-    blocks: int
-    time: float
-    found: int | None
-
-
 class Blocks:
-    """The idle blocks of CuPy's pools. Thread-safe; waits for no lock of Python's."""
+    """The idle blocks of CuPy's pools. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Reading] = {}  # by the id of the pool of one GPU
         self._turn = Turn()
         self._unreadable = False
 
-    def reclaimable(
-        self, pool: Any, ordinal: int, total: int, used: int, pieces: Callable[[int], int] | None = None
-    ) -> int | None:
+    def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
         """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy does not say.
 
-        `total` and `used` are the pool's own figures, and the answer is at most what lies between. `pieces` says how
-        many pieces are known in the slab of an address. A slab counts if nothing in it is known to be in use, or if
-        nothing else has room in it: what others have in it may keep it with the driver, unseen.
+        `pieces` says how many pieces are known in the slab of an address. A slab counts if nothing in it is known to be
+        in use, or if nothing else has room in it: what others have in it may keep it with the driver, unseen.
         """
-        if total <= used:
-            return 0
         one = self._of_one_gpu(pool, ordinal)
-        if one is None:
-            return None
-        blocks, now, last = one.n_free_blocks(), time.monotonic(), self._known.get(id(one))
-        same = last is not None and last[:3] == (total, used, blocks)
-        if last is not None and same and now - last.time < FRESH:
-            return last.found
-        rows = self._rows(one) if blocks <= MOST else None
-        found = None if rows is None else min(_returned(rows, pieces), total - used)
-        if rows is None and blocks <= MOST and not self._unreadable:  # another thread reads it at this moment
-            return last.found if last is not None and same else None
-        if len(self._known) > 16:
-            self._known.clear()  # pools come and go, and none is kept for this
-        self._known[id(one)] = _Reading(total, used, blocks, now, found)
-        return found
+        rows = self._rows(one) if one is not None and one.n_free_blocks() <= MOST else None
+        return None if rows is None else _returned(rows, pieces)
 
     def free(self, pool: Any, ordinal: int, needed: int) -> bool:
         """Free the blocks of those streams that together return `needed` bytes, the largest first, on the current GPU.
@@ -133,7 +106,7 @@ class Blocks:
         """Size, size of the whole block and its address of all that idles; None if it cannot be read now."""
         streams = self._streams(one) if streams is None else streams
         try:
-            done = self._turn.take(_read, 0, getattr(one, _INDEX), streams)
+            done = self._turn.take(_read, _WITHIN, getattr(one, _INDEX), streams)
         except (AttributeError, TypeError, IndexError) as failure:
             self._unreadable = True
             _log.debug("cupy: what its pool would give back is unknown: %s", str(failure))
