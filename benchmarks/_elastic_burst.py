@@ -32,7 +32,7 @@ def budget(elastic: bool) -> dict[str, Any]:
 def burst(elastic: bool) -> dict[str, Any]:
     import memguard
 
-    memguard.init(budget(elastic))
+    guard = memguard.init(budget(elastic))
     torch, cupy = Arrays("torch"), Arrays("cupy")
     for one in (torch, cupy):
         one.load()
@@ -41,10 +41,11 @@ def burst(elastic: bool) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
 
-    def take(size: int) -> Any:
-        return memguard.call(torch.take, size)
+    def room() -> None:
+        if elastic:
+            guard.make_room("torch", MAX)
 
-    found = alternations(TIMES if elastic else FIXED_TIMES, torch, cupy, take, memguard.trim, Card().own)
+    found = alternations(TIMES if elastic else FIXED_TIMES, torch, cupy, room, memguard.trim, Card().own)
     return {"min": MIN, "max": MAX, "tick_ms": TICK * 1e3, "limit": LIMIT, **found}
 
 
@@ -52,7 +53,7 @@ def alternations(
     times: int,
     torch: Any,
     cupy: Any,
-    take: Callable[[int], Any],
+    room: Callable[[], None],
     trim: Callable[[str], Any],
     own: Callable[[], int],
     least: int = MIN,
@@ -62,14 +63,16 @@ def alternations(
 ) -> dict[str, Any]:
     """PyTorch takes all that it gets, live; CuPy asks for its min. PyTorch frees it; CuPy asks for its max.
 
-    take   one of PyTorch's blocks, as a program asks for it
+    room   makes room for all that PyTorch may have, as a program that knows its needs does
     """
     found: dict[str, Any] = {"alternations": times, "live": [], "min": [], "max": [], "own": []}
     for number in range(times):
-        live, refused = [], None
+        live: list[Any] = []
+        refused = None
+        room()
         while refused is None and len(live) * block < most:
             try:
-                live.append(take(block))
+                live.append(torch.take(block))
             except Exception as error:
                 refused = text_of(error)["text"]
         for place in range(len(live)):  # no name but the list's keeps a block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ LIVE = 0.9
 PEAKS = 1.05
 APART = 0.9
 """Of the sum of all peaks, what caches apart hold at least."""
+REQUESTS, REFUSED = 400, 20
+"""Of all schedules together, at least: else they asked for nothing much."""
 MIX_ROUNDS = 15
 MIX_ALIKE = 1.10
 Tell = Any
@@ -41,6 +44,8 @@ def elastic_checks(s: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
     judges["pool"] = _of(_pool, s, "pool")
     judges["pool, caps"] = _of(_apart, s, "pool, caps")
     judges["mix"] = _of(_mix, s, "mix")
+    judges["schedule *"] = functools.partial(_schedules, s=s)
+    judges["fixed shares, schedule *"] = functools.partial(_schedules_fixed, s=s)
     return judged(_listed.ELASTIC, judges, s)
 
 
@@ -201,4 +206,42 @@ def _way(way: str, of: Mapping[str, Any]) -> str:
     ratio = of.get("ratio")
     return f"{way} {of['us']:.2f} us" + (
         f" ({ratio['median']:.2f}, {ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else ""
+    )
+
+
+def _schedules(check: Tell, s: Mapping[str, Any]) -> None:
+    of = [s[f"schedule {seed}"] for seed in _listed.ELASTIC_SEEDS if f"schedule {seed}" in s]
+    avoidable, minima, within, right = _listed.SCHEDULES
+    every = len(of) == len(_listed.ELASTIC_SEEDS)
+
+    def total(key: str) -> int:
+        return int(sum(one[key] for one in of))
+
+    faults = "; ".join(f"schedule {one['seed']}: {one['faults'][0]}" for one in of if one["faults"])[:600]
+    check(
+        avoidable,
+        every and total("requests") >= REQUESTS and total("refused") >= REFUSED and not total("avoidable"),
+        f"{total('avoidable')} avoidable; {total('requests')} requests in {len(of)} schedules, {total('refused')} "
+        f"refused: {total('infeasible')} had no room, {total('blocked')} were blocked by fragments {faults}".rstrip(),
+    )
+    check(minima, every and not total("minima"), f"{total('minima')} times not {faults}".rstrip())
+    nearest = max((max(one["most_process"], one["nvml"]["max_bytes"]) / one["limit"] for one in of), default=0.0)
+    looks, gap = (
+        sum(one["nvml"]["samples"] for one in of),
+        max((one["nvml"]["longest_gap_ms"] for one in of), default=0),
+    )
+    check(
+        within,
+        every and 0 < nearest <= 1 and looks > 0 and not total("above_limit"),
+        f"{nearest:.1%} of it at most in {looks} samples, at most {gap:.0f} ms apart",
+    )
+    check(right, every and not total("wrong"), f"{total('wrong')} wrong")
+
+
+def _schedules_fixed(check: Tell, s: Mapping[str, Any]) -> None:
+    of = [s[name] for seed in _listed.ELASTIC_CONTROLS if (name := f"fixed shares, schedule {seed}") in s]
+    check(
+        _listed.SCHEDULES_FIXED,
+        len(of) == len(_listed.ELASTIC_CONTROLS) and all(one["avoidable"] > 0 for one in of),
+        f"{', '.join(str(one['avoidable']) for one in of)} avoidable of {sum(one['refused'] for one in of)} refused",
     )

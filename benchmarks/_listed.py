@@ -364,6 +364,17 @@ POOL_PEAKS = (
     "pool: the values of every array are right",
 )
 POOL_APART = "pool, control: with caches apart they take about 40 GiB"
+ELASTIC_SEEDS = tuple(range(1, 21))
+"""The schedules that are played on a GPU."""
+ELASTIC_CONTROLS = (1, 2)
+"""Those that are played with fixed shares too."""
+SCHEDULES = (
+    "schedules: no refusal of 20 schedules was avoidable",
+    "schedules: every min is there at each step",
+    "schedules: the process is within its limit at every sample of NVML",
+    "schedules: the values of every array are right",
+)
+SCHEDULES_FIXED = "schedules, control: with fixed shares refusals were avoidable"
 
 
 def of_reclaim(name: str) -> tuple[str, str, str]:
@@ -400,6 +411,8 @@ ELASTIC: dict[str, tuple[str, ...]] = {
     "pool": POOL_PEAKS,
     "pool, caps": (POOL_APART,),
     "mix": tuple(name for library in MIX for name in (of_mix(library), of_mix_alike(library))),
+    "schedule *": SCHEDULES,
+    "fixed shares, schedule *": (SCHEDULES_FIXED,),
 }
 
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {

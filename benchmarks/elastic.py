@@ -12,8 +12,8 @@ c  burst       PyTorch's bytes are live and idle in turn, and CuPy asks for its 
 d  pool        five frameworks peak at 8 GiB in turn under `strategy: pool`, and a mix of allocations. Control: caches
                apart under `strategy: caps`; for the mix the plain libraries, twice, and RMM's pool. Some 110 s.
 e  schedules   20 seeded schedules of six frameworks whose caps add up to twice the limit, judged by an oracle that
-               knows no memguard. Control: the same schedules with fixed shares, for which it finds what could have
-               been served. Some 150 s.
+               knows no memguard. Control: two of them with fixed shares, for which it finds what could have been
+               served. Some 150 s, eleven at a time: each request of TensorFlow or JAX that fails takes 10 s.
 
 The times are estimates from what the other benchmarks take, until a result has them. `--part ab` runs parts, `--only`
 scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON. Every scenario is a
@@ -41,7 +41,8 @@ from _elastic_checks import elastic_checks
 from _elastic_moves import moves
 from _elastic_pool import CAP, child, peaks, throughput
 from _elastic_reclaim import reclaimed
-from _listed import SIX
+from _elastic_schedules import played
+from _listed import ELASTIC_CONTROLS, ELASTIC_SEEDS, SIX
 from _run import attempt, conclude, emit, header, merged, run_scenario
 from peers import Child
 
@@ -60,14 +61,17 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "burst, fixed shares": functools.partial(burst, False),
     "pool": functools.partial(peaks, "pool"),
     "pool, caps": functools.partial(peaks, "caps"),
+    **{f"schedule {seed}": functools.partial(played, seed) for seed in ELASTIC_SEEDS},
+    **{f"fixed shares, schedule {seed}": functools.partial(played, seed, False) for seed in ELASTIC_CONTROLS},
 }
 PARTS: dict[str, tuple[str, ...]] = {
     "a": tuple(name for name in SCENARIOS if name.startswith("reclaim ")),
     "b": ("moves",),
     "c": ("burst", "burst, fixed shares"),
     "d": ("pool", "pool, caps", MIX),
+    "e": tuple(name for name in SCENARIOS if "schedule " in name),
 }
-AT_ONCE = {"a": 6}
+AT_ONCE = {"a": 6, "e": 11}
 """Processes of a part that run at the same time. Where times count it is one."""
 
 

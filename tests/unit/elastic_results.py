@@ -30,6 +30,8 @@ def whole() -> dict[str, Any]:
     made["pool"] = _pool("pool", [9.2] * 5)
     made["pool, caps"] = _pool("caps", [9.2, 17.2, 25.2, 33.2, 41.2])
     made["mix"] = _mix()
+    made |= {f"schedule {seed}": _schedule(seed, 0) for seed in range(1, 21)}
+    made |= {f"fixed shares, schedule {seed}": _schedule(seed, 7) for seed in (1, 2)}
     return made
 
 
@@ -104,4 +106,13 @@ def _mix() -> dict[str, Any]:
     return {
         "returncode": 0, "cap": 6 * GIB, "live": 32, "sizes": [1024, 64 * MIB], "steps": 400, "missing": {},
         "failed": {}, "us": {}, "figures": figures, "seconds": 40.0, "says": says, "wall_s": 60.0,
+    }  # fmt: skip
+
+
+def _schedule(seed: int, avoidable: int) -> dict[str, Any]:
+    return {
+        "returncode": 0, "seed": seed, "limit": 12 * GIB, "steps": 60, "requests": 70, "refused": 12 + avoidable,
+        "infeasible": 9, "blocked": 3, "fragments": {"torch": 3}, "avoidable": avoidable, "above_limit": 0,
+        "minima": 0, "wrong": 0, "faults": ["step 3: torch was refused"] if avoidable else [],
+        "most_process": 11 * GIB, "by_framework": {}, "nvml": nvml(11 * GIB), "wall_s": 60.0,
     }  # fmt: skip
