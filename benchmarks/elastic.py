@@ -129,7 +129,8 @@ def main() -> None:
         emit(SCENARIOS[arguments.scenario]())
         return
     if arguments.child:
-        child(*arguments.child, arguments.cap, sys.stdin)
+        library, way = arguments.child
+        child(library, way, arguments.cap, sys.stdin)
         return
     before = merged(arguments.merge, "scenarios")["scenarios"]
     names = [name for name in chosen(arguments.part, arguments.only) if name not in before]

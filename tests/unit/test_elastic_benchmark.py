@@ -173,35 +173,35 @@ def test_the_budgets_of_the_card_leave_no_room_unused() -> None:
 
 def mover(card: Card) -> Any:
     frameworks = {name: Framework(card, name) for name in _moves.GIVERS}
-    return _moves.Mover(frameworks, card.trim, lambda name: None, card.own, moved=64)
+    return _moves.Mover(frameworks, card.trim, lambda name: None, card.own, moved=64 * MIB)
 
 
 def test_every_pair_is_moved_as_often_and_by_hand_now_and_then() -> None:
-    card = Card(100)
-    found = mover(card).rounds(piece=8, times=8, seconds=60, hands=4)
+    card = Card(100 * MIB)
+    found = mover(card).rounds(piece=8 * MIB, times=8, seconds=60, hands=4)
     assert set(found["pairs"]) == set(_listed.ELASTIC_PAIRS) and len(_listed.ELASTIC_PAIRS) == 9
     for one in found["pairs"].values():
         assert one["n"] == 8 and len(one["by_hand_ms"]) == 2 and one["wrong"] == 0 and one["error"] is None
-        assert one["most_grown"] == 0 and one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
-    assert card.most <= 100, "never two frameworks' 64 at once"
+        assert one["most_grown"] <= 8 * 512 and one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
+    assert card.most <= 100 * MIB, "never two frameworks' 64 at once"
 
 
 def test_a_move_that_fails_is_told_and_not_counted() -> None:
-    found = mover(Card(100, helps=False)).rounds(piece=8, times=3, seconds=60, hands=4)
+    found = mover(Card(100 * MIB, helps=False)).rounds(piece=8 * MIB, times=3, seconds=60, hands=4)
     for one in found["pairs"].values():
-        assert one["n"] == 0 and one["p99_ms"] is None and "no 64" in one["error"]
+        assert one["n"] == 0 and one["p99_ms"] is None and ": no 67108" in one["error"]
         assert len(one["by_hand_ms"]) == 1, "trimmed by hand, it fits"
 
 
 def test_wrong_values_and_growth_are_counted() -> None:
-    card = Card(200)
+    card = Card(200 * MIB)
     of = mover(card)
     of.frameworks["cupy"].spoils = True
-    found = of.rounds(piece=8, times=2, seconds=60, hands=1)["pairs"]
+    found = of.rounds(piece=8 * MIB, times=2, seconds=60, hands=1)["pairs"]
     assert {pair: one["wrong"] for pair, one in found.items()} == {
         pair: 4 if pair.endswith("> cupy") else 0 for pair in found
     }
-    assert all(one["most_grown"] == 64 for one in found.values()), "there is room for both: nothing is given back"
+    assert all(one["most_grown"] >= 63 * MIB for one in found.values()), "there is room for both: nothing is given back"
 
 
 def test_rounds_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_rounds_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return clock[0]
 
     monkeypatch.setattr(_moves.time, "monotonic", tick)
-    found = mover(Card(100)).rounds(piece=8, times=100, seconds=9, hands=4)
+    found = mover(Card(100 * MIB)).rounds(piece=8 * MIB, times=100, seconds=9, hands=4)
     counts = {one["n"] for one in found["pairs"].values()}
     assert len(counts) == 1 and 1 <= counts.pop() < 6
 
@@ -221,6 +221,15 @@ def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(n) for n in range(100, 0, -1)]
     assert _moves.percentile(values, 0.5) == 50 and _moves.percentile(values, 0.99) == 99
     assert _moves.percentile([7.0], 0.99) == 7 and _moves.percentile([], 0.5) is None
+
+
+def test_a_budget_of_moves_has_no_room_for_two() -> None:
+    """Whatever the giver's allocator keeps beside its blocks, and torch's segments of 20 MiB for pieces of 2."""
+    most = _moves.budget()["frameworks"]["torch"]["max"]
+    segments = -(-_moves.MOVED // (20 * MIB)) * 20 * MIB
+    assert max(_moves.MOVED + _moves.SPARE, segments) <= most
+    assert most + 3 * _moves.LEAST == _moves.ROOM < _moves.MOVED + _checks.GROWN
+    assert [_moves.asked(name, 64 * MIB) for name in ("cupy", "pycuda")] == [64 * MIB, 64 * MIB - 512]
 
 
 # Burst
