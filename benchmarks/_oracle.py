@@ -177,9 +177,9 @@ def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
         if entry.refused is not None:
             if not books.fits(name, size):
                 infeasible += 1
-            elif in_the_way := _fragments(books, entry):
+            elif who := in_the_way(books, entry):
                 blocked += 1
-                for one in in_the_way:
+                for one in who:
                     named[one] = named.get(one, 0) + 1
             else:
                 avoidable.append(Fault(at, _why(books, entry)))
@@ -196,7 +196,7 @@ def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
     return Verdicts(requests, infeasible, named, blocked, avoidable, above, minima, wrong)
 
 
-def _fragments(books: Books, entry: Entry) -> list[str]:
+def in_the_way(books: Books, entry: Entry) -> list[str]:
     """Who is in the way of a request for which there would be room; empty if nobody is."""
     terms, name = books.terms, entry.framework
     assert entry.trimmed is not None, "the runner looks at what stays held wherever the request would fit"

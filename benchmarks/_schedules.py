@@ -73,7 +73,9 @@ def terms(seed: int, limit: int, reserve: int) -> Terms:
     weights = {name: rng.uniform(0.6, 1.4) for name in FRAMEWORKS}
     most: dict[str, int] = {}
     left, weight = 2 * limit, sum(weights.values())
-    for name in sorted(weights, key=lambda one: -weights[one]):  # none can have more than the room: the rest has it then
+    for name in sorted(
+        weights, key=lambda one: -weights[one]
+    ):  # none can have more than the room: the rest has it then
         most[name] = max(min(_pages(left * weights[name] / weight), _pages(room)), least[name])
         left, weight = left - most[name], weight - weights[name]
     return Terms(limit, reserve, {name: (least[name], most[name]) for name in FRAMEWORKS})
@@ -130,10 +132,16 @@ class _Play:
         with ExitStack() as stack:
             threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(THREADS)]
             for number, step in enumerate(steps):
-                yield from threads[step.thread].submit(lambda: list(self.step(number, step))).result()
-            yield from threads[0].submit(lambda: [self.free(len(steps), block) for block in list(self.arrays)]).result()
+                yield from threads[step.thread].submit(self.step, number, step).result()
+            yield from threads[0].submit(self.end, len(steps)).result()
 
-    def step(self, number: int, step: Step) -> Iterator[Entry]:
+    def end(self, number: int) -> list[Entry]:
+        return [self.free(number, block) for block in list(self.arrays)]
+
+    def step(self, number: int, step: Step) -> list[Entry]:
+        return list(self._step(number, step))
+
+    def _step(self, number: int, step: Step) -> Iterator[Entry]:
         if step.op == "allocate":
             yield self.allocate(number, step.framework, step.block, step.sizes[0])
         elif step.op == "free" and step.block in self.arrays:

@@ -271,7 +271,8 @@ _BOUNDS = {
 def _bound(name: str, siblings: Mapping[str, Any]) -> str:
     """The bound of an elastic share that a word stands for, where the other bound stands beside it; "" if none."""
     bound = _BOUNDS.get(meant.normal(name), "")
-    others = {_BOUNDS.get(meant.normal(key), key) for key in siblings if key != name}
+    words = [meant.normal(key) for key in siblings if key != name]
+    others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}
     return bound if bound not in others and {"min", "max"} - {bound} <= others and not others & {*SIZES[:2]} else ""
 
 

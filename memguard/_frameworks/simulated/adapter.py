@@ -43,7 +43,7 @@ class AllocatorModel:
     asks        memguard's allocator serves it, which has room made before it refuses a request
     reports     it reports single allocations; of the others the recorder samples the level
     silent      with growth it does not say what it holds (TensorFlow)
-    totals      it says neither what of its cache is split nor its peak (CuPy)
+    totals      it does not say its peak (CuPy)
     """
 
     make: Callable[[Start], Allocator]
@@ -227,7 +227,7 @@ class SimulatedFramework(Framework):
             if pool is None:
                 return None
             if self.model.totals:
-                return Usage(pool.held, pool.in_use, None)
+                return Usage(pool.held, pool.in_use, pool.reclaimable)
             if not self.model.silent:
                 return Usage(pool.held, pool.in_use, pool.reclaimable, peak=pool.peak_in_use)
             cap = self._caps.get(device.uuid)
