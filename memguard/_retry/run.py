@@ -105,7 +105,10 @@ class Run:
         text = words.line(failure, done, len(self._runs) + 1, self.most, shown)
         self._runs.append(f"{before}{failure.words}: {words.done(done, failure.who)}")
         _log.warning("%s", text)
-        room.announce(failure, done, text)
+        try:
+            room.announce(failure, done, text)
+        except Exception as problem:
+            _log.debug("a retry was not announced: %s", text_of(problem))
 
     def _forbidden(self) -> str | None:
         if room.capturing():
