@@ -1,6 +1,6 @@
 """Makes room for another run, through the budget that is active. Only this module of the room knows the guard.
 
-A run that is repeated takes everything again: what its frameworks held in the failed run, and the request that failed.
+A run that is repeated takes everything again: what its framework held in the failed run, and the request that failed.
 So figures of before the frames were cleared and of after it are compared. Without a budget there is nothing to do here.
 """
 
@@ -19,6 +19,9 @@ from memguard._oom.remedies import WORKSPACE
 from memguard._oom.report import device_of
 from memguard._retry.types import Done, Failure
 from memguard._types import Event, Room, Sample
+
+_ASKED = 4
+"""How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
 
 if TYPE_CHECKING:
     from memguard._guard import Guard
@@ -57,32 +60,48 @@ def with_figures(failure: Failure) -> Failure:
     return failure if sample is None else failure._replace(in_use=_of(sample, "in_use"), held=_of(sample, "held"))
 
 
-def make(failure: Failure, again: int) -> Done:
-    """Once the failed run is let go of: have idle memory given back, and the cap raised. `again`: which repetition."""
+def make(failure: Failure) -> Done:
+    """Once the failed run is let go of: have everything idle given back, and raise the cap as far as it goes.
+
+    More than the request that failed, as nobody knows what the run would have asked for after it, and a run that fails
+    again costs more than caches that fill anew.
+    """
     guard, now = active(), _sample()
     if guard is None or now is None:
         return Done()
     live = _of(now, "in_use")
     freed = sum(_less(failure.in_use[uuid], live.get(uuid, {})) for uuid in failure.in_use)
-    name = failure.who if failure.who in guard.frameworks else None
     returned: dict[str, int] = {}
-    room = Room({}, None, 0, {})
-    others = False
-    device = _device(guard, failure)
-    if name is not None and device is not None and failure.asked is not None:
-        _trim(guard, [name], returned)  # in one piece again; else it is not known which part of it serves the request
-        needed = guard.frameworks[name].footprint(failure.asked) + _again(failure, name, device, _sample() or now)
-        room = guard.make_room(name, needed, device)
-        then = {who: size for who, size in failure.in_use.get(device.uuid, {}).items() if who != name}
-        others = _less(then, live.get(device.uuid, {})) > 0
+    for name in guard.frameworks:
+        _add(returned, {name: guard.trim(name)})
+    device, who = _device(guard, failure), failure.who
+    if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
+        return Done(freed, returned)
+    cap = guard.part(device.uuid).caps.get(who)
+    room = _raise(guard, failure, who, device, returned)
+    after = guard.part(device.uuid).caps.get(who)
+    moved = (cap, after) if cap is not None and after is not None and cap != after else None
+    return Done(freed, returned, moved, room.live)
+
+
+def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: dict[str, int]) -> Room:
+    """Make room for as much as it may ever have; if that is not there, for what is, and at least for the same again."""
+    now = _sample()
+    held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
+    moment = failure.moment.held if failure.moment is not None else None
+    then = max(failure.held.get(device.uuid, {}).get(who, 0), moment or 0)
+    size = WORKSPACE if failure.asked is None else failure.asked
+    least = guard.frameworks[who].footprint(size) + max(then - held, 0)
+    _, most = guard.part(device.uuid).elastic.get(who, (0, 0))
+    needed = max(most - held, least)
+    room = guard.make_room(who, needed, device)
+    for _ in range(_ASKED):
         _add(returned, room.returned)
-    if name is None or failure.asked is None or device is None or room.missing or others or again > 1:
-        # A library's workspace, an unknown size, or what the others will take again: everything idle goes.
-        _trim(guard, list(guard.frameworks), returned)
-        if name is not None and failure.asked is None and device is not None:
-            room = guard.make_room(name, WORKSPACE, device)
-            _add(returned, room.returned)
-    return Done(freed, returned, room.cap, room.live)
+        if not room.missing or needed <= least:
+            break
+        needed = max(needed - room.missing, least)
+        room = guard.make_room(who, needed, device)
+    return room
 
 
 def announce(failure: Failure, done: Done, text: str) -> None:
@@ -94,22 +113,10 @@ def announce(failure: Failure, done: Done, text: str) -> None:
         session._announce(Event(time.time(), "retry", text, uuid=uuid, framework=who, bytes=returned))
 
 
-def _trim(guard: Guard, names: list[str], returned: dict[str, int]) -> None:
-    for name in names:
-        _add(returned, {name: guard.trim(name)})
-
-
 def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:
     for name, size in more.items():
         if size > 0:
             returned[name] = returned.get(name, 0) + size
-
-
-def _again(failure: Failure, name: str, device: Device, now: Sample) -> int:
-    """What the framework took from the driver for the failed run, and does not hold any more."""
-    moment = failure.moment.held if failure.moment is not None else None
-    then = max(failure.held.get(device.uuid, {}).get(name, 0), moment or 0)
-    return max(then - _of(now, "held").get(device.uuid, {}).get(name, then), 0)
 
 
 def _device(guard: Guard, failure: Failure) -> Device | None:

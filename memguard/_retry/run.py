@@ -94,7 +94,7 @@ class Run:
         gc.collect()
         done = Done()
         try:
-            done = room.make(failure, len(self._runs) + 1)
+            done = room.make(failure)
         except Exception as problem:
             _log.debug("no room was made for another run: %s", text_of(problem))
         shown = ""

@@ -456,16 +456,16 @@ def test_without_it_the_same_program_fails(guard: memguard.Guard) -> None:
 
 
 class Asked:
-    """A guard's `make_room` that only writes down what it is asked."""
+    """A guard whose `make_room` only writes down what it is asked, and answers that so much is missing."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, guard: memguard.Guard, room: Room) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, guard: memguard.Guard, missing: Callable[[int], int]) -> None:
         self.asked: list[tuple[str, int, str | None]] = []
         self.trimmed: list[str | None] = []
         trim = guard.trim
 
         def make_room(framework: str, needed: int, device: Any = None) -> Room:
             self.asked.append((framework, needed, device.uuid))
-            return room
+            return Room({}, None, missing(needed), {"cupy": GIB})
 
         def trims(framework: str | None = None) -> int:
             self.trimmed.append(framework)
@@ -478,25 +478,57 @@ class Asked:
 def test_what_is_asked_of_the_guard(
     guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Everything idle, and room for the request beside what the run will take again."""
     torch, uuid = simulated(guard, "torch"), guard.plan.devices[0].device.uuid
-    asked = Asked(monkeypatch, guard, Room({"cupy": 9 * GIB}, (60 * GIB, 70 * GIB), 0, {"cupy": GIB}))
-    with pytest.raises(Exception, match="card is full"):
-        memguard.call(lambda: [Array(torch, 4 * GIB) for _ in range(14)])
-    assert asked.asked == [("torch", 52 * GIB, uuid)], "the request, and what the run will take again"
-    assert asked.trimmed == ["torch"], "the others are the guard's"
-    assert (
-        "; torch's cap went from 60.00 GiB to 70.00 GiB; cupy holds 1.00 GiB more in live arrays than its min; "
-        in (caplog.messages[-1 if NOTES else -2])
-    )
-
-
-def test_where_the_guard_finds_too_little_everything_idle_goes(
-    guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = simulated(guard, "torch")
-    asked = Asked(monkeypatch, guard, Room({}, None, 5 * GIB, {}))
+    asked = Asked(monkeypatch, guard, lambda needed: 0)
     assert len(memguard.call(lambda: [Array(torch, 4 * GIB) for _ in range(14)])) == 14
-    assert asked.trimmed == ["torch", "torch", "cupy"]
+    assert asked.asked == [("torch", 52 * GIB, uuid)]
+    assert asked.trimmed == ["torch", "cupy"]
+    assert "; cupy holds 1.00 GiB more in live arrays than its min; running again" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("missing", "asked"),
+    [
+        (lambda needed: 0, [90]),
+        (lambda needed: max(needed - 70 * GIB, 0), [90, 70]),
+        (lambda needed: max(needed - 20 * GIB, 0), [90, 60]),
+        (lambda needed: 12 * GIB, [90, 78, 66, 60]),
+        (lambda needed: GIB, [90, 89, 88, 87, 86]),
+    ],
+)
+def test_an_elastic_cap_rises_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, nothing_stays: None, missing: Callable[[int], int], asked: list[int]
+) -> None:
+    """Nobody knows what the run would have asked for next."""
+    names = {"torch": {"min": "4GiB", "max": "90GiB"}, "cupy": {"min": "8GiB", "max": "90GiB"}}
+    found = start({"version": 1, "frameworks": names})
+    found.host.take(found.host.devices()[0], 80 * GIB)  # type: ignore[attr-defined]
+    torch, guard = simulated(found, "torch"), Asked(monkeypatch, found, missing)
+    with pytest.raises(Exception, match="out of memory"):
+        memguard.call(lambda: [Array(torch, 4 * GIB) for _ in range(50)])
+    assert [round(needed / GIB) for _, needed, _ in guard.asked] == asked, "at least the 56 GiB that it had, and 4"
+
+
+def test_an_elastic_program_that_fails_without_it(nothing_stays: None, caplog: pytest.LogCaptureFixture) -> None:
+    names = {"torch": {"min": "20%", "max": "80%"}, "cupy": {"min": "10%", "max": "80%"}}
+    found = start({"version": 1, "frameworks": names})
+    torch, cupy = simulated(found, "torch"), simulated(found, "cupy")
+
+    def step() -> int:
+        return len([Array(torch, GIB) for _ in range(70)])
+
+    def idle() -> None:
+        arrays = [Array(cupy, GIB) for _ in range(90)]
+        del arrays
+
+    idle()
+    with pytest.raises(Exception, match="out of memory"):
+        step()
+    memguard.trim("torch")
+    idle()
+    assert memguard.call(step) == 70
+    assert re.search(r"; cupy gave back \d+\.00 GiB by NVML; torch's cap went from .* GiB to .* GiB; ", caplog.text)
 
 
 class CUBLASError(RuntimeError):
@@ -517,7 +549,7 @@ def of_no_size() -> BaseException:
 def test_a_librarys_error_and_one_without_a_size(
     guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = Asked(monkeypatch, guard, Room({}, None, 0, {}))
+    asked = Asked(monkeypatch, guard, lambda needed: 0)
     assert memguard.call(Fails(1, no_workspace)) == "fine"
     assert (asked.asked, asked.trimmed) == ([], ["torch", "cupy"]), "a workspace lies outside the caps"
     assert caplog.messages[-1].startswith(
