@@ -14,7 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._specs import CONTEXT, NEVER_GIVE_BACK, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
-from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
+from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
 from memguard.errors import PlanError, Problem
 
@@ -326,6 +326,35 @@ def resized(current: Plan, framework: str, size: int) -> Plan:
     if problems:
         raise PlanError(problems, "resize")
     return replace(current, devices=tuple(devices))
+
+
+def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
+    """The plan with one cap changed on one GPU, as `lending` has decided."""
+    devices = [
+        replace(
+            part,
+            caps={**part.caps, framework: cap},
+            unallocated=part.unallocated + part.caps[framework] - cap,
+        )
+        if part.device.uuid == uuid
+        else part
+        for part in current.devices
+    ]
+    return replace(current, devices=tuple(devices))
+
+
+def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) -> str:
+    """The refusal; of an elastic framework also who holds in live arrays what it might borrow."""
+    if framework not in part.elastic:
+        return refusal
+    least, most = part.elastic[framework]
+    lines, first = refusal.split("\n"), f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
+    if room.live:
+        holders = ", ".join(
+            f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1])
+        )
+        first += f"; lent to others, in live arrays: {holders}"
+    return "\n".join([lines[0], f"    {first}", *lines[1:]])
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:

@@ -217,7 +217,7 @@ def diagnose(
         why = "the GPU budget has nothing to do with it"
         found = remedies(verdict, None)
         return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
-    part = _device(facts.text, verdict, ledger, recorded)
+    part = device_of(facts.text, verdict, ledger, recorded)
     if part is None:
         reason, why = _unknown(ledger)
         return Report(
@@ -283,7 +283,7 @@ def of_refusal(
     )  # fmt: skip
 
 
-def _device(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
+def device_of(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
     """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
     if ledger is None or not ledger.devices:
         return None

@@ -489,6 +489,10 @@ class Capturing(SimulatedFramework):
         self.trimmed.append(bool(self.beside))
         super().trim(device)
 
+    def give_back(self, device: Device, needed: int) -> None:
+        self.trimmed.append(bool(self.beside))
+        super().give_back(device, needed)
+
 
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Capturing]]:
