@@ -354,7 +354,9 @@ def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) 
             f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1])
         )
         first += f"; lent to others, in live arrays: {holders}"
-    return "\n".join([lines[0], f"    {first}", *lines[1:]])
+    # Within its max only a higher min is sure to be had: others use what is spare.
+    key, bound = f"raise frameworks.{framework}", "min" if room.live else "max"
+    return "\n".join([lines[0], f"    {first}", *lines[1:]]).replace(f"{key} in", f"{key}.{bound} in")
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
