@@ -566,6 +566,9 @@ class Guard:
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
+            if any(framework in part.elastic for part in self.plan.devices):
+                reason = "its share is elastic: its cap moves between min and max by itself"
+                raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
             plan = _policy.resized(self.plan, framework, self._size(size))
             if entry.enforcement is Enforcement.PENDING:
                 self.plan = plan  # applied with the new cap when it is imported
@@ -619,7 +622,11 @@ class Guard:
             )
             for name, cap in part.caps.items():
                 entry = self._entries.get(name)
-                lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
+                holds = entry.enforcement.value if entry else "shut down"
+                if name in part.elastic:
+                    least, most = part.elastic[name]
+                    holds += f", min {format_size(least)}, max {format_size(most)}"
+                lines.append(f"  {name:<11}{format_size(cap):>12}  {holds}")
         return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
 
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:

@@ -251,6 +251,24 @@ class DriverPages:
                 found += GRANULE
         return found
 
+    def parts(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+        """What of these allocations goes back to the driver at once: its bytes, and its addresses.
+
+        Without pieces in slabs that others hold open, which give nothing back by themselves.
+        """
+        found: list[tuple[int, list[int]]] = []
+        small: dict[int, list[int]] = {}
+        for address, size in blocks:
+            if size > SMALL:
+                found.append((round_up(size), [address]))
+            else:
+                small.setdefault(address // GRANULE, []).append(address)
+        for place, inside in small.items():
+            slab = self._slabs.get(place)
+            if slab is not None and slab.whole and slab.pieces == len(inside):
+                found.append((GRANULE, inside))
+        return found
+
     def _change(self, slab: _Own, address: int, pieces: int, size: int, coming: int = 0) -> None:
         """Update the slab and every sum, so that reading a figure costs nothing. Takes the first of `changes` out."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes

@@ -53,7 +53,8 @@ class Part(NamedTuple):
     @property
     def cached(self) -> int:
         """What it can be lowered by beyond that, once its cache was given back."""
-        return max(min(self.idle, min(self.held, self.cap) - self.least), 0)
+        stays = max(self.least, round_up(max(self.held - self.idle, 0)))
+        return max(min(round_up(self.held), self.cap) - stays, 0)
 
 
 class Loan(NamedTuple):
