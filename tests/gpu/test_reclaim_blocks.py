@@ -13,7 +13,7 @@ import pytest
 Run = Callable[..., dict[str, Any]]
 MIB, GIB = 1 << 20, 1 << 30
 BOTH = """
-import ctypes, threading, pynvml
+import atexit, ctypes, threading, pynvml
 names = ("pycuda", "numba")
 guard = memguard.init({"version": 1, "device": {"limit": "22GiB"}, "frameworks": {n: {"limit": "9GiB"} for n in names}})
 import pycuda.driver as drv
@@ -21,6 +21,7 @@ from numba import cuda
 drv.init()
 context = drv.Device(0).retain_primary_context()
 context.push()
+atexit.register(drv.Context.pop)  # left on the stack it would end the process
 cuda.current_context()
 pynvml.nvmlInit()
 device = guard.plan.devices[0].device
@@ -109,8 +110,6 @@ thread.start()
 thread.join()
 result["given"] = before - own()
 again = [drv.mem_alloc(64 * MIB) for _ in range(40)]
-del again, warm
-drv.Context.pop()
 """
     )
     assert GIB <= found["given"] < GIB + 80 * MIB and "PyCUDA WARNING" not in found["stderr"]
