@@ -240,11 +240,14 @@ class Pool:
             self._free(allocation)
             return
         try:
-            self._emptying = True
-            self.close()
-            self._free(allocation)
-            with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
-                self._within(self._shrink, pool, call or self._raw.free_held, needed)
+            try:
+                self._emptying = True
+                self.close()
+                self._free(allocation)
+                with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
+                    self._within(self._shrink, pool, call or self._raw.free_held, needed)
+            finally:
+                self._emptying = False
         finally:
             self._emptying = False
 
@@ -340,12 +343,13 @@ class Pool:
             for address, allocation in list(found.held.items())
             if allocation is None or allocation() is None
         ]
-        return self.active_bytes(), unused
+        active = int(pool.active_bytes) if pool is not None else 0
+        return active - self._aside.bytes() if self._emptying else active, unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._aside.bytes() if self._aside else active
+        return active - self._aside.bytes() if self._emptying else active
 
     def forget(self, *, unless_used: bool = False) -> None:
         """Stop counting its blocks; with `unless_used` only as long as the pool has none at all."""
@@ -399,18 +403,18 @@ class Pool:
         if ours is None or current is ours or (current is not None and self._thread == threading.get_ident()):
             return call(*arguments)
         try:
-            ours.push()
-            return call(*arguments)
-        except BaseException as error:  # what its frames keep goes now, and not where no context is current
-            traceback.clear_frames(error.__traceback__)
-            raise
-        finally:  # left on the stack it would end the process, so a Ctrl-C must not come in between
             try:
-                if type(ours).get_current() is ours:
-                    ours.pop()
+                ours.push()
+                return call(*arguments)
+            except BaseException as error:  # what its frames keep goes now, and not where no context is current
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
+        finally:  # again: a Ctrl-C may have come into the one before, and left on the stack it would end the process
+            if type(ours).get_current() is ours:
+                ours.pop()
 
     def _keep_one_idle(self) -> None:
         pool = self.reference()
