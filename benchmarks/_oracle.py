@@ -227,11 +227,18 @@ def _card_is_full(books: Books, entry: Entry) -> bool:
 
 
 def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int]) -> list[str]:
-    """As `in_the_way`, where the caps leave room: whose pieces, or pools that never shrink, fill the card."""
-    card, needed = books.terms.card, footprint(entry.framework, entry.size)
-    if card is None or sum(up(size) for size in held.values()) + needed + _outside(entry) <= card:
+    """As `in_the_way`, where the caps leave room: whose pieces, or pools that never shrink, fill the card.
+
+    TensorFlow's and XLA's allocator asks the driver for a region of its own choice, up to what its limit leaves. Only
+    the first failure of its life makes it try smaller ones, so it fails beside less than that.
+    """
+    terms, name = books.terms, entry.framework
+    if terms.card is None:
         return []
-    return [name for name, size in held.items() if size > books.live(name)] or [entry.framework]
+    left = terms.card - sum(up(size) for size in held.values()) - _outside(entry)
+    if footprint(name, entry.size) > left:
+        return [one for one, size in held.items() if size > books.live(one)] or [name]
+    return [name] if name in FIXED and terms.most(name) - held[name] > left else []
 
 
 def _outside(entry: Entry) -> int:

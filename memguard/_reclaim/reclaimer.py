@@ -136,7 +136,8 @@ class Reclaimer:
         cap = self._guard.part(uuid).caps.get(who)
         if who not in NEVER_GIVE_BACK or cap is None:
             return needed
-        held = own.held if own.held is not None else max(own.held_at_least or 0, own.in_use or 0)
+        # Unknown with growth: less than its peak if it gave back regions, as TensorFlow does before it refuses.
+        held = own.held if own.held is not None else own.in_use or 0
         return max(needed, cap - held)
 
     def _give_back(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:

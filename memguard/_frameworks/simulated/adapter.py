@@ -160,7 +160,7 @@ class SimulatedFramework(Framework):
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
-        self._lock = threading.RLock()
+        self._lock, self._importing = threading.RLock(), threading.RLock()
         self._allocating = 0  # the thread that is within an allocation
 
     def state(self) -> State:
@@ -175,9 +175,12 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """As if the program imported the framework: import hooks on `hook` run, and may raise."""
-        if self.imported:
-            return
+        """As if the program imported the framework: import hooks on `hook` run, and may raise. Other threads wait."""
+        with self._importing:
+            if not self.imported:
+                self._import()
+
+    def _import(self) -> None:
         self.imported = True
         finder = _BlankModule(self.hook)
         enter(finder, last=True)
