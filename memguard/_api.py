@@ -371,9 +371,22 @@ def require(framework: str, size: int | str) -> None:
     current().require(framework, size)
 
 
-def workload(name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
-    """Admission before a block (`needs`), its peak and what it left behind after it."""
-    return Block(lambda: current()._begin_workload(name, framework, needs))
+def workload(
+    name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
+) -> Block[WorkloadReport]:
+    """A named block of work of one framework: admission before it, its peak and what it left behind after it.
+
+    `needs` (bytes or `"6GiB"`) is reserved from its beginning to its end, on each GPU that the framework uses, so that
+    no other workload and no `require` gets the same bytes. If they cannot be had, BudgetExceeded says who holds what:
+    at once, or with `wait` (seconds or `"10s"`) after that time. Who waits is served in the order of coming.
+
+    A `with` or `async with` block (which waits without blocking the event loop), or a decorator: of functions, `async
+    def`, generators and async generators, where the block is the body, not the call.
+    """
+    return Block(
+        lambda: current()._begin_workload(name, framework, needs, wait),
+        lambda: current()._begin_workload_in_loop(name, framework, needs, wait),
+    )
 
 
 def resize(framework: str, size: int | str) -> None:

@@ -140,8 +140,18 @@ class IdleGuard(_Inactive):
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass
 
-    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
+    def _begin_workload(
+        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    ) -> tuple[WorkloadReport, End]:
         return WorkloadReport(name, framework), lambda error: None
+
+    async def _begin_workload_in_loop(
+        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    ) -> tuple[WorkloadReport, End]:
+        return self._begin_workload(name, framework, needs, wait)
+
+    def open_bytes(self, framework: str, uuid: str) -> int:
+        return 0
 
     def resize(self, framework: str, size: int | str) -> None:
         pass
