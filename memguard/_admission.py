@@ -184,7 +184,7 @@ class Admission:
     def _queue(self, work: _Work) -> bool:
         while True:
             book = self.turns.settled()
-            if self.turns.replace(book, reservations.queued(book, work.entry)):
+            if self.turns.replace(book, reservations.queued(book, work.entry._replace(size=work.needed))):
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:

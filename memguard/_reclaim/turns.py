@@ -36,7 +36,7 @@ class Ticket:
         self.over = False
         self.here = whereabouts()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may be called anywhere
-        self._wake: Callable[[], object] = lambda: self._woken.put(None)
+        self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no circle: it is to go at once
 
     def wake(self) -> None:
         """Have it look again. Any thread, also in a signal handler or a finalizer."""
