@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
+    from memguard._reclaim.figures import Reclaimable
 
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
@@ -397,6 +398,14 @@ def resize(framework: str, size: int | str) -> None:
 def trim(framework: str | None = None) -> int:
     """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
     return current().trim(framework)
+
+
+def reclaimable() -> Reclaimable:
+    """What each framework could give back to the driver now, as figures, and how. Trims nothing.
+
+    `print` it for a table; `as_dict()` is plain data. What is not known is None.
+    """
+    return current().reclaimable()
 
 
 def checkpoint() -> None:

@@ -52,6 +52,7 @@ from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._reclaim.figures import Reclaimable
 
 
 _SPILLS = (
@@ -455,6 +456,12 @@ class Guard:
         lack of memory: `missing` in what it returns says what is still not there.
         """
         raise NotImplementedError
+
+    def reclaimable(self) -> Reclaimable:
+        """What each framework could give back, as figures. Trims nothing."""
+        from memguard._reclaim.figures import of_sample
+
+        return of_sample(self.sample(), self.plan, self.host.simulated)
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard._blocks import End
 from memguard._guard import Guard
 from memguard._ledger.types import Ledger
 from memguard._types import Device, Plan, Sample, WorkloadReport
 from memguard.errors import NotActive
+
+if TYPE_CHECKING:
+    from memguard._reclaim.figures import Reclaimable
 
 ASKED = "MEMGUARD_CHILDREN"
 """The environment variable that makes the script's `init` apply in the workers too."""
@@ -152,6 +155,11 @@ class IdleGuard(_Inactive):
 
     def open_bytes(self, framework: str, uuid: str) -> int:
         return 0
+
+    def reclaimable(self) -> Reclaimable:
+        from memguard._reclaim.figures import Reclaimable
+
+        return Reclaimable(time.time(), ())
 
     def resize(self, framework: str, size: int | str) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -105,9 +106,9 @@ def test_the_card_is_reserved_for_all_frameworks() -> None:
     (gpu,) = guard.host.devices()
     host_of(guard).occupy(gpu, 1, guard.host.memory(gpu).free - 3 * GIB)
     with block("2GiB", framework="torch"):
-        with pytest.raises(BudgetExceeded, match="beside what is reserved it can get 1.00 GiB"):
+        with pytest.raises(BudgetExceeded, match=r"beside what is reserved it can get 1\.00 GiB"):
             background_call(lambda: block("2GiB", framework="cupy").__enter__())
-        with pytest.raises(BudgetExceeded, match="1.00 GiB"):
+        with pytest.raises(BudgetExceeded, match=r"1\.00 GiB"):
             background_call(lambda: memguard.require("cupy", "2GiB"))
         background_call(lambda: memguard.require("cupy", "1GiB"))
     background_call(lambda: memguard.require("cupy", "2GiB"))
@@ -211,7 +212,9 @@ def test_who_waits_in_vain_is_told_who_holds_what() -> None:
             background_call(lambda: block(name="waiter", wait=0.2).__enter__())
         assert 0.2 <= time.monotonic() - begun < 2
     text = str(caught.value)
-    assert "after 0.2 s in which it waited its turn:\n      'holder' (torch, thread MainThread) reserved 3.00 GiB" in text
+    assert (
+        "after 0.2 s in which it waited its turn:\n      'holder' (torch, thread MainThread) reserved 3.00 GiB" in text
+    )
     assert "1.00 GiB of it in use" in text and "'waiter'" not in text and "let it wait longer" in text
     assert book() is EMPTY
 
@@ -377,10 +380,8 @@ def crowd(*, reserving: bool) -> tuple[int, int]:
 
 def interrupted(call: Callable[[], object], at: int | None) -> Points:
     points = Points(at)
-    try:
+    with contextlib.suppress(KeyboardInterrupt, BudgetExceeded):
         points.run(call)
-    except (KeyboardInterrupt, BudgetExceeded):
-        pass
     return points
 
 
