@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from memguard import _policy
@@ -16,9 +16,10 @@ from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._oom import hooks
 from memguard._reclaim import reservations, turns
+from memguard._reclaim.reclaimer import Reclaimer
 from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry, Verdict
 from memguard._reclaim.turns import Ticket, Turns
-from memguard._types import Device, DevicePlan, Plan, Usage, WorkloadReport
+from memguard._types import Device, DevicePlan, Plan, Room, Usage, WorkloadReport
 from memguard._units import format_size, parse_duration, parse_size
 from memguard.errors import BudgetExceeded, MemguardError
 
@@ -34,13 +35,18 @@ class Budgeted(Protocol):
     plan: Plan
     host: Host
     _lock: Any
+    _reclaimer: Reclaimer
 
     @property
     def frameworks(self) -> Mapping[str, Framework]: ...
     def _framework(self, name: str) -> Framework:
         """Raises MemguardError if the budget does not name it."""
 
+    def part(self, uuid: str) -> DevicePlan:
+        """The plan of this GPU, as it is now."""
+
     def _used_by(self, framework: str) -> Sequence[DevicePlan]: ...
+    def _capturing(self) -> bool: ...
     def _trim(self, names: Sequence[str], device: Device) -> None: ...
     def _check_active(self) -> None: ...
     def _checkpoint(self) -> None: ...
@@ -54,17 +60,30 @@ class _Work(NamedTuple):
     name: str
     framework: str
     needed: int
-    parts: Sequence[DevicePlan]
+    devices: Sequence[Device]
     mine: frozenset[int]
     began: float
     deadline: float
 
     @property
     def entry(self) -> Entry:
-        uuids = tuple(part.device.uuid for part in self.parts)
+        uuids = tuple(device.uuid for device in self.devices)
         return Entry(
             self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, turns.who(), self.mine
         )
+
+
+class _Look(NamedTuple):
+    """One reading of one GPU and what it means, by that book and that plan. `in_use` is by framework, in bytes."""
+
+    book: Book
+    part: DevicePlan
+    verdict: Verdict
+    in_use: Mapping[str, int | None]
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict.refusal is None and not self.verdict.trim
 
 
 class Admission:
@@ -85,28 +104,38 @@ class Admission:
 
     # require
 
-    def fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
-        """Whether there is room on that GPU, beside what is reserved and without a trim."""
-        verdict, _ = self._look(self.turns.settled(), framework, needed, part, turns.within())
-        return verdict.refusal is None and not verdict.trim
+    def fits(self, framework: str, needed: int, device: Device) -> bool:
+        """Whether there is room on that GPU now, beside what is reserved. Nothing is trimmed."""
+        return self._look(framework, needed, device, turns.within()).fits
 
-    def require(self, framework: str, needed: int, part: DevicePlan) -> None:
-        """Raise BudgetExceeded if there is no room, also after a trim. With the guard's lock held."""
+    def require(self, framework: str, needed: int, device: Device) -> None:
+        """Raise BudgetExceeded if there is no room, after others gave back what they could. With the guard's lock."""
         before: object = None
-        trimmed = False
-        for look in range(1, _LOOKS + 1):
-            book = self.turns.settled()
-            verdict, seen = self._look(book, framework, needed, part, turns.within())
-            if verdict.refusal is None and not verdict.trim:
+        room: Room | None = None
+        again = functools.partial(self._look, framework, needed, device, turns.within())
+        for number in range(1, _LOOKS + 1):
+            look = again()
+            if look.fits:
                 return
-            if verdict.refusal is not None and (not verdict.reserved or before == (book, seen) or look == _LOOKS):
-                raise self._error(book, framework, needed, part, verdict)
-            if verdict.trim and (trimmed or look == _LOOKS):  # the trim did nothing
-                raise self._stuck(framework, needed, part, verdict)
-            before = book, seen
-            if verdict.trim:
-                self._guard._trim(verdict.trim, part.device)
-                trimmed = True
+            if room is None:
+                room = self._make_room(framework, needed, look, again)
+            elif look.verdict.refusal is None:
+                raise self._stuck(framework, needed, look)
+            elif not look.verdict.reserved or before == (look.book, look.in_use) or number == _LOOKS:
+                raise self._error(framework, needed, look, room)
+            before = look.book, look.in_use  # others may just be allocating: it is refused if it stays so
+
+    def _make_room(self, framework: str, needed: int, look: _Look, again: Callable[[], _Look]) -> Room:
+        """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
+        guard, device = self._guard, look.part.device
+        if guard._capturing():
+            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
+            return Room({}, None, 0, {})
+        footprint = guard._framework(framework).footprint(needed)
+        room = guard._reclaimer.make_room(device, framework, footprint + look.verdict.beside)
+        if look.book is not EMPTY and (still := again().verdict.trim):  # what others reserved has to be free too
+            guard._trim(still, device)
+        return room
 
     # workloads
 
@@ -160,9 +189,9 @@ class Admission:
         guard._framework(report.framework)
         if needed is None:
             return None
-        now, parts = time.monotonic(), guard._used_by(report.framework)
+        now, devices = time.monotonic(), [part.device for part in guard._used_by(report.framework)]
         mine = turns.within() & self.turns.settled().ids
-        return _Work(self.turns.ticket(), report.name, report.framework, needed, parts, mine, now, now + patience)
+        return _Work(self.turns.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
 
     def _turn(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
         """Try until it is admitted. Yields the seconds to wait before the next try; raises BudgetExceeded."""
@@ -189,52 +218,68 @@ class Admission:
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
         """Reserve it, if that is possible now. Else the error, and whether it is of no use to wait."""
-        framework, needed = work.framework, work.needed
+        rooms: dict[str, Room] = {}
         before: object = None
-        looks, trimmed = 0, set[str]()
+        number = 0
         while True:
+            number += 1
             self._guard._check_active()
-            book = self.turns.settled()
-            in_use: dict[str, int | None] = {}
-            covered, again = [], False
-            for part in work.parts:
-                verdict, seen = self._look(book, framework, needed, part, work.mine, work.ticket.number)
-                in_use[part.device.uuid] = seen.get(framework)
-                covered.append(verdict.covered)
-                if verdict.refusal is not None:
-                    error = self._error(book, framework, needed, part, verdict, work)
-                elif not verdict.trim:
-                    continue
-                elif part.device.uuid not in trimmed:
-                    trimmed.add(part.device.uuid)
-                    not_for_ever(self._guard._lock)
-                    with self._guard._lock:
-                        self._guard._check_active()
-                        self._guard._trim(verdict.trim, part.device)
-                    again = True
-                    break
-                else:
-                    error = self._stuck(framework, needed, part, verdict)
-                looks += 1
-                if verdict.reserved and before != (book, seen) and looks < _LOOKS:  # others may just be allocating
-                    before, again = (book, seen), True
-                    break
-                why = self._never(book, work, part)
-                if why is not None:
-                    error = BudgetExceeded(framework, needed, error.available, why)
-                return error, why is not None or needed > part.elastic.get(framework, (0, part.caps[framework]))[1]
-            if again:
+            looks: list[_Look] = []
+            for device in work.devices:
+                looks.append(self._look_for(work, device, looks[-1].book if looks else None))
+            short = next((look for look in looks if not look.fits), None)
+            if short is None:
+                if self._reserve(work, looks):
+                    return None
                 continue
-            entry = work.entry._replace(since=time.monotonic(), size=0 if all(covered) else needed)
-            turns.enter(work.ticket)
-            if self.turns.replace(book, reservations.begun(book, entry, in_use)):
-                return None
+            uuid, verdict = short.part.device.uuid, short.verdict
+            if uuid not in rooms:
+                rooms[uuid] = self._room_for(work, short)
+            elif verdict.refusal is None:
+                return self._stuck(work.framework, work.needed, short), False
+            elif not verdict.reserved or number >= _LOOKS or before == (short.book, short.in_use):
+                return self._refused(work, short, rooms[uuid])
+            before = short.book, short.in_use  # others may just be allocating: it is refused if it stays so
 
-    def _never(self, book: Book, work: _Work, part: DevicePlan) -> str | None:
-        own_cap = part.elastic.get(work.framework, (0, part.caps[work.framework]))[1]
-        mine = self.turns.here(work.mine)
-        asked = self._question(work.framework, work.needed, part, mine)
-        return reservations.never(book, asked, part.limit - part.reserve, own_cap)
+    def _look_for(self, work: _Work, device: Device, book: Book | None = None) -> _Look:
+        return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book)
+
+    def _room_for(self, work: _Work, look: _Look) -> Room:
+        if not look.verdict.trim and look.part.caps[work.framework] >= _most(look.part, work.framework):
+            return Room({}, None, 0, {})
+        not_for_ever(self._guard._lock)
+        with self._guard._lock:
+            self._guard._check_active()
+            return self._make_room(
+                work.framework, work.needed, look, functools.partial(self._look_for, work, look.part.device)
+            )
+
+    def _reserve(self, work: _Work, looks: Sequence[_Look]) -> bool:
+        """Put it into the book that was looked at. False if somebody was faster."""
+        in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
+        covered = all(look.verdict.covered for look in looks)
+        entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
+        turns.enter(work.ticket)
+        book = looks[-1].book
+        if not self.turns.replace(book, reservations.begun(book, entry, in_use)):
+            return False
+        # From here on no cap is lowered below what is reserved. One may have been, since the look.
+        caps = [(self._guard.part(look.part.device.uuid).caps, look.part.caps) for look in looks]
+        if all(now[work.framework] >= then[work.framework] for now, then in caps):
+            return True
+        while True:
+            book = self.turns.settled()
+            if self.turns.replace(book, reservations.ended(book, entry.id, in_use)):
+                return False
+
+    def _refused(self, work: _Work, look: _Look, room: Room) -> tuple[BudgetExceeded, bool]:
+        part, most = look.part, _most(look.part, work.framework)
+        error = self._error(work.framework, work.needed, look, room, work)
+        asked = self._question(work.framework, work.needed, part, self.turns.here(work.mine))
+        why = reservations.never(look.book, asked, part.limit - part.reserve, most)
+        if why is not None:
+            error = BudgetExceeded(work.framework, work.needed, error.available, why)
+        return error, why is not None or work.needed > most
 
     def _begun(self, report: WorkloadReport, ticket: Ticket | None) -> tuple[WorkloadReport, End]:
         report.before, earlier = totals(self._usages_of(report.framework))
@@ -277,32 +322,31 @@ class Admission:
 
     def _look(
         self,
-        book: Book,
         framework: str,
         needed: int,
-        part: DevicePlan,
+        device: Device,
         mine: frozenset[int],
-        number: int | None = 0,
-    ) -> tuple[Verdict, dict[str, int | None]]:
-        """One reading and what it means; what each framework has in use. `number`: of the ticket; 0: it has none."""
-        usages = self._usages(part.device)
-        memory = self._guard.host.memory(part.device)  # after the usages: what is taken between them counts twice
-        seen = {name: reservations.usage_in_use(usage) for name, usage in usages.items()}
-        for name, size in seen.items():
-            lower = reservations.seen(book, name, {part.device.uuid: size})
+        number: int | None = None,
+        book: Book | None = None,
+    ) -> _Look:
+        """One reading and what it means. `number`: of the ticket that is to reserve it; None: nothing is reserved."""
+        book = self.turns.settled() if book is None else book
+        part = self._guard.part(device.uuid)
+        usages = {name: one.usage(device) for name, one in self._guard.frameworks.items()}
+        memory = self._guard.host.memory(device)  # after the usages: what is taken between them counts twice
+        in_use = {name: reservations.usage_in_use(usage) for name, usage in usages.items()}
+        for name, size in in_use.items():
+            lower = reservations.seen(book, name, {device.uuid: size})
             if lower is not book and self.turns.replace(book, lower):
                 book = lower
         asked = self._question(framework, needed, part, mine)
-        if number != 0:
+        if number is not None:
             asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
-        return reservations.admit(book, asked, usages, memory), seen
+        return _Look(book, part, reservations.admit(book, asked, usages, memory), in_use)
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
         footprint = self._guard._framework(framework).footprint(needed)
         return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine)
-
-    def _usages(self, device: Device) -> dict[str, Usage | None]:
-        return {name: one.usage(device) for name, one in self._guard.frameworks.items()}
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
         one = self._guard._framework(framework)
@@ -322,27 +366,26 @@ class Admission:
 
     # what refusals say
 
-    def _error(
-        self, book: Book, framework: str, needed: int, part: DevicePlan, verdict: Verdict, work: _Work | None = None
-    ) -> BudgetExceeded:
-        assert verdict.refusal is not None
-        in_use = {name: reservations.usage_in_use(usage) for name, usage in self._usages(part.device).items()}
-        now = time.monotonic()
-        shown = book if work is None else reservations.ended(book, work.ticket.number)
-        lines = reservations.who_holds(shown, part.device.uuid, in_use, now)
-        said, _, fix = verdict.refusal.partition("\n    fix: ")
-        if work is not None and work.deadline > work.began and now >= work.deadline:
+    def _error(self, framework: str, needed: int, look: _Look, room: Room, work: _Work | None = None) -> BudgetExceeded:
+        verdict, book, now = look.verdict, look.book, time.monotonic()
+        refusal = verdict.refusal or ""
+        if not verdict.reserved:
+            refusal = _policy.elastic_refusal(refusal, look.part, framework, room)
+        if work is not None:
+            book = reservations.ended(book, work.ticket.number)
+        lines = reservations.who_holds(book, look.part.device.uuid, look.in_use, now)
+        said, _, fix = refusal.partition("\n    fix: ")
+        patient = work is not None and work.deadline > work.began
+        if work is not None and patient and now >= work.deadline:
             said += f", after {now - work.began:.1f} s in which it waited its turn"
         if verdict.reserved:
-            wait = (
-                "let it wait longer" if work is not None and work.deadline > work.began else 'wait="60s" waits its turn'
-            )
-            fix = f"{wait if work is not None else 'ask again once one of them has ended'}, or reserve less"
+            longer = "let it wait longer" if patient else 'wait="60s" waits its turn'
+            fix = f"{longer if work is not None else 'ask again once one of them has ended'}, or reserve less"
         text = "\n      ".join([said + (":" if lines else ""), *lines])
         return BudgetExceeded(framework, needed, verdict.available, f"{text}\n    fix: {fix}" if fix else text)
 
-    def _stuck(self, framework: str, needed: int, part: DevicePlan, verdict: Verdict) -> BudgetExceeded:
-        names, memory = " and ".join(verdict.trim), self._guard.host.memory(part.device)
+    def _stuck(self, framework: str, needed: int, look: _Look) -> BudgetExceeded:
+        names, memory = " and ".join(look.verdict.trim), self._guard.host.memory(look.part.device)
         return BudgetExceeded(
             framework,
             needed,
@@ -352,3 +395,8 @@ class Admission:
             f"or a CUDA graph is being captured)\n"
             f"    fix: call memguard.trim() on the thread that runs {names}",
         )
+
+
+def _most(part: DevicePlan, framework: str) -> int:
+    """The most that its cap there may ever be, in bytes."""
+    return part.elastic.get(framework, (0, part.caps[framework]))[1]

@@ -177,6 +177,7 @@ class FrameworkSpec:
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
+    asks              its allocator is memguard's: it has room made, and an elastic cap raised, before it refuses
     """
 
     name: str
@@ -206,6 +207,7 @@ class FrameworkSpec:
     pads: bool = False
     refuses_silently: bool = False
     allocators: Allocators = _NO_CHOICE
+    asks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)
@@ -396,6 +398,7 @@ _ROWS = (
         figures=(("held", r"allocated so far: ([\d,]+ bytes)"),),
         install="cupy-cuda13x",
         own_trim="cupy.get_default_memory_pool().free_all_blocks()",
+        asks=True,
     ),
     FrameworkSpec(
         name="jax",
@@ -490,6 +493,7 @@ _ROWS = (
         context_module="pycuda.autoinit",
         rounds_up=Fraction(1, 16),  # its bins: 256 MiB asked, 272 MiB taken
         pads=True,
+        asks=True,
     ),
     FrameworkSpec(
         name="numba",
@@ -504,6 +508,7 @@ _ROWS = (
         families=("numba",),
         pads=True,
         install="numba-cuda[cu13]",
+        asks=True,
     ),
 )
 

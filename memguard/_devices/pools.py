@@ -81,3 +81,11 @@ class CappedPool:
         value = c_uint64()
         check("cuMemPoolGetAttribute", self._cuda.cuMemPoolGetAttribute(self._pool, which, value))
         return value.value
+
+
+def trim_to(pool: int, keep: int) -> None:
+    """Have a pool, given by its handle, give back what idles, until it holds no more than `keep` bytes.
+
+    Raises DeviceError if CUDA is not initialised or refuses.
+    """
+    check("cuMemPoolTrimTo", contexts.driver().cuMemPoolTrimTo(pool, keep))

@@ -53,6 +53,8 @@ class Framework(ABC):
     """Its row."""
     resizable = True
     """Whether a cap can change at run time. Not TensorFlow's and JAX's: what they have taken never comes back."""
+    asks = False
+    """Whether its allocator calls `_short` before it refuses a request: those that memguard owns."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

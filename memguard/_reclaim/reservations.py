@@ -191,7 +191,8 @@ class Asked(NamedTuple):
 class Verdict(NamedTuple):
     """`trim` and `refusal` as of `_policy.Admission`. `reserved`: it is refused for what others reserved alone.
 
-    `covered`: the workload around has reserved it already.
+    `covered`: the workload around has reserved it already. `beside`: what is reserved of its own framework, in bytes,
+    and has to fit under its cap too.
     """
 
     available: int
@@ -199,6 +200,7 @@ class Verdict(NamedTuple):
     refusal: str | None = None
     reserved: bool = False
     covered: bool = False
+    beside: int = 0
 
 
 def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Verdict:
@@ -220,7 +222,7 @@ def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: 
         if size:
             reserved[name] = size
     if not reserved or plain.refusal is not None:
-        return Verdict(plain.available, plain.trim, plain.refusal)
+        return Verdict(plain.available, plain.trim, plain.refusal, beside=reserved.get(framework, 0))
     own = reserved.pop(framework, 0)
     beside, free = dict(usages), memory.free
     for name, size in reserved.items():
@@ -235,9 +237,9 @@ def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: 
     found = _policy.admit(framework, needed, footprint, asked.cap, beside, memory._replace(free=free))
     available = max(found.available - own, 0)
     if found.refusal is None:
-        return Verdict(available, found.trim)
+        return Verdict(available, found.trim, beside=own)
     text = f"{framework} needs {format_size(asked.needed)}, and beside what is reserved it can get "
-    return Verdict(available, refusal=text + format_size(available), reserved=True)
+    return Verdict(available, refusal=text + format_size(available), reserved=True, beside=own)
 
 
 def never(book: Book, asked: Asked, room: int, own_cap: int) -> str | None:

@@ -483,18 +483,24 @@ def test_tasks_made_within_a_block_share_what_it_reserved() -> None:
     start()
     seen: list[int] = []
 
-    async def part() -> None:
+    async def part(free: asyncio.Event) -> None:
         async with block("2GiB", "part", wait="1ms"):
             seen.append(len(book().active))
-            await asyncio.sleep(0.05)
+            await free.wait()
 
     async def main() -> None:
+        free = asyncio.Event()
         async with block("4GiB", "whole"):
-            results = await asyncio.gather(part(), part(), part(), return_exceptions=True)
-        assert [type(one) for one in results] == [type(None), type(None), BudgetExceeded]
+            parts = [asyncio.create_task(part(free)) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(BudgetExceeded, match="'whole'"):
+                await asyncio.create_task(part(free))
+            free.set()
+            await asyncio.gather(*parts)
+            await part(free)
 
     asyncio.run(main())
-    assert seen == [2, 3] and book() is EMPTY
+    assert seen == [2, 3, 2] and book() is EMPTY
 
 
 def test_an_async_function_is_one_block_for_each_run() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "MemoryPointer",
     "MemoryPool",
     "PythonFunctionAllocator",
+    "Stream",
     "UnownedMemory",
     "alloc",
     "get_allocator",
@@ -63,7 +64,21 @@ class Device:
         fake_card.use(self._before)
 
 
-class _Stream:
+class Stream:
+    """As a context manager: the current one of this thread. By default the null stream."""
+
+    def __init__(self, ptr=0):
+        self.ptr = ptr
+
+    def __enter__(self):
+        self._before, memory._thread.stream = getattr(memory._thread, "stream", 0), self.ptr
+
+    def __exit__(self, *_):
+        memory._thread.stream = self._before
+
+    def synchronize(self):
+        fake_card.runtime()
+
     def is_capturing(self):
         fake_card.runtime()
         if fake_card.capturing == "elsewhere":  # the null stream beside a capture
@@ -74,4 +89,4 @@ class _Stream:
 
 
 def get_current_stream(device_id=-1):
-    return _Stream()
+    return Stream(getattr(memory._thread, "stream", 0))
