@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from memguard import _policy
 from memguard._blocks import End
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
@@ -15,12 +14,13 @@ from memguard._ledger.overhead import totals
 from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._oom import hooks
-from memguard._reclaim import reservations, turns
+from memguard._reclaim import refusals, reservations, turns
 from memguard._reclaim.reclaimer import Reclaimer
-from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry, Verdict
+from memguard._reclaim.refusals import Look, Waiting
+from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry
 from memguard._reclaim.turns import Ticket, Turns
 from memguard._types import Device, DevicePlan, Plan, Room, Usage, WorkloadReport
-from memguard._units import format_size, parse_duration, parse_size
+from memguard._units import parse_duration, parse_size
 from memguard.errors import BudgetExceeded, MemguardError
 
 _FIRST, _LAST = 0.05, 0.5
@@ -36,9 +36,10 @@ class Budgeted(Protocol):
     host: Host
     _lock: Any
     _reclaimer: Reclaimer
+    _frameworks: Mapping[str, Framework]
+    _on_checkpoint: Callable[[], None] | None
+    _on_workload: Callable[[WorkloadReport], None] | None
 
-    @property
-    def frameworks(self) -> Mapping[str, Framework]: ...
     def _framework(self, name: str) -> Framework:
         """Raises MemguardError if the budget does not name it."""
 
@@ -49,8 +50,7 @@ class Budgeted(Protocol):
     def _capturing(self) -> bool: ...
     def _trim(self, names: Sequence[str], device: Device) -> None: ...
     def _check_active(self) -> None: ...
-    def _checkpoint(self) -> None: ...
-    def _finished(self, report: WorkloadReport) -> None: ...
+    def _find_drift(self, only: str | None = None) -> None: ...
 
 
 class _Work(NamedTuple):
@@ -71,19 +71,6 @@ class _Work(NamedTuple):
         return Entry(
             self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, turns.who(), self.mine
         )
-
-
-class _Look(NamedTuple):
-    """One reading of one GPU and what it means, by that book and that plan. `in_use` is by framework, in bytes."""
-
-    book: Book
-    part: DevicePlan
-    verdict: Verdict
-    in_use: Mapping[str, int | None]
-
-    @property
-    def fits(self) -> bool:
-        return self.verdict.refusal is None and not self.verdict.trim
 
 
 class Admission:
@@ -112,20 +99,20 @@ class Admission:
         """Raise BudgetExceeded if there is no room, after others gave back what they could. With the guard's lock."""
         before: object = None
         room: Room | None = None
-        again = functools.partial(self._look, framework, needed, device, turns.within())
+        again = functools.partial(self._look, framework, needed, device, turns.within(), everyone=True)
         for number in range(1, _LOOKS + 1):
             look = again()
             if look.fits:
                 return
-            if room is None:
+            if room is None and (room := refusals.no_room(framework, look)) is None:
                 room = self._make_room(framework, needed, look, again)
             elif look.verdict.refusal is None:
-                raise self._stuck(framework, needed, look)
+                raise refusals.stuck(framework, needed, look)
             elif not look.verdict.reserved or before == (look.book, look.in_use) or number == _LOOKS:
-                raise self._error(framework, needed, look, room)
+                raise refusals.refused(framework, needed, look, room, time.monotonic())
             before = look.book, look.in_use  # others may just be allocating: it is refused if it stays so
 
-    def _make_room(self, framework: str, needed: int, look: _Look, again: Callable[[], _Look]) -> Room:
+    def _make_room(self, framework: str, needed: int, look: Look, again: Callable[[], Look]) -> Room:
         """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
         guard, device = self._guard, look.part.device
         if guard._capturing():
@@ -145,11 +132,12 @@ class Admission:
         """Begin a workload: admission, and a reservation until its end. Waits on this thread if it is to."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._asked(report, needs, wait)
+        if work is None:
+            return self._begun(report, None)
         try:
-            if work is not None:
-                ticket = work.ticket
-                for seconds in self._turn(work, report):
-                    ticket.pause(seconds)
+            ticket = work.ticket
+            for seconds in self._turn(work, report):
+                ticket.pause(seconds)
             return self._begun(report, ticket)
         except BaseException:
             self._leave(framework, ticket)
@@ -161,34 +149,38 @@ class Admission:
         """As `begin`, and what waits does not block the event loop."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._asked(report, needs, wait)
+        if work is None:
+            return self._begun(report, None)
         try:
-            if work is not None:
-                ticket = work.ticket
-                for seconds in self._turn(work, report):
-                    await ticket.pause_in_loop(seconds)
+            ticket = work.ticket
+            for seconds in self._turn(work, report):
+                await ticket.pause_in_loop(seconds)
             return self._begun(report, ticket)
         except BaseException:
             self._leave(framework, ticket)
             raise
 
     def _asked(self, report: WorkloadReport, needs: int | str | None, wait: float | str | None) -> _Work | None:
-        """What the workload asks for; None if it reserves nothing."""
-        guard = self._guard
-        try:
-            needed = None if needs is None else parse_size(needs)
-            patience = 0.0 if wait is None else parse_duration(wait)
-        except ValueError as error:
-            raise MemguardError(str(error)) from None
-        if wait is not None and needed is None:
-            raise MemguardError(
-                f"workload {report.name!r}: wait= without needs=: there is nothing to wait for\n"
-                '    fix: say what it needs, for example needs="4GiB"'
-            )
-        guard._checkpoint()
+        """What the workload asks for, after a checkpoint; None if it reserves nothing."""
+        guard, needed, patience = self._guard, 0, 0.0
+        if needs is not None or wait is not None:
+            try:
+                needed = 0 if needs is None else parse_size(needs)
+                patience = 0.0 if wait is None else parse_duration(wait)
+            except ValueError as error:
+                raise MemguardError(str(error)) from None
+            if not needed:
+                raise MemguardError(
+                    f"workload {report.name!r}: wait= without needs=: there is nothing to wait for\n"
+                    '    fix: say what it needs, for example needs="4GiB"'
+                )
+        if guard._on_checkpoint is not None:
+            guard._on_checkpoint()
+        if not needed:
+            return None
+        guard._find_drift(report.framework)
         guard._check_active()
         guard._framework(report.framework)
-        if needed is None:
-            return None
         now, devices = time.monotonic(), [part.device for part in guard._used_by(report.framework)]
         mine = turns.within() & self.turns.settled().ids
         return _Work(self.turns.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
@@ -224,7 +216,7 @@ class Admission:
         while True:
             number += 1
             self._guard._check_active()
-            looks: list[_Look] = []
+            looks: list[Look] = []
             for device in work.devices:
                 looks.append(self._look_for(work, device, looks[-1].book if looks else None))
             short = next((look for look in looks if not look.fits), None)
@@ -236,17 +228,17 @@ class Admission:
             if uuid not in rooms:
                 rooms[uuid] = self._room_for(work, short)
             elif verdict.refusal is None:
-                return self._stuck(work.framework, work.needed, short), False
+                return refusals.stuck(work.framework, work.needed, short), False
             elif not verdict.reserved or number >= _LOOKS or before == (short.book, short.in_use):
                 return self._refused(work, short, rooms[uuid])
             before = short.book, short.in_use  # others may just be allocating: it is refused if it stays so
 
-    def _look_for(self, work: _Work, device: Device, book: Book | None = None) -> _Look:
+    def _look_for(self, work: _Work, device: Device, book: Book | None = None) -> Look:
         return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book)
 
-    def _room_for(self, work: _Work, look: _Look) -> Room:
-        if not look.verdict.trim and look.part.caps[work.framework] >= _most(look.part, work.framework):
-            return Room({}, None, 0, {})
+    def _room_for(self, work: _Work, look: Look) -> Room:
+        if (none := refusals.no_room(work.framework, look)) is not None:
+            return none
         not_for_ever(self._guard._lock)
         with self._guard._lock:
             self._guard._check_active()
@@ -254,7 +246,7 @@ class Admission:
                 work.framework, work.needed, look, functools.partial(self._look_for, work, look.part.device)
             )
 
-    def _reserve(self, work: _Work, looks: Sequence[_Look]) -> bool:
+    def _reserve(self, work: _Work, looks: Sequence[Look]) -> bool:
         """Put it into the book that was looked at. False if somebody was faster."""
         in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
         covered = all(look.verdict.covered for look in looks)
@@ -272,9 +264,10 @@ class Admission:
             if self.turns.replace(book, reservations.ended(book, entry.id, in_use)):
                 return False
 
-    def _refused(self, work: _Work, look: _Look, room: Room) -> tuple[BudgetExceeded, bool]:
-        part, most = look.part, _most(look.part, work.framework)
-        error = self._error(work.framework, work.needed, look, room, work)
+    def _refused(self, work: _Work, look: Look, room: Room) -> tuple[BudgetExceeded, bool]:
+        part, most = look.part, refusals.most(look.part, work.framework)
+        waiting = Waiting(work.ticket.number, work.began, work.deadline)
+        error = refusals.refused(work.framework, work.needed, look, room, time.monotonic(), waiting)
         asked = self._question(work.framework, work.needed, part, self.turns.here(work.mine))
         why = reservations.never(look.book, asked, part.limit - part.reserve, most)
         if why is not None:
@@ -288,35 +281,51 @@ class Admission:
     def _end(
         self, report: WorkloadReport, earlier: int | None, ticket: Ticket | None, error: BaseException | None
     ) -> None:
+        book = EMPTY if ticket is None else self.turns.settled()
+        in_use: dict[str, int | None] | None = None
         try:
             try:
                 if error is not None:
                     hooks.seen(error)
             finally:
-                self._figures(report, earlier, error)
+                in_use = self._figures(report, earlier, error)
         finally:
-            self._leave(report.framework, ticket)
-        if error is None:
-            self._guard._finished(report)
+            if ticket is not None:
+                try:
+                    self.turns.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
+                finally:
+                    ticket.over = True  # if that was interrupted, the next one that looks ends it
+        if error is None and self._guard._on_workload is not None:
+            self._guard._on_workload(report)
 
-    def _figures(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
+    def _figures(
+        self, report: WorkloadReport, earlier: int | None, error: BaseException | None
+    ) -> dict[str, int | None] | None:
+        """What is in use at the end, into the report; by UUID too, None if that cannot be read."""
         try:
             self._guard._check_active()
-            report.after, peak = totals(self._usages_of(report.framework))
+            usages = self._usages_of(report.framework)
+            report.after, peak = totals(usages)
             report.peak = peak if peak is not None and peak > (earlier or 0) else None
+            if report.reserved is None:
+                return None
+            devices = [part.device.uuid for part in self._guard.plan.devices]
+            return {uuid: reservations.usage_in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
         except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
             if error is None and not isinstance(failure, MemguardError):
                 raise
             text = str(failure)  # the object would keep the block's frames alive in a log that keeps its records
             _log.debug("workload %s: no figures at its end: %s", report.name, text)
+            return None
 
     def _leave(self, framework: str, ticket: Ticket | None) -> None:
+        """Before it has begun: an error, or an interruption."""
         if ticket is None:
             return
         try:
             self.turns.leave(ticket, functools.partial(self._in_use, framework))
         finally:
-            ticket.over = True  # if that was interrupted, the next one that looks ends it
+            ticket.over = True
 
     # figures
 
@@ -328,33 +337,44 @@ class Admission:
         mine: frozenset[int],
         number: int | None = None,
         book: Book | None = None,
-    ) -> _Look:
-        """One reading and what it means. `number`: of the ticket that is to reserve it; None: nothing is reserved."""
+        everyone: bool = False,
+    ) -> Look:
+        """One reading and what it means. `number`: of the ticket that is to reserve it; None: nothing is reserved.
+
+        First those are asked who matter in any case, unless `everyone` is; the others if it does not fit.
+        """
         book = self.turns.settled() if book is None else book
         part = self._guard.part(device.uuid)
-        usages = {name: one.usage(device) for name, one in self._guard.frameworks.items()}
+        asked = self._question(framework, needed, part, mine)
+        if number is not None:
+            asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
+        frameworks = self._guard._frameworks
+        first = frameworks if everyone else reservations.named(book, asked)
+        usages = {name: frameworks[name].usage(device) for name in first if name in frameworks}
         memory = self._guard.host.memory(device)  # after the usages: what is taken between them counts twice
+        verdict = reservations.admit(book, asked, usages, memory)
+        if verdict.refusal is not None and len(usages) < len(frameworks):
+            usages = {name: one.usage(device) for name, one in frameworks.items()}
+            memory = self._guard.host.memory(device)
+            verdict = reservations.admit(book, asked, usages, memory)
         in_use = {name: reservations.usage_in_use(usage) for name, usage in usages.items()}
         for name, size in in_use.items():
             lower = reservations.seen(book, name, {device.uuid: size})
             if lower is not book and self.turns.replace(book, lower):
                 book = lower
-        asked = self._question(framework, needed, part, mine)
-        if number is not None:
-            asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
-        return _Look(book, part, reservations.admit(book, asked, usages, memory), in_use)
+        return Look(book, part, memory, verdict, in_use)
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
         footprint = self._guard._framework(framework).footprint(needed)
         return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine)
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
-        one = self._guard._framework(framework)
+        one = self._guard._frameworks.get(framework) or self._guard._framework(framework)
         return [one.usage(part.device) for part in self._guard.plan.devices]
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
         """What its arrays occupy, by UUID; empty if that cannot be read."""
-        one = self._guard.frameworks.get(framework)
+        one = self._guard._frameworks.get(framework)
         found: dict[str, int | None] = {}
         for part in self._guard.plan.devices if one is not None else ():
             assert one is not None
@@ -363,40 +383,3 @@ class Admission:
             except Exception as error:
                 _log.debug("%s: what it has in use cannot be read: %s", framework, str(error))
         return found
-
-    # what refusals say
-
-    def _error(self, framework: str, needed: int, look: _Look, room: Room, work: _Work | None = None) -> BudgetExceeded:
-        verdict, book, now = look.verdict, look.book, time.monotonic()
-        refusal = verdict.refusal or ""
-        if not verdict.reserved:
-            refusal = _policy.elastic_refusal(refusal, look.part, framework, room)
-        if work is not None:
-            book = reservations.ended(book, work.ticket.number)
-        lines = reservations.who_holds(book, look.part.device.uuid, look.in_use, now)
-        said, _, fix = refusal.partition("\n    fix: ")
-        patient = work is not None and work.deadline > work.began
-        if work is not None and patient and now >= work.deadline:
-            said += f", after {now - work.began:.1f} s in which it waited its turn"
-        if verdict.reserved:
-            longer = "let it wait longer" if patient else 'wait="60s" waits its turn'
-            fix = f"{longer if work is not None else 'ask again once one of them has ended'}, or reserve less"
-        text = "\n      ".join([said + (":" if lines else ""), *lines])
-        return BudgetExceeded(framework, needed, verdict.available, f"{text}\n    fix: {fix}" if fix else text)
-
-    def _stuck(self, framework: str, needed: int, look: _Look) -> BudgetExceeded:
-        names, memory = " and ".join(look.verdict.trim), self._guard.host.memory(look.part.device)
-        return BudgetExceeded(
-            framework,
-            needed,
-            memory.free,
-            f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
-            f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
-            f"or a CUDA graph is being captured)\n"
-            f"    fix: call memguard.trim() on the thread that runs {names}",
-        )
-
-
-def _most(part: DevicePlan, framework: str) -> int:
-    """The most that its cap there may ever be, in bytes."""
-    return part.elastic.get(framework, (0, part.caps[framework]))[1]

@@ -17,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 End = Callable[["BaseException | None"], None]
 """Ends a block; it is given the exception that leaves the block, or None. It must raise only if it is given None."""
+_TWICE = "this block has begun and is not over\n    fix: make another one for each `with`"
 
 
 class Block(Generic[T]):
@@ -36,7 +37,8 @@ class Block(Generic[T]):
         self._end: End | None = None
 
     def __enter__(self) -> T:
-        self._check()
+        if self._end is not None:
+            raise RuntimeError(_TWICE)
         value, self._end = self.begin()
         return value
 
@@ -48,7 +50,8 @@ class Block(Generic[T]):
             end(error)
 
     async def __aenter__(self) -> T:
-        self._check()
+        if self._end is not None:
+            raise RuntimeError(_TWICE)
         if self.begin_in_loop is None:
             value, self._end = self.begin()
         else:
@@ -59,10 +62,6 @@ class Block(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, trace)
-
-    def _check(self) -> None:
-        if self._end is not None:
-            raise RuntimeError("this block has begun and is not over\n    fix: make another one for each `with`")
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isasyncgenfunction(function):

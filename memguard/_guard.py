@@ -449,14 +449,6 @@ class Guard:
         """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
         return self._admission.open_bytes(framework, uuid)
 
-    def _finished(self, report: WorkloadReport) -> None:
-        if self._on_workload is not None:
-            self._on_workload(report)
-
-    def _checkpoint(self) -> None:
-        if self._on_checkpoint is not None:
-            self._on_checkpoint()
-
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
 

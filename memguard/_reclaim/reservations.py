@@ -188,6 +188,11 @@ class Asked(NamedTuple):
     keeps: bool = False
 
 
+def named(book: Book, asked: Asked) -> set[str]:
+    """The frameworks whose usage `admit` needs, to say that it fits without a trim."""
+    return {asked.framework, *(one.framework for one in book.active), *(one.framework for one in asked.before)}
+
+
 class Verdict(NamedTuple):
     """`trim` and `refusal` as of `_policy.Admission`. `reserved`: it is refused for what others reserved alone.
 

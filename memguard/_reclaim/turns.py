@@ -112,16 +112,21 @@ class Turns:
             book = reservations.ended(book, number)
         return book
 
-    def leave(self, ticket: Ticket, in_use: Callable[[], dict[str, int | None]] | None = None) -> None:
-        """End it, whether it holds or waits, and have the others look. `in_use` reads its framework, by UUID."""
+    def leave(
+        self,
+        ticket: Ticket,
+        read: Callable[[], dict[str, int | None]],
+        before: Book = EMPTY,
+        in_use: dict[str, int | None] | None = None,
+    ) -> None:
+        """End it, whether it holds or waits, and have the others look. `read` reads what its framework has in use, by
+        UUID. `in_use` was read already, when the book was `before`.
+        """
         leave(ticket)
         try:
-            while True:
-                before = self.settled()
-                if ticket.number not in before.ids:
-                    break
-                found = in_use() if in_use is not None else None
-                if self.replace(before, reservations.ended(before, ticket.number, found)):
+            while ticket.number in (now := self.settled()).ids:
+                found = in_use if in_use is not None and now is before else read()
+                if self.replace(now, reservations.ended(now, ticket.number, found)):
                     break
         finally:
             ticket.over = True
