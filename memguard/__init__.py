@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from memguard._ledger.types import Ledger as Ledger
     from memguard._oom.hooks import last_oom as last_oom
     from memguard._reclaim.figures import Reclaimable as Reclaimable
+    from memguard._retry import attempts as attempts
+    from memguard._retry import call as call
+    from memguard._retry import retry as retry
     from memguard._simulation.recorder import record_trace as record_trace
     from memguard._timeline import load_timeline as load_timeline
     from memguard._types import Event as Event
@@ -74,6 +77,7 @@ _HOMES = {
     "Reclaimable": "memguard._reclaim.figures",
     "doctor": "memguard._doctor",
     "last_oom": "memguard._oom.hooks",
+    **dict.fromkeys(("attempts", "call", "retry"), "memguard._retry"),
     "load_timeline": "memguard._timeline",
     "record_trace": "memguard._simulation.recorder",
     **dict.fromkeys(("load_ipython_extension", "unload_ipython_extension"), "memguard.notebook"),
@@ -100,6 +104,8 @@ __all__ = [
     "TraceError",
     "UnderPressure",
     "WorkloadReport",
+    "attempts",
+    "call",
     "checkpoint",
     "doctor",
     "exchange",
@@ -114,6 +120,7 @@ __all__ = [
     "record_trace",
     "require",
     "resize",
+    "retry",
     "shutdown",
     "trim",
     "unload_ipython_extension",
