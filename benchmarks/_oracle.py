@@ -13,6 +13,9 @@ back: whatever is held after all gave back what they can is more than what is li
 named too if its own pieces, or what its allocator takes for a request, are what does not fit.
 
 All else was *avoidable*.
+
+If other processes hold part of the card, less than the room may be there: then the same is asked once more of the card,
+with the contexts and modules that the log shows, and with what the pools that never shrink hold.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ FIXED = ("tensorflow", "jax")
 
 
 class Terms(NamedTuple):
-    """What a budget promises on one GPU: each framework's least and most."""
+    """What a budget promises on one GPU: each framework's least and most.
+
+    `card` is what this process can have of the GPU, if others hold so much that it is less than the limit.
+    """
 
     limit: int
     reserve: int
     shares: Mapping[str, tuple[int, int]]
+    card: int | None = None
 
     @property
     def room(self) -> int:
@@ -175,7 +182,7 @@ def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
         name, size = entry.framework, entry.size
         requests += entry.op == "allocate"
         if entry.refused is not None:
-            if not books.fits(name, size):
+            if not books.fits(name, size) or _card_is_full(books, entry):
                 infeasible += 1
             elif who := in_the_way(books, entry):
                 blocked += 1
@@ -203,10 +210,33 @@ def in_the_way(books: Books, entry: Entry) -> list[str]:
     held = {one: _pinned(books, one, size) for one, size in entry.trimmed.items()}
     allowed = books.allowed(name, held)
     if held[name] + footprint(name, entry.size) <= allowed:
-        return []
+        return _in_the_way_on_the_card(books, entry, held)
     stuck = [one for one in held if one != name and up(held[one]) > max(terms.least(one), books.live(one))]
     own = held[name] > books.live(name) or footprint(name, entry.size) > rounded(name, entry.size)
     return [*(stuck if held[name] + footprint(name, entry.size) > terms.least(name) else ()), *([name] if own else ())]
+
+
+def _card_is_full(books: Books, entry: Entry) -> bool:
+    """Whether the live arrays leave no room on the card, whatever the caps."""
+    if books.terms.card is None:
+        return False
+    books.add(entry.framework, entry.size)
+    live = sum(books.live(name) for name in books.terms.shares)
+    books.remove(entry.framework, entry.size)
+    return live + _outside(entry) > books.terms.card
+
+
+def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int]) -> list[str]:
+    """As `in_the_way`, where the caps leave room: whose pieces, or pools that never shrink, fill the card."""
+    card, needed = books.terms.card, footprint(entry.framework, entry.size)
+    if card is None or sum(up(size) for size in held.values()) + needed + _outside(entry) <= card:
+        return []
+    return [name for name, size in held.items() if size > books.live(name)] or [entry.framework]
+
+
+def _outside(entry: Entry) -> int:
+    """What the process holds beside its frameworks' pools: contexts, modules, and gaps in slabs."""
+    return entry.process - sum(size or 0 for size in entry.held.values())
 
 
 def _pinned(books: Books, name: str, held: int | None) -> int:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from memguard._guard import Guard as Guard
     from memguard._ledger.types import Ledger as Ledger
     from memguard._oom.hooks import last_oom as last_oom
+    from memguard._retry import attempts as attempts
+    from memguard._retry import call as call
+    from memguard._retry import retry as retry
     from memguard._simulation.recorder import record_trace as record_trace
     from memguard._timeline import load_timeline as load_timeline
     from memguard._types import Event as Event
@@ -70,6 +73,7 @@ _HOMES = {
     "Ledger": "memguard._ledger.types",
     "doctor": "memguard._doctor",
     "last_oom": "memguard._oom.hooks",
+    **dict.fromkeys(("attempts", "call", "retry"), "memguard._retry"),
     "load_timeline": "memguard._timeline",
     "record_trace": "memguard._simulation.recorder",
     **dict.fromkeys(("load_ipython_extension", "unload_ipython_extension"), "memguard.notebook"),
@@ -95,6 +99,8 @@ __all__ = [
     "TraceError",
     "UnderPressure",
     "WorkloadReport",
+    "attempts",
+    "call",
     "checkpoint",
     "doctor",
     "exchange",
@@ -108,6 +114,7 @@ __all__ = [
     "record_trace",
     "require",
     "resize",
+    "retry",
     "shutdown",
     "trim",
     "unload_ipython_extension",

@@ -315,7 +315,7 @@ class Event(NamedTuple):
     behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
     trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
     an allocator refused `times` requests, whether or not the program catches the errors), reclaim (siblings gave back
-    `bytes` for `framework`, or its elastic cap moved).
+    `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back).
     """
 
     time: float

@@ -257,7 +257,7 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
     for old in sorted(dict(_reports))[:-_KEPT]:
         _reports.pop(old, None)
     if hasattr(BaseException, "add_note"):  # Python 3.11
-        _quietly("no note on the error", _add_note, error, report.note)
+        _quietly("no note on the error", add_note, error, report.note)
     for sink in installed.sinks:
         _quietly("an out-of-memory error was not recorded", sink, report)
     return report, number
@@ -265,6 +265,21 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
 
 def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
     """The record of the refusal that the error comes from, which is then no other's."""
+    number = _record(facts, verdict)
+    if number is None:
+        return None
+    _caught.pop(number, None)
+    return _refusals.pop(number, None)
+
+
+def moment_of(facts: ErrorFacts, verdict: Verdict) -> Moment | None:
+    """The figures of the refusal that the error comes from, if they were kept. The record stays for a report."""
+    number = _record(facts, verdict) if _pid == os.getpid() else None
+    record = _refusals.get(number) if number is not None else None
+    return record.moment if record is not None else None
+
+
+def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
     if not _refusals:
         return None
     from memguard._oom.classify import family
@@ -272,11 +287,7 @@ def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
 
     moments = {number: one.moment for number, one in list(_refusals.items())}
     name = verdict.requester or family(facts)
-    number = record_of(moments, facts, verdict, name, os.getpid(), threading.get_ident())
-    if number is None:
-        return None
-    _caught.pop(number, None)
-    return _refusals.pop(number, None)
+    return record_of(moments, facts, verdict, name, os.getpid(), threading.get_ident())
 
 
 def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -379,7 +390,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         known.add(id(one))
         yield one
         cause, context, members = kin(one)
-        waiting += [None if _SUPPRESSED.__get__(one) else context, cause, *reversed(members)]
+        waiting += [None if suppressed(one) else context, cause, *reversed(members)]
 
 
 def kin(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
@@ -397,6 +408,11 @@ def kin(error: BaseException) -> tuple[BaseException | None, BaseException | Non
     return _CAUSE.__get__(error), _CONTEXT.__get__(error), found
 
 
+def suppressed(error: BaseException) -> bool:
+    """Whether its context is not to be looked at: `from None`, or `from` another."""
+    return bool(_SUPPRESSED.__get__(error))
+
+
 def _causes(error: BaseException) -> Iterator[BaseException]:
     cause, left = _CAUSE.__get__(error), _WALKED
     while cause is not None and left:
@@ -404,8 +420,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause, left = _CAUSE.__get__(cause), left - 1
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    """As `add_note` does, without the code of the exception's class: one that is frozen refuses the attribute."""
+def add_note(error: BaseException, note: str) -> None:
+    """As Python's own, without the code of the exception's class: one that is frozen refuses the attribute."""
     notes = _own(error).setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)

@@ -217,7 +217,7 @@ def diagnose(
         why = "the GPU budget has nothing to do with it"
         found = remedies(verdict, None)
         return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
-    part = _device(facts.text, verdict, ledger, recorded)
+    part = device_of(facts.text, verdict, ledger, recorded)
     if part is None:
         reason, why = _unknown(ledger)
         return Report(
@@ -283,7 +283,7 @@ def of_refusal(
     )  # fmt: skip
 
 
-def _device(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
+def device_of(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
     """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
     if ledger is None or not ledger.devices:
         return None
@@ -344,7 +344,9 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
     if moment is not None and moment.source == "peak":
         used = f" ({format_size(row.in_use)} in use at its peak)"
-    cap = f"its cap of {format_size(row.cap)} {is_} reached: it {held}{used}"
+    most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
+    now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
+    cap = f"its cap of {format_size(row.cap)}{now} {is_} reached: it {held}{used}"
     asked = case.verdict.requested
     if asked is not None and asked > row.cap and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"

@@ -137,17 +137,19 @@ class Thing:
     def __init__(self): self.me = self
     def __del__(self): kept.append(alloc(3 * MIB))
 kept = []
-del [alloc(2 * MIB) for _ in range(40)][:]
-gc.set_threshold(1)
-readings = []
-for _ in range(20):
-    Thing()
-    readings.append(framework.usage(gpu).reclaimable)
-    kept.clear()
+cupy_card.full(8192)
+limit(8192)
+del [alloc(2 * MIB) for _ in range(3000)][:]
+gc.collect()
+gc.set_threshold(1500)  # so it collects while the 3,000 are read
+Thing()
+readings = [framework.usage(gpu).reclaimable]
+gc.collect()
+result["collected"] = len(kept)
 result.update(on=gc.isenabled(), known=None not in readings)
 """
     )
-    assert found == {"on": True, "known": True}
+    assert found == {"on": True, "known": True, "collected": 1}
 
 
 def test_a_ctrl_c_in_a_reading_leaves_everything_as_it_was(live: Run) -> None:

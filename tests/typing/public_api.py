@@ -97,6 +97,64 @@ def working() -> None:
         pass
 
 
+@memguard.retry()
+def trained(batch: list[int], *, epochs: int = 1) -> float:
+    return epochs / len(batch)
+
+
+@memguard.retry(shrink="batch_size", floor=8, multiple=8, times=3)
+def fitted(data: list[int], batch_size: int = 64) -> float:
+    return batch_size / len(data)
+
+
+class Model:
+    @memguard.retry(times=2, ranks="independent")
+    def step(self, x: int) -> str:
+        return str(x)
+
+    @memguard.retry(shrink="n")
+    def fit(self, n: int) -> str:
+        return str(n)
+
+    @memguard.retry()
+    async def later(self, x: int) -> str:
+        return str(x)
+
+
+async def retrying(model: Model) -> None:
+    assert_type(trained([1], epochs=2), float)
+    trained("abc", epochs="2")  # type: ignore[arg-type]
+    trained([1], 2)  # type: ignore[call-arg]
+    assert_type(fitted([1], batch_size=8), float)
+    fitted([1], "8")  # type: ignore[arg-type]
+    fitted.forget()
+    trained.forget()  # type: ignore[attr-defined]
+    assert_type(model.step(3), str)
+    model.step("3")  # type: ignore[arg-type]
+    assert_type(model.fit(3), str)
+    model.fit("3")  # type: ignore[arg-type]
+    Model.fit(model, 3)
+    model.fit.forget()
+    assert_type(await model.later(3), str)
+    assert_type(memguard.call(trained, [1], epochs=2), float)
+    assert_type(await memguard.call(model.later, 3), str)
+    memguard.call(trained, 3)  # type: ignore[arg-type]
+    for attempt in memguard.attempts(times=2, size=64, floor=4):
+        with attempt:
+            assert_type(attempt.size, int | None)
+            assert_type(attempt.number, int)
+    memguard.retry(3, ranks="alone")  # type: ignore[call-overload]
+    memguard.retry(floor=3)  # type: ignore[call-overload]
+    memguard.attempts(size="64")  # type: ignore[arg-type]
+
+
+def caught() -> int:
+    for attempt in memguard.attempts():
+        with attempt:
+            return 1
+    raise AssertionError
+
+
 def failing() -> None:
     try:
         memguard.init("budget.yaml")

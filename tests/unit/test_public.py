@@ -169,6 +169,8 @@ def test_arguments_of_the_public_functions() -> None:
         if inspect.isfunction(getattr(memguard, name))
     }
     assert given == {
+        "attempts": ["times", "size", "floor", "multiple", "ranks"],
+        "call": ["function", "args", "kwargs"],
         "checkpoint": [],
         "doctor": ["budget", "frameworks", "ignore", "timeout"],
         "guard": ["budget", "replace", "simulate", "missing_gpu"],
@@ -181,6 +183,7 @@ def test_arguments_of_the_public_functions() -> None:
         "record_trace": ["path", "interval"],
         "require": ["framework", "size"],
         "resize": ["framework", "size"],
+        "retry": ["times", "shrink", "floor", "multiple", "ranks"],
         "shutdown": [],
         "trim": ["framework"],
         "unload_ipython_extension": ["shell"],

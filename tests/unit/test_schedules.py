@@ -76,6 +76,30 @@ def test_lending_that_forgets_the_minima_is_noticed(monkeypatch: pytest.MonkeyPa
     assert any("within its min" in fault.what for verdicts in found for fault in verdicts.avoidable)
 
 
+def test_where_others_use_the_card_too_no_refusal_was_avoidable() -> None:
+    """Another process holds part of the room, so the driver refuses before the caps do.
+
+    Not TensorFlow's and JAX's: once they have met a full GPU, they ask it for whole regions, and room for the array
+    alone is not enough.
+    """
+    blocked = 0
+    for seed in range(40):
+        agreed = _schedules.terms(seed, LIMIT, RESERVE)
+        with guarded(agreed) as guard:
+            runner = SimulatedRunner(guard)
+            for name in _schedules.FRAMEWORKS:  # contexts and modules come first
+                array = runner.allocate(name, 1)
+                assert isinstance(array, int) and runner.free(name, array)
+            card = runner.held_by_process() + int(agreed.room * random.Random(seed).uniform(0.5, 0.9))
+            runner.host.occupy(runner.gpu, 1, runner.gpu.usable - card)
+            log = _schedules.play(_schedules.schedule(seed, agreed), runner, agreed)
+        verdicts = judge(log, agreed._replace(card=card))
+        faults = [fault for fault in verdicts.faults if log[fault.entry].framework not in FIXED]
+        assert faults == [], f"seed {seed}: {faults[0].what}"
+        blocked += sum(entry.refused is not None and bool(entry.refused.full) for entry in log)
+    assert blocked > 40
+
+
 def test_schedules_come_from_their_seed() -> None:
     ops: Counter[str] = Counter()
     for seed in range(50):

@@ -106,6 +106,8 @@ class PyCUDA(Framework):
             if self._gone:
                 self._settle()
             pools, pages = self._pools(uuid), self._pages.get(uuid) or self._pages_of(uuid)
+            if pages.changes:
+                pages.settle()
             in_use = 0
             pieces: list[tuple[int, int]] = []
             for pool in pools:
@@ -534,7 +536,10 @@ class PyCUDA(Framework):
             self._note_peak(pool.uuid, pool)
 
     def _settle(self) -> None:
-        """Apply what finalizers of pitched allocations logged. With the lock held."""
+        """Apply what finalizers of pitched allocations logged, and what a Ctrl-C left. With the lock held."""
+        for pages in list(self._pages.values()):
+            if pages.changes:
+                pages.settle()
         while self._gone:
             try:
                 count, address, size = self._gone.popleft()

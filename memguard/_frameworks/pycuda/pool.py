@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
@@ -400,6 +401,9 @@ class Pool:
         try:
             ours.push()
             return call(*arguments)
+        except BaseException as error:  # what its frames keep goes now, and not where no context is current
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:  # left on the stack it would end the process, so a Ctrl-C must not come in between
             try:
                 if type(ours).get_current() is ours:
