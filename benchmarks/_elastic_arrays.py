@@ -223,7 +223,7 @@ def whole_card(card: Card, patience: float = 60) -> None:
 
 _locked: list[Any] = []
 HOLDER = """
-import ctypes, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 from _elastic_arrays import Card
 from _independent import Raw

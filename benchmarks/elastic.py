@@ -16,9 +16,9 @@ e  schedules   20 seeded schedules of six frameworks whose caps add up to twice 
                served. Some 120 s, eleven at a time: each request of TensorFlow or JAX that fails takes 10 s or 20.
 
 The times are estimates from what the other benchmarks take, until a result has them. `--part ab` runs parts, `--only`
-scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON: `--part ab -o ab.json`
-and then `--part cde --merge ab.json` are the whole in two calls. Every scenario is a process of its own; another one
-samples NVML, every 20 ms or as often as it can.
+scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON: the whole in two
+calls is `--part ab -o ab.json`, and then `--part cde --merge ab.json`. Every scenario is a process of its own; another
+one samples NVML, every 20 ms or as often as it can.
 
 Part a needs the whole card: its processes import their libraries at the same time, and take turns on the card.
 """
