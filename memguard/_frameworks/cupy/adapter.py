@@ -54,7 +54,6 @@ class CuPy(Framework):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
     spec = SPECS["cupy"]
-    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

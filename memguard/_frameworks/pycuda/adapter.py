@@ -45,7 +45,6 @@ class PyCUDA(Framework):
     """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
     spec = SPECS["pycuda"]
-    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

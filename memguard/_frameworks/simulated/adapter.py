@@ -144,12 +144,20 @@ class SimulatedFramework(Framework):
         if allocator not in MODELS if allocator is not None else row is None:
             raise ValueError(f"no simulated allocator for {name!r}: give one of {', '.join(MODELS)}")
         self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
-        self.resizable, self.asks = not self.model.fixed, self.model.asks
+        self.resizable = not self.model.fixed
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
         silent = row is not None and row.refuses_silently
         self.spec = FrameworkSpec(
-            name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="", refuses_silently=silent
+            name=name,
+            title=name,
+            module=own,
+            adapter="",
+            modules=0,
+            workspace=0,
+            cap_is="",
+            refuses_silently=silent,
+            asks=self.model.asks,
         )
         self.imported = imported
         self._gpus = host
