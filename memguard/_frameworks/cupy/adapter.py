@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.cupy import blocks
+from memguard._frameworks.cupy.collector import Collector
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
@@ -66,6 +68,7 @@ class CuPy(Framework):
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
+        self._collector: Collector | None = None
         self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
         # The limit that holds on every device of `_limited`, and the total up to which a small request cannot pass it.
         # -1 if they differ, so that each request looks. Until the first one there is nothing to look at.
@@ -110,6 +113,8 @@ class CuPy(Framework):
 
         def undo() -> None:
             replaced.undo()
+            if self._collector is not None and vars(cupy.cuda.memory).get("gc") is self._collector:
+                cupy.cuda.memory.gc = gc
             self._restore(cupy)
 
         self.changes.add(self.name, undo)
@@ -121,6 +126,7 @@ class CuPy(Framework):
             self._plain[self._allocate] = allocator
             self._set_allocator(self._allocate)
             self._replace(cupy, replaced)
+            self._ask_before_collecting(cupy.cuda.memory)
         except BaseException:
             undo()
             raise
@@ -419,16 +425,30 @@ class CuPy(Framework):
                 return memory
         return None
 
-    def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int) -> Shortage | None:
-        """Why the pool refused; None where nobody can help: no cap is set here, or the user's own limit is stricter.
+    def _ask_before_collecting(self, memory: Any) -> None:
+        """In a CuPy that is known to hold no lock when it collects garbage: the one whose blocks can be read."""
+        one = getattr(memory, "SingleDeviceMemoryPool", None)
+        if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
+            self._collector = Collector(self._ask, self._allocate.__code__)
+            memory.gc = self._collector
 
-        It has freed what is not split before.
+    def _ask(self, size: int, rounded: int, full: bool) -> bool:
+        """Whether others make room before CuPy collects garbage for a request. `full`: the driver refused."""
+        if self.on_shortage is None:
+            return False
+        shortage = self._shortage(_device_here(), self._pool, size, rounded, full)
+        return shortage is not None and not self.capturing() and self._short(shortage)
+
+    def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
+        """Why the pool refuses; None where nobody can help: no cap is set here, the user's own limit is stricter, or
+        the pool is one of those before. It has freed what is not split.
         """
         uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), "")
         own, limit = self._limited.get(ordinal, (0, 0))
-        if uuid not in self._caps or not limit:
+        if uuid not in self._caps or not limit or pool is not self._pool:
             return None
-        full = int(pool.total_bytes()) + round_up(rounded, UNIT) <= limit
+        if full is None:
+            full = int(pool.total_bytes()) + round_up(rounded, UNIT) <= limit
         if not full and 0 < own <= limit:
             return None
         return Shortage(self.name, uuid, size, round_up(rounded), full)
