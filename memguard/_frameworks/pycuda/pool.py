@@ -16,7 +16,7 @@ from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
 from memguard._frameworks.pycuda.aside import Aside
 from memguard._logs import log as _log
-from memguard._units import GRANULE
+from memguard._units import GRANULE, round_up
 
 _MOST_TIMES = 8
 _NEVER = sys.maxsize
@@ -458,17 +458,22 @@ class Pool:
                     self._forget(address, known)
 
     def _add(self, address: int, found: Bin) -> None:
-        known = contexts.buffer(address)
+        known, pages, size = contexts.buffer(address), self._pages, found.size
+        whole_pages = round_up(size)
+        # No call in between: a Ctrl-C finds all of it or nothing.
         self._ids[address], self._where[address] = known, found
         found.held[address] = None
-        self._sum += found.size
-        self._pages.add(address, found.size)
+        self._sum += size
+        pages.coming += whole_pages
+        pages.changes.append((pages.adding, address, size))
+        pages.settle()
         if self._witness is None:
             self._choose_witness()
 
     def _forget(self, address: int, known: int | None) -> None:
         """Stop counting the block with this id. A handler may have done so, and got another one at its address."""
-        # Down to `_sum` no call is made, so that no handler comes in between.
+        pages = self._pages
+        # Down to `changes` no call is made, so that no handler comes in between.
         if address not in self._where or self._ids[address] != known:
             return
         found = self._where[address]
@@ -476,9 +481,10 @@ class Pool:
         if address in found.held:
             del found.held[address]
         self._sum -= found.size
+        pages.changes.append((pages.leaving, address, found.size))
         if self._witness == address:
             self._choose_witness()
-        self._pages.gone(address, found.size)
+        pages.settle()
 
     def _choose_witness(self) -> None:
         """The driver's id of a block tells, as long as the block is there, that the context is the same."""
