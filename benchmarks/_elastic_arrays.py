@@ -127,16 +127,24 @@ class Arrays:
 
     def right(self, array: Any, size: int, seed: int) -> bool:
         if self.name in XLA:
-            import numpy as np
-
-            parts = [array[a // 8 : (a + n) // 8] for a, n in windows(max(size // 8, 1) * 8, seed, 8)]
-            found = [part.numpy() if self.name == "tensorflow" else np.asarray(part) for part in parts]
+            places = [(at // 8, count // 8) for at, count in windows(max(size // 8, 1) * 8, seed, 8)]
+            found = [self._part(array, at, count) for at, count in places]
             return all(part.size > 0 and bool((part == value_of(seed)).all()) for part in found)
         four, at = word_of(seed).to_bytes(4, "little"), address(self.name, array)
         if size < 4:
             return self.memory.read(at, size) == four[:1] * size
         places = windows(size // 4 * 4, seed, 4)
         return all(self.memory.read(at + a, n) == four * (n // 4) for a, n in places)
+
+    def _part(self, array: Any, at: int, count: int) -> Any:
+        """So many elements of an array of TensorFlow or JAX, on the host."""
+        import numpy as np
+
+        if self.name == "tensorflow":
+            return array[at : at + count].numpy()
+        import jax
+
+        return np.asarray(jax.lax.dynamic_slice(array, (np.int32(at),), (count,)))  # compiled once for each shape
 
     @property
     def memory(self) -> Written:
@@ -215,7 +223,7 @@ def whole_card(card: Card, patience: float = 60) -> None:
 
 _locked: list[Any] = []
 HOLDER = """
-import ctypes, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 from _elastic_arrays import Card
 from _independent import Raw

@@ -16,6 +16,8 @@ LEFT = 2 * GIB
 """What is free of the card when the framework asks."""
 FIXED = 12 * GIB
 """The limit of TensorFlow and JAX, whose caps never move: their pools take more than what is asked for."""
+ANOTHER = 700 * MIB
+"""What another process takes at least: its context alone takes some 520 MiB."""
 BLOCKS = (GIB, 64 * MIB, 2 * MIB)
 """What fills: large blocks as long as they fit."""
 RETRIED = ("torch", "tensorflow", "jax")
@@ -92,7 +94,7 @@ def asked(sibling: Any, taker: Any, card: Any, ask: Callable[[int, int], Any]) -
     cache, refused = filled(sibling, card, LEFT)
     with contextlib.ExitStack() as stack:
         rest, another = card.free() - LEFT, 0
-        if rest >= GIB:
+        if rest >= ANOTHER:
             another = stack.enter_context(another_process(LEFT))
         found: dict[str, Any] = {
             "sibling": sibling.name,

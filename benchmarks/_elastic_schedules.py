@@ -26,6 +26,8 @@ TICK = 0.1
 """Seconds of the monitor."""
 WAITS = 1
 """Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails."""
+ROOMY = 0.6
+"""There is room for a request of theirs if no more of their cap is live with it: their pools have holes."""
 
 
 def played(seed: int, lends: bool = True) -> dict[str, Any]:
@@ -81,12 +83,12 @@ def fixed(agreed: Terms) -> dict[str, Any]:
 
 
 def eased(steps: Sequence[Step], agreed: Terms) -> list[Step]:
-    """Without all but the first requests of TensorFlow and JAX that there is no room for, at peaks too."""
+    """Without all but the first requests of TensorFlow and JAX that there may be no room for, at peaks too."""
     books, arrays, waits = Books(agreed), dict[int, tuple[str, int]](), dict.fromkeys(FIXED, 0)
     kept: list[Step] = []
 
     def wanted(name: str, size: int) -> bool:
-        if books.fits(name, size) or name not in FIXED:
+        if name not in FIXED or books.live(name) + size <= ROOMY * books.most(name):
             return True
         waits[name] += 1
         return waits[name] <= WAITS

@@ -361,8 +361,11 @@ BURST = (
 BURST_FIXED = "burst, control: with fixed shares CuPy has its share, and never the max"
 POOL_PEAKS = (
     "pool: five peaks of 8 GiB in turn take at most 8.4 GiB and the overhead, by NVML",
+    "pool: peaks of torch, CuPy, PyCUDA and Numba, which draw from it, take at most 8.4 GiB and the overhead, by NVML",
     "pool: the values of every array are right",
 )
+POOLED = ("torch", "cupy", "pycuda", "numba")
+"""Those that draw from the shared pool: docs/pool.md. JAX's memory lies beside it."""
 POOL_APART = "pool, control: with caches apart they take about 40 GiB"
 ELASTIC_SEEDS = tuple(range(1, 21))
 """The schedules that are played on a GPU."""

@@ -6,18 +6,19 @@ a  reclaim     a sibling's idle cache holds all but 2 GiB of the card, and each 
                same of the plain frameworks. Some 110 s: TensorFlow and JAX wait 10 s for the driver, each twice.
 b  moves       8 GiB go from one framework's cache to another's array, 100 times for each of 9 pairs from blocks of
                64 MiB, and as often as there is time from pieces of 2 MiB. Control: the giver is trimmed by hand before.
-               Some 130 s (`AT_MOST` of `_elastic_moves.py`).
+               Some 110 s, at most 170 (`AT_MOST` of `_elastic_moves.py`).
 c  burst       PyTorch's bytes are live and idle in turn, and CuPy asks for its min and its max. Control: fixed shares.
                Some 40 s.
 d  pool        five frameworks peak at 8 GiB in turn under `strategy: pool`, and a mix of allocations. Control: caches
                apart under `strategy: caps`; for the mix the plain libraries, twice, and RMM's pool. Some 110 s.
 e  schedules   20 seeded schedules of six frameworks whose caps add up to twice the limit, judged by an oracle that
                knows no memguard. Control: two of them with fixed shares, for which it finds what could have been
-               served. Some 150 s, eleven at a time: each request of TensorFlow or JAX that fails takes 10 s.
+               served. Some 120 s, eleven at a time: each request of TensorFlow or JAX that fails takes 10 s or 20.
 
 The times are estimates from what the other benchmarks take, until a result has them. `--part ab` runs parts, `--only`
-scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON. Every scenario is a
-process of its own; another one samples NVML, every 20 ms or as often as it can.
+scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON: the whole in two
+calls is `--part ab -o ab.json`, and then `--part cde --merge ab.json`. Every scenario is a process of its own; another
+one samples NVML, every 20 ms or as often as it can.
 
 Part a needs the whole card: its processes import their libraries at the same time, and take turns on the card.
 """
