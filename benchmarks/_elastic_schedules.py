@@ -14,7 +14,7 @@ from typing import Any
 
 import _schedules
 from _elastic_arrays import Arrays, Card, text_of
-from _oracle import FIXED, Books, Refused, Terms, judge
+from _oracle import FIXED, PAGE, Books, Refused, Terms, judge
 from _run import GIB
 from _schedules import FRAMEWORKS, Step
 
@@ -34,7 +34,7 @@ def played(seed: int, lends: bool = True) -> dict[str, Any]:
     """One schedule. Without `lends` the shares are fixed: what everybody has at the beginning is all there is."""
     import memguard
 
-    agreed = _schedules.terms(seed, LIMIT, RESERVE)
+    agreed = _schedules.terms(seed, LIMIT, RESERVE)._replace(kept={"pycuda": PAGE})
     steps = eased(_schedules.schedule(seed, agreed), agreed)
     made = _schedules.budget(agreed) if lends else fixed(agreed)
     guard: Any = memguard.init({**made, "monitor": {"interval": f"{TICK * 1e3:.0f}ms"}})

@@ -21,6 +21,7 @@ with the contexts and modules that the log shows, and with what the pools that n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -35,13 +36,15 @@ FIXED = ("tensorflow", "jax")
 class Terms(NamedTuple):
     """What a budget promises on one GPU: each framework's least and most.
 
-    `card` is what this process can have of the GPU, if others hold so much that it is less than the limit.
+    `card` is what this process can have of the GPU, if others hold so much that it is less than the limit. `kept` is
+    what an allocator never gives back once it is live: a small block of PyCUDA's real pool.
     """
 
     limit: int
     reserve: int
     shares: Mapping[str, tuple[int, int]]
     card: int | None = None
+    kept: Mapping[str, int] = MappingProxyType({})
 
     @property
     def room(self) -> int:
@@ -209,11 +212,12 @@ def in_the_way(books: Books, entry: Entry) -> list[str]:
     assert entry.trimmed is not None, "the runner looks at what stays held wherever the request would fit"
     held = {one: _pinned(books, one, size) for one, size in entry.trimmed.items()}
     allowed = books.allowed(name, held)
-    if held[name] + footprint(name, entry.size) <= allowed:
+    needed = held[name] + footprint(name, entry.size) + (0 if held[name] else terms.kept.get(name, 0))
+    if needed <= allowed:
         return _in_the_way_on_the_card(books, entry, held)
     stuck = [one for one in held if one != name and up(held[one]) > max(terms.least(one), books.live(one))]
-    own = held[name] > books.live(name) or footprint(name, entry.size) > rounded(name, entry.size)
-    return [*(stuck if held[name] + footprint(name, entry.size) > terms.least(name) else ()), *([name] if own else ())]
+    own = needed > books.live(name) + rounded(name, entry.size)
+    return [*(stuck if needed > terms.least(name) else ()), *([name] if own else ())]
 
 
 def _card_is_full(books: Books, entry: Entry) -> bool:
@@ -256,7 +260,7 @@ def _pinned(books: Books, name: str, held: int | None) -> int:
     if name in FIXED:
         return held
     if name in ("pycuda", "numba"):
-        return min(held, books.large(name) + PAGE * books.small_arrays(name))
+        return min(held, books.large(name) + PAGE * books.small_arrays(name) + books.terms.kept.get(name, 0))
     return held if books.arrays(name) else 0
 
 

@@ -199,6 +199,23 @@ def test_pools_that_never_shrink_are_blocked_by_their_own_pieces() -> None:
     assert judge(log, AGREED).avoidable
 
 
+def test_what_a_pool_keeps_for_good_is_no_excuse_for_more() -> None:
+    agreed = AGREED._replace(shares={**SHARES, "pycuda": (100 * MIB, 600 * MIB)}, kept={"pycuda": PAGE})
+    bin_of_496 = 496 * MIB - 1
+
+    def verdict(size: int, **held: int) -> tuple[int, int]:
+        entry = refused("torch", size, **held)
+        found = judge([entry._replace(held={**entry.held, "pycuda": 0})], agreed)
+        return found.blocked, len(found.avoidable)
+
+    assert verdict(600 * MIB, pycuda=PAGE) == (0, 1)
+    own = refused("pycuda", bin_of_496, pycuda=0)
+    assert judge([own], agreed).avoidable
+    tight = agreed._replace(shares={**agreed.shares, "pycuda": (100 * MIB, 496 * MIB)})
+    assert judge([own], tight).fragments == {"pycuda": 1}, "its first block brings the one that it keeps"
+    assert judge([own], tight._replace(kept={})).avoidable
+
+
 def test_what_must_never_be_is_seen_in_the_log() -> None:
     entry = served("torch", MIB)
     assert judge([entry._replace(process=1001 * MIB)], AGREED).above_limit
