@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memguard._logs import text_of
 from memguard._oom import hooks
 from memguard._oom.classify import ErrorFacts, Verdict, classify
 from memguard._retry.types import Failure
@@ -26,9 +25,13 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
     facts, verdict = found
     moment = hooks.moment_of(facts, verdict)
     asked = moment.requested if moment is not None and moment.requested is not None else verdict.requested
-    words = text_of(error)
-    words = words if len(words) <= _TEXT else f"{words[:_TEXT]}…"
-    return Failure(verdict.requester, asked, verdict.certain, moment, facts, verdict, words)
+    return Failure(verdict.requester, asked, verdict.certain, moment, facts, verdict, _words(hooks.facts_of(error)))
+
+
+def _words(facts: ErrorFacts) -> str:
+    """Type and text in one line."""
+    text = " ".join(facts.text.split())
+    return f"{facts.type.rpartition('.')[2]}: {text if len(text) <= _TEXT else f'{text[:_TEXT]}…'}"
 
 
 def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Verdict] | None:

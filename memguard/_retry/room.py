@@ -75,13 +75,14 @@ def make(failure: Failure) -> Done:
     for name in guard.frameworks:
         _add(returned, {name: guard.trim(name)})
     device, who = _device(guard, failure), failure.who
+    uuid = None if device is None else device.uuid
     if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
-        return Done(freed, returned)
+        return Done(freed, returned, uuid=uuid)
     cap = guard.part(device.uuid).caps.get(who)
     room = _raise(guard, failure, who, device, returned)
     after = guard.part(device.uuid).caps.get(who)
     moved = (cap, after) if cap is not None and after is not None and cap != after else None
-    return Done(freed, returned, moved, room.live)
+    return Done(freed, returned, moved, room.live, uuid)
 
 
 def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: dict[str, int]) -> Room:
@@ -108,9 +109,8 @@ def announce(failure: Failure, done: Done, text: str) -> None:
     """Into the timeline, and to the callbacks of `on_pressure`."""
     session = _api._active
     if session is not None and session.active:
-        who, returned = failure.who, sum(done.returned.values())
-        uuid = failure.moment.uuid if failure.moment is not None else None
-        session._announce(Event(time.time(), "retry", text, uuid=uuid, framework=who, bytes=returned))
+        size = sum(done.returned.values())
+        session._announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))
 
 
 def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:

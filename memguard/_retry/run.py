@@ -13,6 +13,7 @@ from memguard._oom import hooks
 from memguard._retry import frames, ranks, room, sizes, words
 from memguard._retry.recognised import recognised
 from memguard._retry.types import Done, Failure
+from memguard._text import shown
 
 Ranks = Literal["refuse", "independent"]
 
@@ -97,12 +98,12 @@ class Run:
             done = room.make(failure)
         except Exception as problem:
             _log.debug("no room was made for another run: %s", text_of(problem))
-        shown = ""
+        smaller = ""
         before = "" if self.size is None else f"{self.name}={self.size}: "
         if self.size is not None:
             self.size = sizes.smaller(self.size, self.policy.floor, self.policy.multiple)
-            shown = f"{self.name}={self.size}"
-        text = words.line(failure, done, len(self._runs) + 1, self.most, shown)
+            smaller = f"{self.name}={self.size}"
+        text = words.line(failure, done, len(self._runs) + 1, self.most, smaller)
         self._runs.append(f"{before}{failure.words}: {words.done(done, failure.who)}")
         _log.warning("%s", text)
         try:
@@ -127,6 +128,7 @@ class Run:
         return words.history(self._runs, f"{end}.") if self._runs else words.not_again(end)
 
     def _note(self, error: BaseException, text: str) -> None:
+        text = shown(text)
         if sys.version_info >= (3, 11):
             hooks.add_note(error, text)
         else:  # an exception has no notes

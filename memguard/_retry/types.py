@@ -44,9 +44,11 @@ class Done(NamedTuple):
     returned  what each framework gave back
     cap       the requester's before and after; None if it did not move
     live      what siblings hold in live arrays above what is theirs for good
+    uuid      the GPU; None if it is not known
     """
 
     freed: int | None = None
     returned: Mapping[str, int] = {}
     cap: tuple[int, int] | None = None
     live: Mapping[str, int] = {}
+    uuid: str | None = None

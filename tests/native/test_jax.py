@@ -678,3 +678,25 @@ result["stays"], result["started"] = guard.stop(), started()
     enforcement, notes = found["drifted"]
     assert enforcement == "watched" and any("were changed after memguard.init" in note for note in notes)
     assert found["stays"] == [] and found["started"] == []
+
+
+def test_nothing_of_a_failed_run_is_alive_in_the_next(with_jax: Run) -> None:
+    """The error comes out of a trace, whose frames JAX filters."""
+    found = with_jax(
+        """
+        import jax, memguard
+        from retried import begin, know, left
+        def inner(x):
+            held = know(jax.numpy.ones(7))
+            if len(left) == 1:
+                text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483648 bytes."
+                raise jax.errors.JaxRuntimeError(text)
+            return x + held.sum()
+        def step():
+            begin()
+            x = know(jax.numpy.ones(3))
+            return float(jax.jit(lambda v: inner(v).sum())(x))
+        result["found"], result["left"] = memguard.call(step), left
+        """
+    )
+    assert found["found"] == 24.0 and found["left"] == [0, 0]

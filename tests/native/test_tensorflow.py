@@ -726,3 +726,26 @@ for step in range(4):
 """
     )
     assert found == {"replaced": [True] * 4, "back": True}
+
+
+def test_nothing_of_a_failed_run_is_alive_in_the_next(with_tensorflow: Run) -> None:
+    """The error comes out of a Keras layer, which raises it again from none."""
+    found = with_tensorflow(
+        """
+        import memguard, tensorflow as tf
+        from retried import begin, know, left
+        TEXT = "OOM when allocating tensor with shape[1024,1024] and type float on /job:localhost/replica:0/task:0/"
+        class Layer(tf.keras.layers.Layer):
+            def call(self, x):
+                held = know(tf.ones([7]))
+                if len(left) == 1:
+                    raise tf.errors.ResourceExhaustedError(None, None, TEXT + "device:GPU:0 by allocator GPU_0_bfc")
+                return x + tf.reduce_sum(held)
+        def step():
+            begin()
+            x = know(tf.ones([3]))
+            return float(tf.reduce_sum(Layer()(x)))
+        result["found"], result["left"] = memguard.call(step), left
+        """
+    )
+    assert found["found"] == 24.0 and found["left"] == [0, 0]

@@ -1331,3 +1331,37 @@ for step in range(5):
 """
     )
     assert found == {str(step): True for step in range(5)}
+
+
+def test_nothing_of_a_failed_run_is_alive_in_the_next(with_torch: Run) -> None:
+    """The error comes out of autograd, with the tensors that it saved."""
+    found = with_torch(
+        """
+        import memguard, torch
+        from retried import begin, know, left
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(context, x):
+                context.save_for_backward(x)
+                return x * 2
+            @staticmethod
+            def backward(context, gradient):
+                held = know(torch.zeros(10))
+                if len(left) == 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                return gradient
+        class Layer(torch.nn.Module):
+            def forward(self, x):
+                local = know(x * 3)
+                return Scaled.apply(local)
+        model = torch.nn.Sequential(Layer(), Layer())
+        def step():
+            begin()
+            x = know(torch.ones(5, requires_grad=True))
+            y = know(model(x))
+            y.sum().backward()
+            return "fine"
+        result["found"], result["left"] = memguard.call(step), left
+        """
+    )
+    assert found["found"] == "fine" and found["left"] == [0, 0]

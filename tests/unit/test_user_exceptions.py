@@ -237,9 +237,20 @@ def in_pycudas_context_of_another_thread(error: BaseException) -> None:
         raise
 
 
+def called_again(error: BaseException) -> None:
+    memguard.retry(ranks="independent")(fail)(error)
+
+
+def attempted_again(error: BaseException) -> None:
+    for attempt in memguard.attempts(ranks="independent"):
+        with attempt:
+            fail(error)
+
+
 BLOCKS = (
     in_guard, in_workload, in_the_guards_workload, in_both, in_a_block_that_is_shut_down, in_a_recording,
     in_a_recording_that_fails, decorated, decorated_by_a_guard, in_a_cell, in_pycudas_context_of_another_thread,
+    called_again, attempted_again,
 )  # fmt: skip
 NUMBERS, FOLDER = itertools.count(), [Path()]
 
@@ -267,6 +278,7 @@ def own(error: BaseException) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key not in ("__notes__", "_memguard_report")}
 
 
+@pytest.mark.usefixtures("only_own_objects_are_collected")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_users_exception_goes_on_as_it_is(block: Callable[[BaseException], None]) -> None:
     tried = 0
@@ -286,7 +298,7 @@ def test_the_users_exception_goes_on_as_it_is(block: Callable[[BaseException], N
         assert before[1].keys() == after[1].keys()
         where = places(error)
         assert where[-1].endswith(":fail") and where[0].endswith(":test_the_users_exception_goes_on_as_it_is"), where
-        if block not in (decorated, decorated_by_a_guard, in_a_cell):
+        if block not in (decorated, decorated_by_a_guard, in_a_cell, called_again):
             assert not [place for place in where if place.startswith(HOME)], where
         tried += 1
     assert tried == len(CLASSES) * len(BASES) == 666
