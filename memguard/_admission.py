@@ -251,7 +251,7 @@ class Admission:
         in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
         covered = all(look.verdict.covered for look in looks)
         entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
-        turns.enter(work.ticket)
+        turns.enter(work.ticket, work.mine)
         book = looks[-1].book
         if not self.turns.replace(book, reservations.begun(book, entry, in_use)):
             return False
@@ -269,7 +269,8 @@ class Admission:
         waiting = Waiting(work.ticket.number, work.began, work.deadline)
         error = refusals.refused(work.framework, work.needed, look, room, time.monotonic(), waiting)
         asked = self._question(work.framework, work.needed, part, self.turns.here(work.mine))
-        why = reservations.never(look.book, asked, part.limit - part.reserve, most)
+        rest = part.limit - part.reserve
+        why = None if look.verdict.covered else reservations.never(look.book, asked, rest, most)
         if why is not None:
             error = BudgetExceeded(work.framework, work.needed, error.available, why)
         return error, why is not None or work.needed > most

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -17,6 +18,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 End = Callable[["BaseException | None"], None]
 """Ends a block; it is given the exception that leaves the block, or None. It must raise only if it is given None."""
+WITHIN: ContextVar[frozenset[int]] = ContextVar("memguard_blocks", default=frozenset())
+"""The blocks that this code runs within, if they were numbered. A new thread is within none, a task of asyncio within
+those of its maker."""
 _TWICE = "this block has begun and is not over\n    fix: make another one for each `with`"
 
 
@@ -90,31 +94,75 @@ class Block(Generic[T]):
 
     def _around_generator(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            place = _Place()
             with Block(self.begin):
-                return (yield from function(*args, **kwargs))
-
-        return inside
-
-    def _around_async_generator(self, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
-        async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            async with Block(self.begin, self.begin_in_loop):
                 body = function(*args, **kwargs)
+                sent: Any = None
+                thrown: BaseException | None = None
                 try:
-                    step = body.asend(None)
                     while True:
                         try:
-                            value = await step
-                        except StopAsyncIteration:
-                            return
+                            value = body.send(sent) if thrown is None else body.throw(thrown)
+                        except StopIteration as done:
+                            return done.value
+                        finally:
+                            thrown = None  # else it and this frame would keep each other
+                        place.leave()
                         try:
                             sent = yield value
                         except GeneratorExit:  # it is closed, and so is the body, below
                             raise
                         except BaseException as error:
-                            step = body.athrow(error)
-                        else:
-                            step = body.asend(sent)
+                            thrown = error
+                        finally:
+                            place.enter()
+                finally:
+                    body.close()
+
+        return inside
+
+    def _around_async_generator(self, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
+        async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            place = _Place()
+            async with Block(self.begin, self.begin_in_loop):
+                body = function(*args, **kwargs)
+                sent: Any = None
+                thrown: BaseException | None = None
+                try:
+                    while True:
+                        try:
+                            value = await (body.asend(sent) if thrown is None else body.athrow(thrown))
+                        except StopAsyncIteration:
+                            return
+                        finally:
+                            thrown = None
+                        place.leave()
+                        try:
+                            sent = yield value
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:
+                            thrown = error
+                        finally:
+                            place.enter()
                 finally:
                     await body.aclose()
 
         return inside
+
+
+class _Place:
+    """Where the body of a generator runs: within its block, while whoever it yields to is not."""
+
+    def __init__(self) -> None:
+        self._around = self._within = WITHIN.get()
+
+    def leave(self) -> None:
+        """It yields."""
+        self._within = WITHIN.get() - self._around
+        WITHIN.set(self._around)
+
+    def enter(self) -> None:
+        """It goes on, perhaps somewhere else."""
+        self._around = WITHIN.get()
+        WITHIN.set(self._around | self._within)

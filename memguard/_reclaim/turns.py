@@ -14,15 +14,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
+from memguard._blocks import WITHIN
 from memguard._locks import Turn
 from memguard._reclaim import reservations
 from memguard._reclaim.reservations import EMPTY, Book
 
-_WITHIN: ContextVar[frozenset[int]] = ContextVar("memguard_workloads", default=frozenset())
-"""The tickets whose blocks this code runs within. A new thread is within none, a task within those of its maker."""
 _PATIENCE = 1.0
 """Seconds to wait for another thread that replaces the book, which takes no time."""
 _numbers = itertools.count(1)
@@ -167,18 +165,19 @@ class Turns:
 
 def within() -> frozenset[int]:
     """The numbers of the tickets whose blocks this code runs within; some may be over."""
-    return _WITHIN.get()
+    return WITHIN.get()
 
 
-def enter(ticket: Ticket) -> None:
-    _WITHIN.set(_WITHIN.get() | {ticket.number})
+def enter(ticket: Ticket, mine: frozenset[int]) -> None:
+    """From here on the code runs within that ticket's block too. `mine` are those of the others that are not over."""
+    WITHIN.set(mine | {ticket.number})
 
 
 def leave(ticket: Ticket) -> None:
     """Without `ContextVar.reset`, which refuses another context: a generator may be closed in one."""
-    found = _WITHIN.get()
+    found = WITHIN.get()
     if ticket.number in found:
-        _WITHIN.set(found - {ticket.number})
+        WITHIN.set(found - {ticket.number})
 
 
 def whereabouts() -> tuple[int, int]:

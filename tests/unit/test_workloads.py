@@ -572,6 +572,43 @@ def test_a_generator_is_one_block_for_its_body() -> None:
         assert book() is EMPTY, how
 
 
+def test_who_a_generator_yields_to_is_not_within_its_block() -> None:
+    start()
+    seen: list[tuple[int, int]] = []
+
+    @block("3GiB", "batches")
+    def batches() -> Iterator[int]:
+        memguard.require("torch", "3GiB")
+        yield 1
+        memguard.require("torch", "3GiB")
+        yield 2
+
+    @block("3GiB", "batches")
+    async def later() -> AsyncIterator[int]:
+        memguard.require("torch", "3GiB")
+        yield 1
+        await asyncio.sleep(0)
+        memguard.require("torch", "3GiB")
+        yield 2
+
+    def body(number: int) -> None:
+        with pytest.raises(BudgetExceeded, match="'batches'"):
+            memguard.require("torch", "2GiB")
+        with pytest.raises(BudgetExceeded, match="'batches'"):
+            block("2GiB").__enter__()
+        with block("1GiB"):
+            seen.append((number, len(turns.within())))
+
+    async def loop() -> None:
+        async for number in later():
+            body(number)
+
+    for number in batches():
+        body(number)
+    asyncio.run(loop())
+    assert seen == [(1, 1), (2, 1)] * 2 and book() is EMPTY
+
+
 def test_the_errors_that_leave_a_body_are_the_same_objects() -> None:
     start()
     error = ValueError()
