@@ -61,6 +61,7 @@ SOURCES = {
     "simulated context": "memguard._devices.simulated: CONTEXT",
     "small": "memguard._frameworks.driver_pages: SMALL",
     "tiny": "memguard._frameworks.driver_pages: TINY",
+    "most idle blocks": "memguard._frameworks.cupy.blocks: MOST",
     # What memguard does.
     "answer": "memguard.exchange.ipc.sharing: ANSWER_TIMEOUT",
     "budget file": "memguard._config.positions: MAX_BYTES",

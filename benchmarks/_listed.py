@@ -341,6 +341,83 @@ INIT: dict[str, tuple[str, ...]] = {
     ),
 }
 
+ELASTIC_PAIRS = tuple(
+    f"{giver} > {taker}"
+    for giver in ("torch", "cupy", "numba", "pycuda")
+    for taker in ("cupy", "pycuda", "numba")
+    if giver != taker
+)
+"""Whose idle cache goes to whom. The takers' allocators are memguard's."""
+MIX = ("torch", "cupy", "pycuda", "numba")
+MOVES_RIGHT = "moves: the values of every array are right"
+MOVES_STAY = "moves: the process holds no more after a move than before, and never more than its limit, by NVML"
+MOVES_BESIDE = "moves: from pieces of 2 MiB, and with the giver trimmed by hand, beside them"
+BURST = (
+    "burst: CuPy has its min at once in 200 alternations, PyTorch's bytes live",
+    "burst: CuPy has its max within one tick in 200 alternations, PyTorch's bytes idle",
+    "burst: the values of both are right",
+    "burst: within the limit at every sample of NVML",
+)
+BURST_FIXED = "burst, control: with fixed shares CuPy has its share, and never the max"
+POOL_PEAKS = (
+    "pool: five peaks of 8 GiB in turn take at most 8.4 GiB and the overhead, by NVML",
+    "pool: peaks of torch, CuPy, PyCUDA and Numba, which draw from it, take at most 8.4 GiB and the overhead, by NVML",
+    "pool: the values of every array are right",
+)
+POOLED = ("torch", "cupy", "pycuda", "numba")
+"""Those that draw from the shared pool: docs/pool.md. JAX's memory lies beside it."""
+POOL_APART = "pool, control: with caches apart they take about 40 GiB"
+ELASTIC_SEEDS = tuple(range(1, 21))
+"""The schedules that are played on a GPU."""
+ELASTIC_CONTROLS = (1, 2)
+"""Those that are played with fixed shares too."""
+SCHEDULES = (
+    "schedules: no refusal of 20 schedules was avoidable",
+    "schedules: every min is there at each step",
+    "schedules: the process is within its limit at every sample of NVML",
+    "schedules: the values of every array are right",
+)
+SCHEDULES_FIXED = "schedules, control: with fixed shares refusals were avoidable"
+
+
+def of_reclaim(name: str) -> tuple[str, str, str]:
+    through = "through memguard.retry" if name in ("torch", "tensorflow", "jax") else "within its allocation"
+    return (
+        f"{name}: 8 GiB of a card with 2 GiB free, {through}",
+        f"{name}: what was missing came back, by NVML",
+        f"{name}: the values of its 8 GiB are right",
+    )
+
+
+def of_reclaim_plain(name: str) -> tuple[str]:
+    return (f"{name}, control: without memguard the same request fails",)
+
+
+def of_move(pair: str) -> str:
+    return f"{pair}: 8 GiB from a cache of 64 MiB blocks, p99 of 100 moves <= 100 ms"
+
+
+def of_mix(library: str) -> str:
+    return f"{library}: a mix of allocations under both strategies, plain and on another pool"
+
+
+def of_mix_alike(library: str) -> str:
+    return f"{library}: two processes of one way are alike within 10%"
+
+
+ELASTIC: dict[str, tuple[str, ...]] = {
+    **{f"reclaim {name}": of_reclaim(name) for name in SIX},
+    **{f"reclaim {name}, plain": of_reclaim_plain(name) for name in SIX},
+    "moves": (*(of_move(pair) for pair in ELASTIC_PAIRS), MOVES_RIGHT, MOVES_STAY, MOVES_BESIDE),
+    "burst": BURST,
+    "burst, fixed shares": (BURST_FIXED,),
+    "pool": POOL_PEAKS,
+    "pool, caps": (POOL_APART,),
+    "mix": tuple(name for library in MIX for name in (of_mix(library), of_mix_alike(library))),
+    "schedule *": SCHEDULES,
+    "fixed shares, schedule *": (SCHEDULES_FIXED,),
+}
+
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "main_job": MAIN_JOB,
     "all_frameworks": ALL_FRAMEWORKS,
@@ -357,6 +434,7 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "training": TRAINING,
     "readings": READINGS,
     "init": INIT,
+    "elastic": ELASTIC,
 }
 """By the name of the program in `about.command` of a result."""
 
@@ -377,6 +455,7 @@ FILES: dict[str, str | None] = {
     "h200-peers.json": "peers",
     "h200-training.json": "training",
     "h200-init.json": "init",
+    "h200-elastic.json": "elastic",
     "h200-x2-ddp.json": "ddp",
     "replay.json": "replay",
     "startup.json": "startup",

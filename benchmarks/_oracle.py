@@ -13,11 +13,15 @@ back: whatever is held after all gave back what they can is more than what is li
 named too if its own pieces, or what its allocator takes for a request, are what does not fit.
 
 All else was *avoidable*.
+
+If other processes hold part of the card, less than the room may be there: then the same is asked once more of the card,
+with the contexts and modules that the log shows, and with what the pools that never shrink hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -30,11 +34,17 @@ FIXED = ("tensorflow", "jax")
 
 
 class Terms(NamedTuple):
-    """What a budget promises on one GPU: each framework's least and most."""
+    """What a budget promises on one GPU: each framework's least and most.
+
+    `card` is what this process can have of the GPU, if others hold so much that it is less than the limit. `kept` is
+    what an allocator never gives back once it is live: a small block of PyCUDA's real pool.
+    """
 
     limit: int
     reserve: int
     shares: Mapping[str, tuple[int, int]]
+    card: int | None = None
+    kept: Mapping[str, int] = MappingProxyType({})
 
     @property
     def room(self) -> int:
@@ -175,7 +185,7 @@ def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
         name, size = entry.framework, entry.size
         requests += entry.op == "allocate"
         if entry.refused is not None:
-            if not books.fits(name, size):
+            if not books.fits(name, size) or _card_is_full(books, entry):
                 infeasible += 1
             elif who := in_the_way(books, entry):
                 blocked += 1
@@ -202,11 +212,42 @@ def in_the_way(books: Books, entry: Entry) -> list[str]:
     assert entry.trimmed is not None, "the runner looks at what stays held wherever the request would fit"
     held = {one: _pinned(books, one, size) for one, size in entry.trimmed.items()}
     allowed = books.allowed(name, held)
-    if held[name] + footprint(name, entry.size) <= allowed:
-        return []
+    needed = held[name] + footprint(name, entry.size) + (0 if held[name] else terms.kept.get(name, 0))
+    if needed <= allowed:
+        return _in_the_way_on_the_card(books, entry, held)
     stuck = [one for one in held if one != name and up(held[one]) > max(terms.least(one), books.live(one))]
-    own = held[name] > books.live(name) or footprint(name, entry.size) > rounded(name, entry.size)
-    return [*(stuck if held[name] + footprint(name, entry.size) > terms.least(name) else ()), *([name] if own else ())]
+    own = needed > books.live(name) + rounded(name, entry.size)
+    return [*(stuck if needed > terms.least(name) else ()), *([name] if own else ())]
+
+
+def _card_is_full(books: Books, entry: Entry) -> bool:
+    """Whether the live arrays leave no room on the card, whatever the caps."""
+    if books.terms.card is None:
+        return False
+    books.add(entry.framework, entry.size)
+    live = sum(books.live(name) for name in books.terms.shares)
+    books.remove(entry.framework, entry.size)
+    return live + _outside(entry) > books.terms.card
+
+
+def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int]) -> list[str]:
+    """As `in_the_way`, where the caps leave room: whose pieces, or pools that never shrink, fill the card.
+
+    TensorFlow's and XLA's allocator asks the driver for a region of its own choice, up to what its limit leaves. Only
+    the first failure of its life makes it try smaller ones, so it fails beside less than that.
+    """
+    terms, name = books.terms, entry.framework
+    if terms.card is None:
+        return []
+    left = terms.card - sum(up(size) for size in held.values()) - _outside(entry)
+    if footprint(name, entry.size) > left:
+        return [one for one, size in held.items() if size > books.live(one)] or [name]
+    return [name] if name in FIXED and terms.most(name) - held[name] > left else []
+
+
+def _outside(entry: Entry) -> int:
+    """What the process holds beside its frameworks' pools: contexts, modules, and gaps in slabs."""
+    return entry.process - sum(size or 0 for size in entry.held.values())
 
 
 def _pinned(books: Books, name: str, held: int | None) -> int:
@@ -219,7 +260,7 @@ def _pinned(books: Books, name: str, held: int | None) -> int:
     if name in FIXED:
         return held
     if name in ("pycuda", "numba"):
-        return min(held, books.large(name) + PAGE * books.small_arrays(name))
+        return min(held, books.large(name) + PAGE * books.small_arrays(name) + books.terms.kept.get(name, 0))
     return held if books.arrays(name) else 0
 
 

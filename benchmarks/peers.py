@@ -194,13 +194,13 @@ def child(library: str, way: str, cap: int) -> None:
 class Child:
     """One way of one library, in a process of its own."""
 
-    def __init__(self, library: str, way: str, cap: int) -> None:
+    def __init__(self, library: str, way: str, cap: int, script: str = __file__) -> None:
         self.library, self.way = library, way
         environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
         environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--child", library, way, "--cap", str(cap)],
+            [sys.executable, script, "--child", library, way, "--cap", str(cap)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
         )  # fmt: skip
 

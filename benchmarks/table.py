@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _elastic_table
 import _exchange_tables
 import _figures
 import _ways
@@ -26,7 +27,7 @@ from checks import peers_rounds
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
-WITH_NUMBA = ("main_job", "watch", "readings", "moment", "exchange", "peers")
+WITH_NUMBA = ("main_job", "watch", "readings", "moment", "exchange", "peers", "elastic")
 """Programs that put np.row_stack back for Numba, and whose sections do not say so themselves."""
 
 
@@ -632,6 +633,19 @@ def training() -> list[str]:
     ]
 
 
+def elastic() -> list[str]:
+    if not measured("h200-elastic.json"):
+        lacks = not_measured(set(FILES) - {"h200-elastic.json"})["h200-elastic.json"]
+        return [
+            "## No avoidable out-of-memory error",
+            "",
+            f"Elastic shares, reclaim, retry and `strategy: pool`: not measured yet. `benchmarks/elastic.py` has "
+            f"{len(lacks)} checks.",
+        ]
+    result = load("h200-elastic.json")
+    return [*_elastic_table.whole(result["scenarios"]), "", *origin("h200-elastic.json", result)]
+
+
 def others() -> list[str]:
     """Results beyond the list, as of another kind of card: their checks, and those that were missed."""
     found = [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in FILES]
@@ -685,6 +699,7 @@ def results() -> str:
         peers,
         training,
         init_of_six,
+        elastic,
         others,
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
@@ -745,10 +760,10 @@ def readme_table() -> str:
         ),
         (
             "With a limit of 40 GiB, each asking until it is refused",
-            f"{stops('tensorflow')}, {stops('torch')}, {stops('pycuda')}, each with its own error",
+            f"{stops('tensorflow')}, {stops('torch')}, {stops('pycuda')}, each with its own error; the process, by "
+            f"NVML, {samples(after['nvml'])}",
             "main-job",
         ),
-        ("The process meanwhile, by NVML", samples(after["nvml"]), "main-job"),
         *([("The ledger against what others know", held_to(after), "main-job")] if held_to(after) else ()),
         (
             "`import tensorflow` before `import torch`",
@@ -775,6 +790,8 @@ def readme_table() -> str:
                 "moment",
             )
         )
+    if measured("h200-elastic.json"):
+        rows.append((*_elastic_table.row(load("h200-elastic.json")["scenarios"]), "elastic"))
     rows += [
         (
             "A leak of 1 GiB/s, 20 GiB below the cap",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memguard._api import init as init
     from memguard._api import ledger as ledger
     from memguard._api import on_pressure as on_pressure
+    from memguard._api import reclaimable as reclaimable
     from memguard._api import require as require
     from memguard._api import resize as resize
     from memguard._api import shutdown as shutdown
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from memguard._guard import Guard as Guard
     from memguard._ledger.types import Ledger as Ledger
     from memguard._oom.hooks import last_oom as last_oom
+    from memguard._reclaim.figures import Reclaimable as Reclaimable
     from memguard._retry import attempts as attempts
     from memguard._retry import call as call
     from memguard._retry import retry as retry
@@ -62,7 +64,8 @@ _ERRORS = (
     "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
-    "checkpoint", "guard", "init", "ledger", "on_pressure", "require", "resize", "shutdown", "trim", "workload",
+    "checkpoint", "guard", "init", "ledger", "on_pressure", "reclaimable", "require", "resize", "shutdown", "trim",
+    "workload",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
@@ -71,6 +74,7 @@ _HOMES = {
     "Budget": "memguard._config",
     "Guard": "memguard._guard",
     "Ledger": "memguard._ledger.types",
+    "Reclaimable": "memguard._reclaim.figures",
     "doctor": "memguard._doctor",
     "last_oom": "memguard._oom.hooks",
     **dict.fromkeys(("attempts", "call", "retry"), "memguard._retry"),
@@ -95,6 +99,7 @@ __all__ = [
     "MemguardError",
     "NotActive",
     "PlanError",
+    "Reclaimable",
     "TimelineError",
     "TraceError",
     "UnderPressure",
@@ -111,6 +116,7 @@ __all__ = [
     "load_ipython_extension",
     "load_timeline",
     "on_pressure",
+    "reclaimable",
     "record_trace",
     "require",
     "resize",

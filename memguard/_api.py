@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
+    from memguard._reclaim.figures import Reclaimable
 
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
@@ -371,9 +372,22 @@ def require(framework: str, size: int | str) -> None:
     current().require(framework, size)
 
 
-def workload(name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
-    """Admission before a block (`needs`), its peak and what it left behind after it."""
-    return Block(lambda: current()._begin_workload(name, framework, needs))
+def workload(
+    name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
+) -> Block[WorkloadReport]:
+    """A named block of work of one framework: admission before it, its peak and what it left behind after it.
+
+    `needs` (bytes or `"6GiB"`) is reserved from its beginning to its end, on each GPU that the framework uses, so that
+    no other workload and no `require` gets the same bytes. If they cannot be had, BudgetExceeded says who holds what:
+    at once, or with `wait` (seconds or `"10s"`) after that time. Who waits is served in the order of coming.
+
+    A `with` or `async with` block (which waits without blocking the event loop), or a decorator: of functions, `async
+    def`, generators and async generators, where the block is the body, not the call.
+    """
+    return Block(
+        lambda: current()._begin_workload(name, framework, needs, wait),
+        lambda: current()._begin_workload_in_loop(name, framework, needs, wait),
+    )
 
 
 def resize(framework: str, size: int | str) -> None:
@@ -384,6 +398,14 @@ def resize(framework: str, size: int | str) -> None:
 def trim(framework: str | None = None) -> int:
     """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
     return current().trim(framework)
+
+
+def reclaimable() -> Reclaimable:
+    """What each framework could give back to the driver now, as figures, and how. Trims nothing.
+
+    `print` it for a table; `as_dict()` is plain data. What is not known is None.
+    """
+    return current().reclaimable()
 
 
 def checkpoint() -> None:

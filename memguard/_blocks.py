@@ -7,27 +7,42 @@ frozen dataclass refuses. Then `FrozenInstanceError` would come out of the block
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 End = Callable[["BaseException | None"], None]
 """Ends a block; it is given the exception that leaves the block, or None. It must raise only if it is given None."""
+WITHIN: ContextVar[frozenset[int]] = ContextVar("memguard_blocks", default=frozenset())
+"""The blocks that this code runs within, if they were numbered. A new thread is within none, a task of asyncio within
+those of its maker."""
+_TWICE = "this block has begun and is not over\n    fix: make another one for each `with`"
 
 
 class Block(Generic[T]):
-    """One `with` block; as a decorator, one block for each call. `begin` returns the block's value and its end."""
+    """One `with` or `async with` block. `begin` returns the block's value and its end, `begin_in_loop` a coroutine that
+    does the same without blocking the event loop.
 
-    def __init__(self, begin: Callable[[], tuple[T, End]]) -> None:
-        self.begin = begin
+    As a decorator, one block for each run of the function's body: a coroutine's and a generator's begins at its first
+    step, and ends when the body returns, raises or is closed.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], tuple[T, End]],
+        begin_in_loop: Callable[[], Awaitable[tuple[T, End]]] | None = None,
+    ) -> None:
+        self.begin, self.begin_in_loop = begin, begin_in_loop
         self._end: End | None = None
 
     def __enter__(self) -> T:
         if self._end is not None:
-            raise RuntimeError("this block has begun and is not over\n    fix: make another one for each `with`")
+            raise RuntimeError(_TWICE)
         value, self._end = self.begin()
         return value
 
@@ -38,10 +53,116 @@ class Block(Generic[T]):
         if end is not None:
             end(error)
 
+    async def __aenter__(self) -> T:
+        if self._end is not None:
+            raise RuntimeError(_TWICE)
+        if self.begin_in_loop is None:
+            value, self._end = self.begin()
+        else:
+            value, self._end = await self.begin_in_loop()
+        return value
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if inspect.isasyncgenfunction(function):
+            wrapped: Any = self._around_async_generator(function)
+        elif inspect.iscoroutinefunction(function):
+            wrapped = self._around_coroutine(function)
+        elif inspect.isgeneratorfunction(function):
+            wrapped = self._around_generator(function)
+        else:
+            wrapped = self._around_call(function)
+        return cast("Callable[P, R]", functools.wraps(function)(wrapped))
+
+    def _around_call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
             with Block(self.begin):
                 return function(*args, **kwargs)
 
         return inside
+
+    def _around_coroutine(self, function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def inside(*args: Any, **kwargs: Any) -> Any:
+            async with Block(self.begin, self.begin_in_loop):
+                return await function(*args, **kwargs)
+
+        return inside
+
+    def _around_generator(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            place = _Place()
+            with Block(self.begin):
+                body = function(*args, **kwargs)
+                sent: Any = None
+                thrown: BaseException | None = None
+                try:
+                    while True:
+                        try:
+                            value = body.send(sent) if thrown is None else body.throw(thrown)
+                        except StopIteration as done:
+                            return done.value
+                        finally:
+                            thrown = None  # else it and this frame would keep each other
+                        place.leave()
+                        try:
+                            sent = yield value
+                        except GeneratorExit:  # it is closed, and so is the body, below
+                            raise
+                        except BaseException as error:
+                            thrown = error
+                        finally:
+                            place.enter()
+                finally:
+                    body.close()
+
+        return inside
+
+    def _around_async_generator(self, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
+        async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            place = _Place()
+            async with Block(self.begin, self.begin_in_loop):
+                body = function(*args, **kwargs)
+                sent: Any = None
+                thrown: BaseException | None = None
+                try:
+                    while True:
+                        try:
+                            value = await (body.asend(sent) if thrown is None else body.athrow(thrown))
+                        except StopAsyncIteration:
+                            return
+                        finally:
+                            thrown = None
+                        place.leave()
+                        try:
+                            sent = yield value
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:
+                            thrown = error
+                        finally:
+                            place.enter()
+                finally:
+                    await body.aclose()
+
+        return inside
+
+
+class _Place:
+    """Where the body of a generator runs: within its block, while whoever it yields to is not."""
+
+    def __init__(self) -> None:
+        self._around = self._within = WITHIN.get()
+
+    def leave(self) -> None:
+        """It yields."""
+        self._within = WITHIN.get() - self._around
+        WITHIN.set(self._around)
+
+    def enter(self) -> None:
+        """It goes on, perhaps somewhere else."""
+        self._around = WITHIN.get()
+        WITHIN.set(self._around | self._within)

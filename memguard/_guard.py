@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard import _policy
+from memguard._admission import Admission
 from memguard._blocks import Block, End
 from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.real_imports import RealImports
-from memguard._ledger.overhead import own_bytes, totals
+from memguard._ledger.overhead import own_bytes
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
@@ -28,6 +29,7 @@ from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
 from memguard._reclaim.reclaimer import Reclaimer
+from memguard._reclaim.reservations import EMPTY as NOTHING_RESERVED
 from memguard._specs import SPECS
 from memguard._text import shown
 from memguard._types import (
@@ -47,11 +49,12 @@ from memguard._types import (
 )
 from memguard._undo import Undo
 from memguard._units import format_size, parse_size
-from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotActive, PlanError
+from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._reclaim.figures import Reclaimable
 
 
 _SPILLS = (
@@ -132,6 +135,7 @@ class Guard:
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
+        self._admission = Admission(self)
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
@@ -168,6 +172,7 @@ class Guard:
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
                 entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage
+                entry.framework.elastic = any(entry.framework.name in part.elastic for part in self.plan.devices)
             with self._lock:
                 for note in self.plan.notes:
                     self._warn(note)
@@ -207,6 +212,7 @@ class Guard:
                     self._entries, self._frameworks = {}, {}  # new: other threads may be iterating over the old ones
                     self._reader.clear()
                     self.host.close()
+                    self._admission.turns.wake()
         stays = [*self._not_undone, *self.permanent]
         if not self._told:
             self._told = True
@@ -219,6 +225,7 @@ class Guard:
         self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
         self._turn = Turn(self._lock)
         self._reader.forked()
+        self._admission.turns.forked()
         self._hook.clear()
         if self._real is not None:
             self._real.stop()
@@ -409,75 +416,39 @@ class Guard:
             for part in self._used_by(framework) if device is None else self.plan.devices:
                 asked = device is None or part.device.uuid == device.uuid
                 if asked and (looked or not self._fits(framework, needed, part)):
-                    self._admit(framework, needed, part)
+                    self._admission.require(framework, needed, part.device)
 
     def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
         """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
+        if self._admission.turns.book is not NOTHING_RESERVED:
+            return self._admission.fits(framework, needed, part.device)
         requester = self._entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
         memory = self.host.memory(part.device)
         return _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory).refusal is None
 
-    def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
-        """Raise BudgetExceeded if there is no room, after others gave back what they could and its cap was raised."""
-        footprint, device = self._entry(framework).framework.footprint(needed), part.device
-        room = Room({}, None, 0, {})
-        if self._capturing():
-            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
-        else:
-            room = self._reclaimer.make_room(device, framework, footprint)
-        part = self.part(device.uuid)
-        usages = {name: entry.framework.usage(device) for name, entry in self._entries.items()}
-        memory = self.host.memory(device)
-        admission = _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory)
-        if admission.refusal is not None:
-            refusal = _policy.elastic_refusal(admission.refusal, part, framework, room)
-            raise BudgetExceeded(framework, needed, admission.available, refusal)
-        if admission.trim:  # it did nothing: a graph is being captured, or PyCUDA's context is not on this thread
-            names = " and ".join(admission.trim)
-            raise BudgetExceeded(
-                framework,
-                needed,
-                memory.free,
-                f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
-                f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
-                f"or a CUDA graph is being captured)\n"
-                f"    fix: call memguard.trim() on the thread that runs {names}",
-            )
+    def workload(
+        self, name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
+    ) -> Block[WorkloadReport]:
+        """A named block of work of one framework: `needs` is reserved until it ends. As `memguard.workload`."""
+        return Block(
+            lambda: self._begin_workload(name, framework, needs, wait),
+            lambda: self._begin_workload_in_loop(name, framework, needs, wait),
+        )
 
-    def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
-        """A named block of work of one framework: admission before it, peak and what it left behind after it."""
-        return Block(lambda: self._begin_workload(name, framework, needs))
+    def _begin_workload(
+        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    ) -> tuple[WorkloadReport, End]:
+        return self._admission.begin(name, framework, needs, wait)
 
-    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
-        if needs is not None:
-            self.require(framework, needs)
-        else:
-            self._checkpoint()
-        report = WorkloadReport(name, framework)
-        report.before, earlier = totals(self._usages_of(framework))
-        return report, lambda error: self._end_workload(report, earlier, error)
+    async def _begin_workload_in_loop(
+        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    ) -> tuple[WorkloadReport, End]:
+        return await self._admission.begin_in_loop(name, framework, needs, wait)
 
-    def _end_workload(self, report: WorkloadReport, earlier: int | None, error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                hooks.seen(error)
-        finally:
-            try:
-                self._check_active()
-                report.after, peak = totals(self._usages_of(report.framework))
-                report.peak = peak if peak is not None and peak > (earlier or 0) else None
-            except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
-                if error is None and not isinstance(failure, MemguardError):
-                    raise
-                text = str(failure)  # the object would keep the block's frames alive in a log that keeps its records
-                _log.debug("workload %s: no figures at its end: %s", report.name, text)
-        if self._on_workload is not None and error is None:
-            self._on_workload(report)
-
-    def _checkpoint(self) -> None:
-        if self._on_checkpoint is not None:
-            self._on_checkpoint()
+    def open_bytes(self, framework: str, uuid: str) -> int:
+        """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
+        return self._admission.open_bytes(framework, uuid)
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
@@ -557,7 +528,13 @@ class Guard:
         self.plan = plan
 
     def promised(self, name: str, uuid: str) -> int:
-        return 0
+        return self._admission.open_bytes(name, uuid)
+
+    def reclaimable(self) -> Reclaimable:
+        """What each framework could give back, as figures. Trims nothing."""
+        from memguard._reclaim.figures import of_sample
+
+        return of_sample(self.sample(), self.plan, self.host.simulated)
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
@@ -585,6 +562,7 @@ class Guard:
                 self._resized += self._resized % 2  # even again, and another one than before
             self.plan = plan
             self._trim_above_cap(framework)
+        self._admission.turns.wake()
 
     def trim(self, framework: str | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
@@ -599,6 +577,7 @@ class Guard:
                 # `usage` and not `state`, which would wait for a running import.
                 self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
             after = [self._reclaimer.available(part.device) for part in self.plan.devices]
+            self._admission.turns.wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def __repr__(self) -> str:
@@ -741,10 +720,6 @@ class Guard:
                 raise PlanError([problem], self.budget.source or "init")
             self._warn(warning)
 
-    def _usages_of(self, framework: str) -> list[Usage | None]:
-        entry = self._entry(framework)
-        return [entry.framework.usage(part.device) for part in self.plan.devices]
-
     def _all_notes(self) -> list[str]:
         notes = [*self.notes]
         for entry in self._entries.values():
@@ -759,6 +734,9 @@ class Guard:
             return parts
         asked = self._entry(framework).framework
         return [part for part in parts if asked.usage(part.device)] or parts[:1]
+
+    def _framework(self, name: str) -> Framework:
+        return self._entry(name).framework
 
     def _entry(self, framework: str) -> _Entry:
         try:

@@ -354,7 +354,9 @@ def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) 
             f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1])
         )
         first += f"; lent to others, in live arrays: {holders}"
-    return "\n".join([lines[0], f"    {first}", *lines[1:]])
+    # Within its max only a higher min is sure to be had: others use what is spare.
+    key, bound = f"raise frameworks.{framework}", "min" if room.live else "max"
+    return "\n".join([lines[0], f"    {first}", *lines[1:]]).replace(f"{key} in", f"{key}.{bound} in")
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
@@ -407,7 +409,7 @@ def admit(
     itself, and the rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
     """
     own = usages.get(framework) or Usage(held=0, in_use=0)
-    idle = _cached(own)
+    idle = cached(own)
     if own.held is None:
         taken, stuck = own.in_use or 0, max((own.held_at_least or 0) - (own.in_use or 0), 0)
     else:
@@ -420,7 +422,7 @@ def admit(
     if short <= 0:
         return Admission(max(room, stuck))
     trim, found = [], 0
-    siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := _cached(u))}
+    siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := cached(u))}
     # First those that know how much a trim returns.
     for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
         if found >= short:
@@ -439,7 +441,7 @@ def admit(
     )
 
 
-def _cached(usage: Usage) -> int:
+def cached(usage: Usage) -> int:
     """What trimming the framework may return: all of its cache, if it does not say which part is fragmented."""
     if usage.reclaimable is not None:
         return usage.reclaimable

@@ -169,6 +169,7 @@ class FrameworkSpec:
     rounds_up         the most by which its allocator rounds a request up, as a part of the request
     install           the package that brings it, if it is not `module`: what the extra of that name has
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
+    trims_on_own_thread   its cache can only be freed on the thread on which its CUDA context is current
     context_module    the module whose import makes a CUDA context beside the primary one
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
     figures           what its errors say of the moment: pairs of a field of `Moment` (or `cached`) and a pattern, whose
@@ -199,6 +200,7 @@ class FrameworkSpec:
     rounds_up: Fraction = Fraction(0)
     install: str = ""
     own_trim: str | None = None
+    trims_on_own_thread: bool = False
     context_module: str = ""
     unfragment: str | None = None
     figures: tuple[tuple[str, str], ...] = ()
@@ -461,6 +463,7 @@ _ROWS = (
         cap_is="a counted pool behind mem_alloc and gpuarray",
         hook="pycuda.driver",
         allocator="pool",
+        trims_on_own_thread=True,
         options=(
             Option(
                 name="context",

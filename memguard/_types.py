@@ -226,7 +226,8 @@ class TraceEvent(NamedTuple):
 class WorkloadReport:
     """What a `workload` block did, in bytes in use. Filled in when the block ends; None if unknown.
 
-    `peak` is also None if the process had been higher before the block: frameworks keep only one peak.
+    `peak` is also None if the process had been higher before the block: frameworks keep only one peak. `reserved` is
+    what it asked for with `needs`; `waited` the seconds that it waited its turn for that.
     """
 
     name: str
@@ -234,6 +235,8 @@ class WorkloadReport:
     before: int | None = None
     after: int | None = None
     peak: int | None = None
+    reserved: int | None = None
+    waited: float = 0.0
 
     @property
     def delta(self) -> int | None:
@@ -245,7 +248,8 @@ class WorkloadReport:
         left = "what it left is unknown"
         if self.delta is not None:
             left = f"{format_size(abs(self.delta))} {'more' if self.delta >= 0 else 'less'} in use than before"
-        return shown(f"{self.name}: {self.framework} peak {peak}, {left}")
+        waited = f", after it waited {self.waited:.1f} s" if self.waited else ""
+        return shown(f"{self.name}: {self.framework} peak {peak}, {left}{waited}")
 
     def __repr__(self) -> str:
         return f"<WorkloadReport {self}>"

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard._blocks import End
 from memguard._guard import Guard
 from memguard._ledger.types import Ledger
 from memguard._types import Device, Plan, Sample, WorkloadReport
 from memguard.errors import NotActive
+
+if TYPE_CHECKING:
+    from memguard._reclaim.figures import Reclaimable
 
 ASKED = "MEMGUARD_CHILDREN"
 """The environment variable that makes the script's `init` apply in the workers too."""
@@ -140,8 +143,23 @@ class IdleGuard(_Inactive):
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass
 
-    def _begin_workload(self, name: str, framework: str, needs: int | str | None) -> tuple[WorkloadReport, End]:
+    def _begin_workload(
+        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    ) -> tuple[WorkloadReport, End]:
         return WorkloadReport(name, framework), lambda error: None
+
+    async def _begin_workload_in_loop(
+        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    ) -> tuple[WorkloadReport, End]:
+        return self._begin_workload(name, framework, needs, wait)
+
+    def open_bytes(self, framework: str, uuid: str) -> int:
+        return 0
+
+    def reclaimable(self) -> Reclaimable:
+        from memguard._reclaim.figures import Reclaimable
+
+        return Reclaimable(time.time(), ())
 
     def resize(self, framework: str, size: int | str) -> None:
         pass

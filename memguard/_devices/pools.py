@@ -59,9 +59,9 @@ class CappedPool:
         """Bytes of live allocations."""
         return self._attribute(_USED)
 
-    def trim(self) -> None:
-        """Give the unused part back to the driver."""
-        self._cuda.cuMemPoolTrimTo(self._pool, 0)
+    def trim(self, keep: int = 0) -> None:
+        """Give the unused part back to the driver, but for what the pool needs to hold `keep` bytes at least."""
+        self._cuda.cuMemPoolTrimTo(self._pool, keep)
 
     def restore(self) -> None:
         """Make the former pool current again. The driver frees this one after its last allocation is freed."""

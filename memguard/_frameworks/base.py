@@ -53,8 +53,6 @@ class Framework(ABC):
     """Its row."""
     resizable = True
     """Whether a cap can change at run time. Not TensorFlow's and JAX's: what they have taken never comes back."""
-    asks = False
-    """Whether its allocator calls `_short` before it refuses a request: those that memguard owns."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -68,6 +66,8 @@ class Framework(ABC):
         """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
         self.on_refusal: Callable[[Moment], str | None] | None = None
         """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
+        self.elastic = False
+        """Whether its cap moves between a min and a max; the guard sets it."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
         """Asked by `_short` for room before a request is refused; the guard sets it."""
 
@@ -79,6 +79,11 @@ class Framework(ABC):
     def module(self) -> str:
         """What is imported to have the framework."""
         return self.spec.module
+
+    @property
+    def asks(self) -> bool:
+        """Whether its allocator calls `_short` before it refuses a request: those that memguard owns."""
+        return self.spec.asks
 
     @property
     def hook(self) -> str:

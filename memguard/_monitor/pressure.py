@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from memguard._monitor.leaks import leak
 from memguard._specs import NEVER_GIVE_BACK
-from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -51,6 +51,22 @@ UNACCOUNTED = "unaccounted"
 """What stands in the place of a framework's name where unaccounted memory is followed."""
 
 
+class Bounds(NamedTuple):
+    """How far elastic caps can move on one GPU, in bytes.
+
+    `room` is limit − reserve. `least` is what each framework has for good, `most` the max of those that are elastic.
+    """
+
+    room: int
+    least: Mapping[str, int]
+    most: Mapping[str, int]
+
+
+def _bounds(part: DevicePlan) -> Bounds:
+    least = {name: part.elastic.get(name, (cap, cap))[0] for name, cap in part.caps.items()}
+    return Bounds(part.limit - part.reserve, least, {name: most for name, (_, most) in part.elastic.items()})
+
+
 class Settings(NamedTuple):
     """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core.
 
@@ -65,10 +81,17 @@ class Settings(NamedTuple):
     cpu: float = 0.01
     on_pressure: tuple[str, ...] = ()
     names: Mapping[str, str] = MappingProxyType({})
+    bounds: Mapping[str, Bounds] = MappingProxyType({})
 
     @classmethod
-    def of(cls, monitor: MonitorConfig, on_pressure: Sequence[str], devices: Sequence[Device] = ()) -> Settings:
-        """The settings of a budget file, for these GPUs."""
+    def of(
+        cls,
+        monitor: MonitorConfig,
+        on_pressure: Sequence[str],
+        devices: Sequence[Device] = (),
+        parts: Sequence[DevicePlan] = (),
+    ) -> Settings:
+        """The settings of a budget file, for these GPUs and what it plans for them."""
         return cls(
             interval=monitor.interval,
             warn=float(monitor.warn),
@@ -76,6 +99,7 @@ class Settings(NamedTuple):
             forecast=monitor.forecast,
             on_pressure=tuple(on_pressure),
             names=_names(devices),
+            bounds={part.device.uuid: _bounds(part) for part in parts if part.elastic},
         )
 
     def on(self, uuid: str | None) -> str:
@@ -134,6 +158,7 @@ class _Level(NamedTuple):
     top: int
     base: int
     others: str = ""
+    rises: bool = False  # `top` is what an elastic cap can rise to
 
 
 @dataclass(frozen=True)
@@ -163,7 +188,8 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
     before = {device.uuid: device.frameworks for device in state._devices} if block == state._block else {}
     for device in sample.devices:
         known = before.get(device.uuid, _NONE)
-        for framework, level in _levels(device):
+        bounds = settings.bounds.get(device.uuid)
+        for framework, level in _levels(device, bounds):
             key = device.uuid, framework
             track = state._tracks.get(key, _NEW)
             if (
@@ -171,6 +197,7 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
                 and track.blocks
                 and track.announced is None
                 and known.get(framework) == device.frameworks[framework]
+                and not level.rises  # how far depends on the others
             ):
                 tracks[key] = track  # it is as it was, and so is all that follows from it
                 continue
@@ -198,8 +225,9 @@ def needed(name: str, usage: FrameworkSample) -> int | None:
     return in_use if in_use is not None else held
 
 
-def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
+def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tuple[str | None, _Level]]:
     """Of each framework with a cap, and of the process (None) if it has a limit."""
+    tops = _tops(device, bounds) if bounds is not None else _FIXED
     need = idle = reclaimable = held = 0
     silent = False
     for name, usage in device.frameworks.items():
@@ -216,7 +244,7 @@ def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
             idle += taken - part
             held += taken
         if cap:
-            yield name, _Level(part, cap, 0)
+            yield name, _Level(part, tops[name], 0, "", True) if name in tops else _Level(part, cap, 0)
     if not device.limit:
         return
     process = device.process if device.process is not None else held + device.overhead
@@ -229,6 +257,24 @@ def _levels(device: DeviceSample) -> Iterator[tuple[str | None, _Level]]:
     if device.used is None:  # unified memory
         others = "the machine's memory, which this GPU uses, is taken"
     yield None, _Level(used, device.limit, min(device.overhead, device.limit), others if squeezed else "")
+
+
+_FIXED: Mapping[str, int] = MappingProxyType({})
+
+
+def _tops(device: DeviceSample, bounds: Bounds) -> dict[str, int]:
+    """What each elastic cap can rise to, beside what the others have for good and what they need beyond that."""
+    taken = {}
+    for name, least in bounds.least.items():
+        usage = device.frameworks.get(name)
+        if usage is None:
+            taken[name] = least
+        elif name in bounds.most:
+            taken[name] = max(least, needed(name, usage) or 0)
+        else:
+            taken[name] = usage.cap or least  # it may have been resized
+    free = bounds.room - sum(taken.values())
+    return {name: max(min(most, free + taken[name]), bounds.least[name]) for name, most in bounds.most.items()}
 
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
@@ -302,7 +348,8 @@ def _sentence(settings: Settings, key: tuple[str, str | None], level: _Level, pr
     on, framework = settings.on(key[0]), key[1]
     sizes = f"{format_size(level.used)} of {format_size(level.top)} ({level.used / level.top:.0%})"
     if framework is not None:
-        return f"pressure {pressure.value}: {framework} needs {sizes} of its cap{on}"
+        cap = "what its cap can rise to" if level.rises else "its cap"
+        return f"pressure {pressure.value}: {framework} needs {sizes} of {cap}{on}"
     if level.others:
         left, limit = format_size(max(level.top - level.used, 0)), format_size(level.top)
         remaining = f"{left} is left of the limit of {limit}{on}"
@@ -326,7 +373,9 @@ def _forecast(
     what = f"{key[1]} grows by" if key[1] is not None else "this process grows by"
     if level.others:
         what = "what is available shrinks by"
-    end = f"its cap of {format_size(level.top)}" if key[1] is not None else f"the limit of {format_size(level.top)}"
+    cap = "the most that its cap can rise to," if level.rises else "its cap of"
+    end = f"{cap if key[1] is not None else 'the limit of'} {format_size(level.top)}"
+    end += "," if level.rises else ""
     text = f"{what} {format_size(int(slope))}/s: {end} is reached in about {max(seconds, 0):.0f} s{settings.on(key[0])}"
     left = max(level.top - level.used, 0)
     event = Event(now, "forecast", text, track.level, key[0], key[1], max(seconds, 0.0), left)

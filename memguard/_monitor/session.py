@@ -103,8 +103,8 @@ class Session:
             self._undo.add("timeline", self._writer.close)
             self._undo.add("refused requests", lambda: self._write_refusals(everything=True))
             self._writer.begin()
-        devices = [part.device for part in self.guard.plan.devices]
-        self._settings = Settings.of(budget.monitor, budget.on_pressure, devices)
+        parts = self.guard.plan.devices
+        self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
         monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
         self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.

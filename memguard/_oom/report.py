@@ -344,7 +344,9 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
     if moment is not None and moment.source == "peak":
         used = f" ({format_size(row.in_use)} in use at its peak)"
-    cap = f"its cap of {format_size(row.cap)} {is_} reached: it {held}{used}"
+    most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
+    now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
+    cap = f"its cap of {format_size(row.cap)}{now} {is_} reached: it {held}{used}"
     asked = case.verdict.requested
     if asked is not None and asked > row.cap and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"

@@ -24,8 +24,8 @@ from typing import NamedTuple
 from memguard._units import GRANULE, MIB, round_down, round_up
 
 _STEP = 16
-"""A cap rises by at least this part of its span (max − min), if nobody has that: a cap that rises by one request at a
-time would be asked for at each."""
+"""A cap that rises goes on by this part of its span (max − min), or by as much as it has borrowed if that is more, as
+far as nobody uses that: one that rose by a request at a time would be asked for at each."""
 _LOW = 64 * MIB
 """The least headroom that a framework which cannot ask is to have, and a sixteenth of its max if that is more."""
 
@@ -87,9 +87,7 @@ def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
             caps[name] = part.cap - taken
             need -= taken
     if need <= 0:
-        step = min((own.most - own.least) // _STEP, own.most - wanted, spare - (wanted - own.cap))
-        caps[who] = wanted + max(round_down(step), 0) if spare > wanted - own.cap else wanted
-        return Loan(caps)
+        return Loan({**caps, **_further(siblings, caps, room, who, own, wanted)})
     live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
     calls = []
     for name, part in sorted(siblings.items(), key=lambda item: -item[1].cached):
@@ -99,6 +97,28 @@ def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
     if need > 0:  # it would not suffice
         return Loan({}, missing=need, live=live)
     return Loan({}, tuple(calls), live=live)
+
+
+def _further(
+    siblings: Mapping[str, Part], caps: Mapping[str, int], room: int, who: str, own: Part, wanted: int
+) -> dict[str, int]:
+    """The cap of `who`, further than it asked for by what nobody uses, and those that are lowered for that.
+
+    Of the unused memory of siblings that can ask for it again, half is left to them; of that of others, their headroom.
+    A framework that cannot ask gets headroom itself.
+    """
+    step = max((own.most - own.least) // _STEP, own.cap - own.least) if own.asks else 2 * _low(own)
+    step = round_down(max(min(step, own.most - wanted), 0))
+    now = {name: caps.get(name, part.cap) for name, part in siblings.items()}
+    got = min(round_down(max(room - sum(now.values()) - wanted, 0)), step)
+    lowered: dict[str, int] = {}
+    for name, part in sorted(siblings.items(), key=lambda item: not item[1].asks):
+        unused = part._replace(cap=now[name]).unused
+        left = (unused // 2 if own.asks else 0) if part.asks else _low(part)
+        if (taken := min(round_down(max(unused - left, 0)), step - got)) > 0:
+            lowered[name] = now[name] - taken
+            got += taken
+    return {**lowered, who: wanted + got}
 
 
 def settle(parts: Mapping[str, Part], room: int) -> dict[str, int]:

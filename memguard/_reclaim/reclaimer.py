@@ -17,6 +17,7 @@ from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._logs import log as _log
 from memguard._reclaim import lending, order
+from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Device, DevicePlan, Event, Room, Usage
 from memguard._units import GRANULE, format_size
 from memguard.errors import CapNotApplied
@@ -112,17 +113,32 @@ class Reclaimer:
         while True:
             usages = self._usages(device)
             own = usages.get(who) or Usage(0, 0)
-            short = needed - self._guard.host.memory(device).free - (0 if asked else own.reclaimable or 0)
+            free = self._guard.host.memory(device).free + (0 if asked else own.reclaimable or 0)
+            short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
             if full and not returned:
-                short = max(short, GRANULE)  # it refused, whatever is free by now
-            if short <= 0:
+                wished = max(wished, GRANULE)  # it refused, whatever is free by now
+            if wished <= 0:
                 return 0
-            offer = order.first([one for one in order.offers(usages, who) if one.name not in spent], short)
+            found = [one for one in order.offers(usages, who) if one.name not in spent]
+            offer = order.first(found, max(short, 1))
             if offer is None:
-                return short
+                return max(short, GRANULE if full and not returned else 0)
             # Somewhat more: the driver keeps some for itself, for the tables of what it gives.
-            if not self._give_back(offer.name, device, short + GRANULE, returned):
+            if not self._give_back(offer.name, device, wished + GRANULE, returned):
                 spent.add(offer.name)
+
+    def _wish(self, who: str, uuid: str, own: Usage, needed: int) -> int:
+        """What has to be free so that the driver refuses nothing of the request.
+
+        A pool that never shrinks grows by regions of its own choice, up to all that its cap leaves. Only its first
+        failure ever makes it try smaller ones (TensorFlow's and XLA's BFC allocator).
+        """
+        cap = self._guard.part(uuid).caps.get(who)
+        if who not in NEVER_GIVE_BACK or cap is None:
+            return needed
+        # Unknown with growth: less than its peak if it gave back regions, as TensorFlow does before it refuses.
+        held = own.held if own.held is not None else own.in_use or 0
+        return max(needed, cap - held)
 
     def _give_back(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:
         """Have one sibling give back so much, and tell what this process really holds less by it."""

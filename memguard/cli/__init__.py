@@ -17,8 +17,8 @@ except ImportError as error:
 
     raise SystemExit(damaged.text(error)) from None
 
-_COMMANDS = ("check", "doctor", "plan", "replay", "run", "schema", "simulate")
-_ANSWERS = ("doctor", "replay", "simulate")
+_COMMANDS = ("check", "doctor", "plan", "reclaim", "replay", "run", "schema", "simulate")
+_ANSWERS = ("doctor", "reclaim", "replay", "simulate")
 """Those whose exit code 1 is an answer: what keeps them from answering is 2."""
 
 

@@ -29,6 +29,8 @@ def simulate(
     The GPUs are those of the trace, or the ones named with --device. Exit code 0: every allocation was served;
     1: at least one was refused; 2: the budget or the trace is invalid. Nothing simulated counts as measured.
     """
+    from dataclasses import replace
+
     from memguard import _config, _policy
     from memguard._devices.simulated import SimulatedHost
     from memguard._simulation import replay as simulation
@@ -50,6 +52,10 @@ def simulate(
     if plan is not None:
         names = {name for part in plan.devices for name in part.caps}
         outcome = simulation.simulate(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
+        elastic = " and ".join(dict.fromkeys(name for part in plan.devices for name in part.elastic))
+        if elastic:
+            note = f"{elastic}: elastic caps move while a program runs; here they stay as the plan begins"
+            outcome = replace(outcome, notes=(*outcome.notes, note))
     else:
         outcome = simulation.simulate(recorded, host)
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from test_cupy_model import Model, Setting, model
 
-from memguard._frameworks.cupy import adapter
-from memguard._frameworks.driver_pages import TINY, whole_share
+from memguard._frameworks.cupy import adapter, blocks
+from memguard._frameworks.driver_pages import TINY, slabs, whole_share
+from memguard._types import Shortage, Usage
 from memguard._units import MIB
 
 __all__ = ["model"]
@@ -139,3 +140,173 @@ def test_an_idle_piece_serves_what_its_rounded_size_would_not_fit_into(model: Mo
     with pytest.raises(setting.oom):
         setting.alloc(MIB)
     assert setting.taken() == 8 * MIB
+
+
+# what a trim gives back
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_reclaimable_comes_back(model: Model, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, as far as the pool counts it: of a slab it counts the pieces, and not the gaps."""
+    monkeypatch.setattr(blocks, "FRESH", 0)
+    setting, rng = model("h200"), random.Random(f"{kind} {seed}")
+    setting.apply(1024 * MIB)
+    streams = [setting.cp.cuda.Stream(number) for number in range(3)]
+    live: list[Any] = []
+    known = slab = 0
+    for step in range(600):
+        low, high = KINDS[kind]
+        with streams[rng.randrange(3) if kind == "of pages" else 0]:
+            live.append(setting.alloc(round(2 ** rng.uniform(low.bit_length() - 1, high.bit_length() - 1))))
+        while live and rng.random() < 0.45:
+            live.pop(rng.randrange(len(live)))
+        if rng.random() < 0.02:
+            live.clear()
+        if step % 5 == 0:
+            usage, before = setting.usage(), setting.taken()
+            setting.framework.trim(setting.first)
+            back = before - setting.taken()
+            assert usage.held is not None and usage.in_use is not None
+            assert usage.reclaimable == min(back, usage.held - usage.in_use), step
+            known += back > 0
+            slab += 0 < usage.reclaimable < back
+    assert known > 2 and (slab > 0) == (kind in ("tiny", "of a slab", "any"))
+
+
+def test_a_slab_in_which_a_siblings_piece_lies_is_not_reclaimable(model: Model) -> None:
+    """memguard counts the pieces of its allocators. Of a piece that it does not see it knows only if there is room."""
+    setting = model("h200")
+    setting.apply(64 * MIB)
+    memory = [setting.alloc(400_000), setting.alloc(400_000)]
+    sibling = setting.card.gpus[0].card.take(512)
+    memory.clear()
+    assert setting.usage().reclaimable == setting.usage().held
+    slabs[setting.first.uuid].enter(sibling)
+    setting.framework._idle.clear()
+    assert setting.usage().reclaimable == 0
+    memory = [setting.alloc(3 * MIB)]
+    memory.clear()
+    assert setting.usage().reclaimable == 4 * MIB
+    setting.framework.trim(setting.first)
+    assert setting.taken() == 2 * MIB
+
+
+def test_of_a_pool_that_is_not_capped_only_full_slabs_are_known_to_come_back(model: Model) -> None:
+    setting = model("h200")
+    live = [setting.alloc(512 << 10) for _ in range(6)] + [setting.alloc(3 * MIB + 1)]
+    live.clear()
+    usage = setting.usage()
+    assert usage.reclaimable == 2 * MIB + 4 * MIB and setting.taken() == 8 * MIB
+    setting.framework.trim(setting.first)
+    assert setting.taken() == 0
+
+
+def test_a_figure_is_used_again_only_for_a_moment(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held and in use are the same before and after; what is split is not."""
+    setting = model("h200")
+    setting.apply(64 * MIB)
+    first, second, third = setting.alloc(8 * MIB), setting.alloc(4 * MIB), setting.alloc(4 * MIB)
+    del first, second, third
+    part = [setting.alloc(2 * MIB)]
+    assert setting.usage() == Usage(16 * MIB, 2 * MIB, 12 * MIB), "of one of 4 MiB"
+    hole, part = [setting.alloc(2 * MIB), setting.alloc(4 * MIB)], [setting.alloc(2 * MIB)]
+    hole.clear()
+    assert setting.usage()[:2] == (16 * MIB, 2 * MIB)
+    monkeypatch.setattr(blocks, "FRESH", 0)
+    assert setting.usage().reclaimable == 8 * MIB and len(part) == 1, "of the one of 8 MiB"
+
+
+def test_the_blocks_of_a_pool_before_are_counted(model: Model) -> None:
+    setting = model("h200")
+    setting.apply(64 * MIB)
+    arrays = [setting.alloc(8 * MIB), setting.alloc(4 * MIB)]
+    setting.cp.cuda.set_allocator(setting.cp.cuda.MemoryPool().malloc)
+    arrays.append(setting.alloc(6 * MIB))
+    del arrays[0], arrays[-1]
+    assert setting.usage() == Usage(18 * MIB, 4 * MIB, 14 * MIB)
+    setting.framework.give_back(setting.first, 1)
+    assert setting.taken() == 4 * MIB
+
+
+def test_the_driver_gives_back_a_part_of_its_pool(model: Model) -> None:
+    """The async pool takes from it. What comes back is known if nothing is live, or if it is less than a piece."""
+    setting = model("h200")
+    setting.cp.cuda.set_allocator(setting.cp.cuda.MemoryAsyncPool().malloc)
+    setting.apply()
+    live = [setting.alloc(64 * MIB) for _ in range(4)]
+    assert setting.usage() == Usage(256 * MIB, 256 * MIB, 0)
+    live.pop()
+    assert setting.usage() == Usage(256 * MIB, 192 * MIB, None)
+    live.clear()
+    assert setting.usage() == Usage(256 * MIB, 0, 256 * MIB)
+    setting.framework.give_back(setting.first, 40 * MIB)
+    assert setting.taken() == 192 * MIB
+    setting.framework.give_back(setting.first, 500 * MIB)
+    assert setting.taken() == 0
+
+
+# shortages
+
+
+def test_a_shortage_names_the_gpu_that_the_thread_uses(model: Model) -> None:
+    setting = model()
+    last = setting.number - 1
+    uuids = [setting.first.uuid, setting.second.uuid]
+    setting.apply(64 * MIB, 64 * MIB)
+    arrays, asked = [setting.alloc(48 * MIB, ordinal) for ordinal in range(setting.number)], list[Shortage]()
+
+    def short(shortage: Shortage) -> bool:
+        asked.append(shortage)
+        setting.framework.resize({uuids[0]: 64 * MIB} | {uuids[last]: 96 * MIB})
+        return True
+
+    setting.framework.on_shortage = short
+    arrays.append(setting.alloc(20 * MIB, last))
+    assert asked == [Shortage("cupy", uuids[last], 20 * MIB, 20 * MIB, False)]
+    assert setting.taken(last) == 68 * MIB and len(arrays) == last + 2
+
+
+def test_what_the_pools_before_leave_is_what_a_raised_cap_adds_to(model: Model) -> None:
+    setting = model("h200")
+    setting.apply(32 * MIB)
+    large = setting.alloc(24 * MIB)
+    setting.cp.cuda.set_allocator(setting.cp.cuda.MemoryPool().malloc)
+    setting.framework.on_shortage = lambda shortage: setting.framework.resize({setting.first.uuid: 48 * MIB}) is None
+    small = setting.alloc(20 * MIB)
+    assert setting.taken() == 44 * MIB and setting.framework.drift() == [] and large is not small
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_an_elastic_cap_is_raised_before_the_pool_refuses(
+    model: Model, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal collects Python's garbage, which takes as long as a hundred requests."""
+    setting, asked, refusals = model("h200"), list[Shortage](), list[int]()
+    single = type(setting.pool._here())
+    malloc = single.malloc
+
+    def counted(pool: Any, size: int) -> Any:
+        try:
+            return malloc(pool, size)
+        except setting.oom:
+            refusals.append(size)
+            raise
+
+    def short(shortage: Shortage) -> bool:
+        asked.append(shortage)
+        return setting.framework.resize({setting.first.uuid: 64 * MIB}) is None
+
+    monkeypatch.setattr(single, "malloc", counted)
+    setting.framework.elastic = elastic
+    setting.apply(32 * MIB)
+    setting.framework.on_shortage = short
+    setting.alloc(24 * MIB)  # dropped: idle
+    live = [setting.alloc(30 * MIB)]
+    assert (asked, setting.taken()) == ([], 30 * MIB), "what idles in the pool goes first, and nobody is asked"
+    live.append(setting.alloc(30 * MIB))
+    assert asked == [Shortage("cupy", setting.first.uuid, 30 * MIB, 30 * MIB, False)]
+    assert (refusals == []) is elastic
+    live.clear()
+    live.append(setting.alloc(28 * MIB))
+    assert len(asked) == 1, "an idle block serves"

@@ -325,7 +325,8 @@ int cuMemPoolGetAttribute(void *pool, int which, unsigned long long *value) {
 }
 int cuMemPoolTrimTo(void *pool, size_t keep) {
     CALL("cuMemPoolTrimTo");
-    if (!pool_of(pool) || keep) return INVALID;
-    pool_of(pool)->reserved = pool_of(pool)->used;
+    struct pool *found = pool_of(pool);
+    if (!found) return INVALID;
+    if (found->reserved > keep) found->reserved = found->used > keep ? found->used : keep;
     return 0;
 }

@@ -39,6 +39,10 @@ result["made"] = state()
 result["max"], result["threshold"] = stub.stub_pool_max(1), stub.stub_pool_threshold(1)
 stub.stub_pool_use(1, ctypes.c_ulonglong(6 * GIB), ctypes.c_ulonglong(5 * GIB))
 result["figures"] = [pool.reserved(), pool.peak(), pool.used()]
+pool.trim(7 * GIB)
+result["parts"] = [pool.reserved()]
+pool.trim(6 * GIB - 512 * MIB)
+result["parts"].append(pool.reserved())
 pool.trim()
 result["trimmed"] = [pool.reserved(), pool.peak(), pool.used()]
 pool.restore()
@@ -47,6 +51,7 @@ result["restored"] = state()
     gib = 1 << 30
     assert found["before"] == [0, 0] and found["made"] == [1, 1] and found["restored"] == [0, 0]
     assert (found["max"], found["threshold"]) == (4 * gib + (2 << 20), 2**64 - 1)
+    assert found["parts"] == [6 * gib, 6 * gib - (512 << 20)]
     assert found["figures"] == [6 * gib, 6 * gib, 5 * gib] and found["trimmed"] == [5 * gib, 6 * gib, 5 * gib]
 
 

@@ -74,6 +74,7 @@ int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t size, v
     (void)stream;
     return cuMemcpy(to, from, size);
 }
+int cuGetErrorString(int code, const char **out) { *out = code == 2 ? "out of memory" : "an error"; return 0; }
 int cuCtxGetApiVersion(void *context, unsigned *version) { (void)context; *version = 13000; return 0; }
 int cuDeviceComputeCapability(int *major, int *minor, int device) { (void)device; *major = 9; *minor = 0; return 0; }
 

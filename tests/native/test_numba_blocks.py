@@ -440,3 +440,50 @@ result["wrong"], result["left"] = wrong[:3], [manager.held(), stub.stub_taken(),
 """
     )
     assert found == {"wrong": [], "left": [0, 0, 0]}
+
+
+def test_a_part_of_the_pool_goes_back_and_the_rest_serves(beside: Run) -> None:
+    found = beside(
+        LIVE
+        + """
+from types import SimpleNamespace
+blocks = [bytes_of(size * MIB) for size in (2, 4, 8, 16)]
+blocks.clear()
+flush()
+result["given"] = []
+for needed in (3, 3, 9, 40):
+    before = stub.stub_taken()
+    framework.give_back(SimpleNamespace(uuid=uuid), needed * MIB)
+    result["given"].append((before - stub.stub_taken()) // MIB)
+    result["held"] = manager.held() == stub.stub_taken()
+    if needed == 9:
+        taken = stub.stub_taken()
+        two = bytes_of(2 * MIB)
+        result["served"] = taken == stub.stub_taken()
+        del two
+"""
+    )
+    assert found == {"given": [4, 8, 16, 2], "held": True, "served": True}
+
+
+def test_a_request_is_served_once_room_was_made(beside: Run) -> None:
+    """Above its cap, and on a full card."""
+    found = beside(
+        LIVE
+        + """
+asked, refused, theirs = [], [], ctypes.c_uint64()
+def short(shortage):
+    asked.append([shortage.asked // MIB, shortage.needed // MIB, shortage.full])
+    if shortage.full:
+        stub.cuMemFree_v2(theirs)
+    else:
+        framework.resize({uuid: 900 * MIB})
+    return True
+framework.on_shortage, framework.on_refusal = short, refused.append
+arrays = [bytes_of(99 * MIB)]
+stub.cuMemAlloc_v2(ctypes.byref(theirs), ctypes.c_size_t(700 * MIB))
+arrays.append(bytes_of(400 * MIB))
+result.update(asked=asked, refused=len(refused), held=manager.held() == stub.stub_taken() == 500 * MIB)
+"""
+    )
+    assert found == {"asked": [[99, 100, False], [400, 400, True]], "refused": 0, "held": True}

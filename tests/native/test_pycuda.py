@@ -85,6 +85,75 @@ for way in (pool.allocate, drv.mem_alloc):
     assert python(stubbed, "-c", HIT + code + END).split() == ["False", "True"] * 2
 
 
+def test_memguards_pool_gives_back_on_a_thread_without_a_context_and_the_users_on_its_own(
+    stubbed: dict[str, str],
+) -> None:
+    """Neither leaks, of which PyCUDA warns, and no context is left on the other thread, which would end the process."""
+    code = """
+stub.stub_taken.restype = ctypes.c_size_t
+def give_back(needed=3 << 20):
+    framework.give_back(gpu, needed)
+    print(drv.Context.get_current() is None)
+for way in (drv.mem_alloc, pool.allocate):
+    blocks = [way(8 << 20) for _ in range(3)]
+    kept = blocks.pop()
+    blocks.clear()
+    for needed in (3 << 20, 1 << 30):
+        before = stub.stub_taken()
+        thread = threading.Thread(target=give_back, args=(needed,))
+        thread.start(); thread.join()
+        print(before - stub.stub_taken() >> 20)
+        again = way(1 << 20)
+        del again
+        print(before - stub.stub_taken() >> 20, framework.usage(gpu).held == stub.stub_taken())
+    del kept
+    framework.trim(gpu)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", HIT + code + END], env=stubbed, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "PyCUDA WARNING" not in done.stderr, done.stderr[-2000:]
+    own = ["True", "10", "8", "True", "True", "12", "10", "True"]
+    users = ["True", "0", "8", "True", "True", "0", "10", "True"]
+    assert done.stdout.split() == own + users
+
+
+def test_a_request_is_served_once_room_was_made(stubbed: dict[str, str]) -> None:
+    """Above its cap, and on a full card; on a thread of its own too."""
+    code = """
+asked, refused = [], []
+def short(shortage):
+    asked.append(shortage)
+    with_context = drv.Context.get_current() is not None
+    if shortage.full:
+        theirs.clear()
+    else:
+        framework.resize({gpu.uuid: 900 << 20})
+    return with_context
+framework.on_shortage, framework.on_refusal = short, refused.append
+theirs = []
+arrays = [drv.mem_alloc(100 << 20)]
+raw = ctypes.c_uint64()
+class Theirs:
+    def __init__(self):
+        self.at = ctypes.c_uint64()
+        stub.cuMemAlloc_v2(ctypes.byref(self.at), ctypes.c_size_t(700 << 20))
+    def __del__(self):
+        stub.cuMemFree_v2(self.at)
+theirs.append(Theirs())
+def work():
+    context.push()
+    try:
+        arrays.append(drv.mem_alloc(400 << 20))
+    finally:
+        drv.Context.pop()
+thread = threading.Thread(target=work)
+thread.start(); thread.join()
+print(len(arrays), [one.full for one in asked], len(refused))
+"""
+    assert python(stubbed, "-c", HIT + code + END).split("\n")[0] == "2 [False, True] 0"
+
+
 @pytest.mark.parametrize(("cuda", "another"), [(13000, 1), (12080, 0), (12080, 1), (11080, 0)])
 def test_a_reset_of_the_primary_context_is_noticed(stubbed: dict[str, str], cuda: int, another: int) -> None:
     """What the pool kept idle is gone: it hands none of that out, and its memory is off the books.

@@ -401,6 +401,33 @@ result["free"] = found.emptied
     assert found == {"not live": 0, "capturing": 0, "free": 1}
 
 
+def test_torch_gives_back_its_whole_cache_and_a_driver_pool_whole_pieces(with_torch: Run) -> None:
+    """`cuMemPoolTrimTo` leaves at least what it is told to keep: so that is rounded down to pieces of 32 MiB."""
+    found = with_torch(
+        SETUP
+        + """
+from types import SimpleNamespace
+found = card(host)
+framework.give_back(gpu, 1)
+result["not live"] = found.emptied
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+framework.give_back(gpu, 1)
+result["native"] = found.emptied
+kept, synchronized = [], []
+torch.cuda.synchronize = synchronized.append
+framework._pools[uuid] = SimpleNamespace(reserved=lambda: 320 * MIB, trim=kept.append)
+for needed in (1, 32 * MIB, 33 * MIB, GIB):
+    framework.give_back(gpu, needed)
+found.capturing = True
+framework.give_back(gpu, GIB)
+result["kept"] = [size // MIB for size in kept]
+result["waited"], result["emptied"] = len(synchronized), found.emptied
+"""
+    )
+    assert found == {"not live": 0, "native": 1, "kept": [288, 288, 256, 0], "waited": 4, "emptied": 1}
+
+
 def test_gpus_are_matched_by_uuid_and_never_by_number(with_torch: Run) -> None:
     """CUDA_VISIBLE_DEVICES=1,0 reverses CUDA's order and not NVML's."""
     found = with_torch(

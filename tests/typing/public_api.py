@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from typing_extensions import assert_type
@@ -93,8 +94,52 @@ def working() -> None:
         pass
     assert_type(report, WorkloadReport)
     assert_type(report.peak, int | None)
+    assert_type(report.waited, float)
+    assert_type(report.reserved, int | None)
+    with memguard.workload("train", framework="torch", needs=1 << 30, wait="10s"):
+        pass
     with memguard.workload("train"):  # type: ignore[call-arg]
         pass
+    memguard.workload("train", framework="torch", wait=[1])  # type: ignore[arg-type]
+
+
+@memguard.workload("train", framework="torch", needs="6GiB", wait=10.5)
+def decorated(number: int) -> str:
+    return str(number)
+
+
+@memguard.workload("batches", framework="torch", needs="6GiB")
+def batches(number: int) -> Iterator[int]:
+    yield number
+
+
+@memguard.workload("batches", framework="torch", needs="6GiB")
+async def later(number: int) -> AsyncIterator[int]:
+    yield number
+
+
+@memguard.workload("serve", framework="torch", needs="6GiB", wait=10)
+async def serve(number: int) -> str:
+    async with memguard.workload("step", framework="torch") as report:
+        assert_type(report, WorkloadReport)
+    async for found in later(number):
+        assert_type(found, int)
+    return str(number)
+
+
+async def running() -> None:
+    assert_type(decorated(1), str)
+    assert_type(batches(1), Iterator[int])
+    assert_type(await serve(1), str)
+    decorated("1")  # type: ignore[arg-type]
+
+
+def reclaiming() -> None:
+    found = memguard.reclaimable()
+    assert_type(found, memguard.Reclaimable)
+    for part in found.devices:
+        for one in part.frameworks:
+            assert_type(one.reclaimable, int | None)
 
 
 @memguard.retry()

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import elastic_results
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay = (
+_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic = (
     importlib.import_module(name)
-    for name in ("_run", "_listed", "_independent", "_sampler", "checks", "table", "_moment", "replay")
+    for name in ("_run", "_listed", "_independent", "_sampler", "checks", "table", "_moment", "replay", "elastic")
 )
 RESULTS = ROOT / "benchmarks" / "results"
 MIB, GIB, PAGE = 1 << 20, 1 << 30, 2 << 20
@@ -164,6 +165,7 @@ WHOLE: dict[str, Whole] = {
     "startup": (lambda: committed("startup.json"), checks.startup_checks, lambda r: r),
     "replay": (replayed, checks.replay_checks, lambda r: r),
     "ddp": (ddp, lambda r: checks.ddp_checks(r["ranks"]), lambda r: r),
+    "elastic": (elastic_results.whole, elastic.elastic_checks, lambda s: s),
 }
 
 
@@ -189,7 +191,7 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 
 SCENARIOS = [
-    case for name in ("main_job", "all_frameworks", "watch", "exchange") for case in killed(name)
+    case for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic") for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip
 
@@ -260,6 +262,10 @@ def test_the_list_is_of_the_scenarios_that_the_programs_have() -> None:
     pairs = {name for name in names["all_frameworks"] if name.count("-") == 1 and "refusals" not in name}
     assert len(pairs) == 30 and set(_listed.ALL_FRAMEWORKS) - {"*-*"} == names["all_frameworks"] - pairs
     assert set(_listed.WATCH) | {"cupy async, own cap"} == names["watch"]
+    parts = {
+        name: _run._matching(name, [one for of in elastic.PARTS.values() for one in of]) for name in _listed.ELASTIC
+    }
+    assert [name for of in parts.values() for name in of] == [name for of in elastic.PARTS.values() for name in of]
     kept = {key for key in _listed.EXCHANGE if "*" not in key} | {"peers"}
     starred = {name for name in names["exchange"] if name.startswith(("edges from ", "order from "))}
     assert names["exchange"] - starred == kept

@@ -20,7 +20,7 @@ from memguard import cli, errors
 from memguard._simulation.trace import read
 from memguard._timeline.writer import Writer
 
-COMMANDS = ["check", "doctor", "plan", "replay", "run", "schema", "simulate"]
+COMMANDS = ["check", "doctor", "plan", "reclaim", "replay", "run", "schema", "simulate"]
 HOME = Path(memguard.__file__).parents[1]
 
 
@@ -224,6 +224,52 @@ def test_simulate_and_replay_take_their_arguments_alike(
         code = call(command, *order.replace("RECORDING", str(recording)).split())
         assert code == (1 if command == "simulate" else 0)
         assert "budget's caps" in " ".join(capsys.readouterr().out.split())
+
+
+ELASTIC = """\
+version: 1
+device: {limit: 42GiB, reserve: 2GiB}
+frameworks:
+  torch: {min: 20%, max: 50%}
+  jax: {min: 10%, max: 30%}
+  cupy: {min: 2GiB, max: 25%}
+  numba: {limit: 1GiB}
+"""
+
+
+def test_an_elastic_share_is_shown_with_its_cap_of_now_and_its_bounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.yaml").write_text(ELASTIC)
+    file = str(tmp_path / "b.yaml")
+    assert call("plan", file, "--device", "h200") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "torch 20.00 GiB now; min 8.00 GiB, max 20.00 GiB: its allocator's fraction" in printed
+    assert "cupy 10.00 GiB now; min 2.00 GiB, max 10.00 GiB: the limit of its memory pool" in printed
+    assert "unallocated 5.00 GiB no framework may take it" in printed, "their maxima leave it"
+    assert "note: jax: its limit cannot change while it runs" in printed
+    assert call("plan", file, "--device", "h200", "--json") == 0
+    (part,) = json.loads(capsys.readouterr().out)["devices"]
+    gib = 1 << 30
+    assert part["elastic"] == {
+        "torch": {"min": 8 * gib, "max": 20 * gib},
+        "cupy": {"min": 2 * gib, "max": 10 * gib},
+    }
+    assert call("check", file) == 0
+    printed = capsys.readouterr().out
+    assert "  torch        min 20%, max 50% of (limit − reserve), nccl: 0\n" in printed
+    assert "  cupy         min 2GiB, max 25% of (limit − reserve)\n" in printed
+    assert "  unallocated  70% of (limit − reserve) − 3GiB, of which elastic shares get what they ask for" in printed
+
+
+def test_a_simulation_says_that_elastic_caps_do_not_move_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.yaml").write_text(ELASTIC)
+    trace = str(Path(__file__).parents[2] / "examples" / "traces" / "mixed-h200.jsonl")
+    assert call("simulate", str(tmp_path / "b.yaml"), trace) in (0, 1)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "note: torch and cupy: elastic caps move while a program runs; here they stay as the plan begins" in printed
 
 
 def test_a_recording_of_the_other_kind_is_said_by_the_reader_itself(tmp_path: Path) -> None:

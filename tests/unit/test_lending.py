@@ -111,22 +111,39 @@ def test_a_tick_moves_something_once_under_a_constant_load(scene: tuple[dict[str
 
 
 def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
-    gib = {
+    siblings = {
         "torch": Part(2 * GIB, 12 * GIB, 6 * GIB, 5 * GIB, 3 * GIB, asks=False),
         "cupy": Part(2 * GIB, 12 * GIB, 4 * GIB, 1 * GIB, 0),
-        "numba": Part(1 * GIB, 12 * GIB, 1 * GIB, 1 * GIB, 0),
     }
     room = 12 * GIB  # one is lent to nobody
-    first = ask(gib, room, "numba", 2 * GIB)
-    assert first.caps == {"numba": 2 * GIB}
-    second = ask(gib, room, "numba", 4 * GIB)  # what can ask again lends first, and torch keeps its headroom
-    assert second.caps == {"cupy": 2 * GIB, "numba": 4 * GIB}
-    third = ask(gib, room, "numba", 6 * GIB)
-    assert (third.caps, third.calls) == ({}, (("torch", GIB),))
-    fourth = ask(gib, room, "numba", 9 * GIB)
-    assert (fourth.caps, fourth.calls, fourth.missing, fourth.live) == ({}, (), GIB, {})
-    live = ask({**gib, "torch": gib["torch"]._replace(idle=0)}, room, "numba", 6 * GIB)
+
+    def for_numba(wanted: int, most: int | None = None, **other: Part) -> Loan:
+        numba = Part(1 * GIB, most or wanted, 1 * GIB, 1 * GIB, 0)
+        return ask({**siblings, **other, "numba": numba}, room, "numba", wanted)
+
+    assert for_numba(2 * GIB).caps == {"numba": 2 * GIB}
+    # What can ask again lends first, and torch keeps its headroom.
+    assert for_numba(4 * GIB).caps == {"cupy": 2 * GIB, "numba": 4 * GIB}
+    cache = for_numba(6 * GIB)
+    assert (cache.caps, cache.calls) == ({}, (("torch", GIB),))
+    too_much = for_numba(9 * GIB)
+    assert (too_much.caps, too_much.calls, too_much.missing, too_much.live) == ({}, (), GIB, {})
+    live = for_numba(6 * GIB, torch=siblings["torch"]._replace(idle=0))
     assert (live.missing, live.live) == (GIB, {"torch": 3 * GIB})
+
+
+def test_a_cap_rises_further_than_it_must_by_what_nobody_uses() -> None:
+    """So that it is not asked for at each request. Whoever can ask keeps half of it, torch its headroom."""
+    parts = {
+        "torch": Part(2 * GIB, 16 * GIB, 6 * GIB, 4 * GIB, asks=False),
+        "cupy": Part(GIB, 16 * GIB, 5 * GIB, GIB),
+        "numba": Part(GIB, 17 * GIB, GIB, GIB),
+    }
+    assert ask(parts, 13 * GIB, "numba", 2 * GIB).caps == {"cupy": 4 * GIB, "numba": 3 * GIB}
+    parts["numba"] = Part(GIB, 17 * GIB, 5 * GIB, 5 * GIB)
+    assert ask(parts, 17 * GIB, "numba", 6 * GIB).caps == {"torch": 5 * GIB, "cupy": 3 * GIB, "numba": 9 * GIB}
+    parts["cupy"] = Part(GIB, 16 * GIB, 8 * GIB, GIB)
+    assert ask(parts, 19 * GIB, "torch", 7 * GIB).caps == {"cupy": 5 * GIB, "torch": 9 * GIB}, "twice its headroom"
 
 
 def test_a_framework_that_cannot_ask_gets_headroom_from_those_that_can() -> None:

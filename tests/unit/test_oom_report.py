@@ -117,6 +117,16 @@ def test_a_cap_that_cannot_be_raised_names_who_could_give_way() -> None:
 ELASTIC = {"torch": {"min": "20%", "max": "50%"}, "cupy": {"min": "10%", "max": "60%"}, "jax": {"share": "20%"}}
 
 
+def test_the_cap_of_an_elastic_share_is_said_to_be_that_of_now() -> None:
+    plan = plan_of({**ELASTIC, "cupy": {"min": "50%", "max": "60%"}})
+    cap = plan.devices[0].caps["torch"]
+    found = report({"torch": Usage(cap - GIB, cap - GIB, 0), "cupy": Usage(0, 0, 0)}, plan=plan)
+    assert f"its cap of {cap / GIB:.2f} GiB (elastic, at most 62.11 GiB) is reached: it holds " in found.why
+    full = plan_of({"torch": {"min": "20%", "max": "50%"}})
+    cap = full.devices[0].caps["torch"]
+    assert "elastic" not in report({"torch": Usage(cap - GIB, cap - GIB, 0)}, plan=full).why
+
+
 def first_remedy(usages: Mapping[str, Usage | None], plan: Plan, **more: Any) -> str:
     found = report(usages, plan=plan, facts=torch_error("Tried to allocate 6.00 GiB. GPU 0"), **more)
     assert found.reason == "cap"

@@ -15,7 +15,7 @@ from memguard._config import FRAMEWORKS, from_mapping, parse
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
 from memguard._policy import starting_caps
 from memguard._specs import NEVER_GIVE_BACK, SPECS
-from memguard._types import DevicePlan, Plan
+from memguard._types import DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GIB, GRANULE, MIB, round_down
 from memguard.errors import ConfigError, MemguardError, PlanError
 
@@ -100,21 +100,35 @@ def test_minima_that_do_not_fit_have_a_fix_that_does() -> None:
     _policy.plan(parse(text), SimulatedHost(["h200"]).devices())
 
 
-def test_a_max_below_its_min_on_one_gpu_is_told_with_the_line_and_one_number_for_all() -> None:
+@pytest.mark.parametrize("gpus", [["t4", "h100", "h200"], ["h200", "t4", "h100"]])
+def test_a_max_below_its_min_is_told_with_the_line_and_one_number_for_all_gpus(gpus: list[str]) -> None:
     text = "version: 1\nframeworks:\n  cupy: {min: 10%, max: 4GiB}\n"
     with pytest.raises(PlanError) as raised:
-        _policy.plan(parse(text, "b.yaml"), SimulatedHost(["t4", "h100", "h200"]).devices())
-    first, second = raised.value.problems
+        _policy.plan(parse(text, "b.yaml"), SimulatedHost(gpus).devices())
+    first, second = sorted(raised.value.problems, key=lambda problem: problem.message)
     assert (first.line, first.column, first.path) == (3, 25, "frameworks.cupy.max")
     assert "its max of 4.00 GiB on NVIDIA H100" in first.message and "H200" in second.message
     number = first.fix.split()[6].rstrip(",")
     assert first.fix == second.fix and number.endswith("MiB")
-    _policy.plan(parse(text.replace("4GiB", number)), SimulatedHost(["t4", "h100", "h200"]).devices())
+    _policy.plan(parse(text.replace("4GiB", number)), SimulatedHost(gpus).devices())
 
 
 def test_a_min_too_small_for_a_granule() -> None:
     with pytest.raises(PlanError, match="raise its min to at least"):
         planned("t4", cupy={"min": "0.001%", "max": "1%"})
+
+
+@pytest.mark.parametrize(("live", "bound"), [({}, "max"), ({"torch": GIB}, "min")])
+def test_a_refusal_says_which_bound_to_raise(live: dict[str, int], bound: str) -> None:
+    part = of_room(cupy={"min": "5%", "max": "15%"}, torch={"min": "5%", "max": "90%"}, jax={"share": "10%"})
+    usage, memory = Usage(0, 0, 0), MemoryInfo(100 * GIB, 0, 0, 100 * GIB)
+    for name, said in (
+        ("cupy", f"raise frameworks.cupy.{bound} in the budget"),
+        ("jax", "raise frameworks.jax in the"),
+    ):
+        refusal = _policy.admit(name, GIB, GIB, part.caps[name], {name: usage}, memory).refusal
+        assert refusal is not None
+        assert said in _policy.elastic_refusal(refusal, part, name, Room({}, None, GIB, live))
 
 
 PERCENTS = st.integers(1, 40_000).map(lambda n: f"{n / 1000:.3f}%")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from memguard._config import MonitorConfig
 from memguard._monitor import leaks
 from memguard._monitor.leaks import Workloads, leak
 from memguard._monitor.pressure import BLOCKS, START, Action, PressureState, Settings, decide, needed
-from memguard._types import Device, DeviceSample, Event, FrameworkSample, Pressure, Sample, WorkloadReport
+from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Pressure, Sample, WorkloadReport
 from memguard._units import GIB, MIB
 
 BEGIN = 1_700_000_000.0
@@ -583,3 +584,59 @@ def test_a_workload_that_leaves_nothing_costs_no_slopes(kind: str, monkeypatch: 
         before, after = ends[kind](number)
         assert workloads.leaked(WorkloadReport("step", "torch", before, after)) is None
     assert not slopes
+
+
+# Elastic caps
+
+CARD = Device(UUID, "NVIDIA H200", 0, TOTAL, 0, "hopper", simulated=True)
+PART = DevicePlan(
+    CARD, 42 * GIB, 2 * GIB, {"torch": 30 * GIB, "cupy": 5 * GIB, "jax": 5 * GIB}, 0,
+    elastic={"torch": (10 * GIB, 30 * GIB), "cupy": (5 * GIB, 20 * GIB)},
+)  # fmt: skip
+ELASTIC = Settings.of(MonitorConfig(), ["trim"], [CARD], [PART])
+
+
+def moving(time: float, **gib: tuple[float, float]) -> Sample:
+    """What each framework needs and its cap of now, in GiB."""
+    usages = {name: torch(need * GIB, cap=int(cap * GIB)) for name, (need, cap) in gib.items()}
+    return sample(time, limit=TOTAL, **usages)
+
+
+def levels(*samples: Sample) -> list[tuple[str | None, str]]:
+    return [(e.framework, str(e.level)) for a in run(samples, ELASTIC) if a.kind in ("warn", "log") for e in [a.event]]
+
+
+def test_an_elastic_cap_that_can_rise_is_no_pressure() -> None:
+    """Its cap of now is what it holds: it rises by what is asked for. Only the most that it can rise to counts."""
+    assert levels(moving(0, cupy=(5, 5), torch=(1, 30), jax=(1, 5))) == []
+    assert levels(moving(0, cupy=(16.9, 17), torch=(1, 18), jax=(1, 5))) == []
+    (warned,) = run([moving(0, cupy=(17.2, 18), torch=(1, 17), jax=(1, 5))], ELASTIC)[:1]
+    said = "pressure warn: cupy needs 17.20 GiB of 20.00 GiB (86%) of what its cap can rise to"
+    assert warned.event.text == said
+    assert levels(moving(0, jax=(4.9, 5))) == [("jax", "critical")], "a cap that stays is compared with itself"
+
+
+def test_what_another_elastic_framework_needs_lowers_what_a_cap_can_rise_to() -> None:
+    before = moving(0, cupy=(8, 10), torch=(10, 25), jax=(1, 5))
+    later = moving(0.1, cupy=(8, 10), torch=(26, 26), jax=(1, 5))
+    assert levels(before) == []
+    assert levels(before, later) == [("cupy", "warn"), ("torch", "critical")]
+
+
+def test_a_min_is_there_whatever_others_hold() -> None:
+    assert levels(moving(0, cupy=(4.5, 5), torch=(38, 30), jax=(1, 5))) == [("cupy", "warn"), ("torch", "critical")]
+
+
+def test_a_fixed_cap_that_was_resized_counts_as_it_is_now() -> None:
+    assert levels(moving(0, cupy=(13, 14), torch=(1, 10), jax=(1, 5))) == []
+    assert levels(moving(0, cupy=(13, 14), torch=(1, 10), jax=(1, 15))) == [("cupy", "warn")]
+
+
+def test_a_forecast_of_an_elastic_cap_names_the_most_that_it_can_rise_to() -> None:
+    samples = [moving(n / 2, cupy=(10 + n / 4, 12 + n / 4), torch=(1, 10), jax=(1, 5)) for n in range(30)]
+    told = [a.event.text for a in run(samples, ELASTIC) if a.kind == "warn" and a.event.kind == "forecast"]
+    assert len(told) == 1 and "/s: the most that its cap can rise to, 20.00 GiB, is reached in about" in told[0]
+
+
+def test_a_budget_without_elastic_shares_has_no_bounds() -> None:
+    assert Settings.of(MonitorConfig(), [], [CARD], [replace(PART, elastic={})]).bounds == {}

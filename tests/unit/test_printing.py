@@ -35,6 +35,7 @@ BUDGET = "version: 1\ndevice: {limit: 40GiB}\nframeworks:\n  torch: {share: 50%}
 JSON = (
     "plan --json",
     "plan hostile --json",
+    "reclaim --json",
     "replay --json",
     "simulate --json",
     "doctor --json",
@@ -55,6 +56,9 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "simulate": (["simulate", "b.yaml", "run.trace"], 0),
     "simulate --json": (["simulate", "b.yaml", "run.trace", "--json"], 0),
     "simulate wrong": (["simulate", "b.yaml", "wrong.trace"], 2),
+    "reclaim": (["reclaim", "--dry-run", "run.jsonl"], 0),
+    "reclaim --json": (["reclaim", "--dry-run", "run.jsonl", "--json"], 0),
+    "reclaim wrong": (["reclaim", "--dry-run", "wrong.trace"], 2),
     "replay": (["replay", "run.jsonl"], 0),
     "replay --json": (["replay", "run.jsonl", "--json"], 0),
     "replay --smallest": (["replay", "run.jsonl", "--smallest"], 0),
@@ -74,7 +78,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "extra argument": (["check", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
-ANSWERS = ("doctor", "replay", "simulate")
+ANSWERS = ("doctor", "reclaim", "replay", "simulate")
 
 
 class Raw(io.RawIOBase):

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
 MIB, GIB = 1 << 20, 1 << 30
+SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
@@ -114,9 +115,7 @@ def test_every_figure_of_the_readme_is_in_the_result_that_its_row_names() -> Non
     expected = {
         "Without memguard": [alone["tensorflow_took"] / MIB],
         "With a limit": [
-            driven[name][key] / MIB for name in ("tensorflow", "torch", "pycuda") for key in ("most_held", "cap")
-        ],
-        "The process meanwhile": [
+            *(driven[name][key] / MIB for name in ("tensorflow", "torch", "pycuda") for key in ("most_held", "cap")),
             job["scenarios"]["together"]["nvml"]["max_bytes"] / GIB,
             job["scenarios"]["together"]["nvml"]["samples"],
             job["scenarios"]["together"]["nvml"]["longest_gap_ms"],
@@ -165,6 +164,13 @@ def test_every_figure_of_the_readme_is_in_the_result_that_its_row_names() -> Non
         right = sum(all(right for right, _ in one["fields"].values()) for one in programs)
         alarms = sum(len(one["alarms"]) for one in quiet)
         expected["Reports on ordinary"] = [right, len(programs), tried.count(True), len(tried), alarms, len(quiet)]
+    if (RESULTS / "h200-elastic.json").exists():
+        done = result("h200-elastic.json")["scenarios"]
+        guarded = [done[f"reclaim {name}"]["error"] for name in SIX if f"reclaim {name}" in done]
+        plain = [done[f"reclaim {name}, plain"]["error"] for name in SIX if f"reclaim {name}, plain" in done]
+        moves = [pair["p99_ms"] for pair in done["moves"]["blocks"]["pairs"].values()]
+        failed = len(plain) - plain.count(None)
+        expected["A sibling's idle"] = [failed, len(plain), guarded.count(None), len(guarded), 8, max(moves), 99]
     assert len(rows()) == len(expected)
     for what, measured, _ in rows():
         (figures,) = [figures for begin, figures in expected.items() if what.startswith(begin)]

@@ -136,3 +136,17 @@ def test_who_never_gives_back_or_says_nothing_offers_nothing() -> None:
     assert offers(usages, "torch") == [Offer("cupy", 6 * GIB, 6 * GIB, False)]
     assert first(offers(usages, "pycuda"), GIB) == Offer("torch", 5 * GIB, 7 * GIB, True), "who knows comes first"
     assert first(offers(usages, "pycuda"), 14 * GIB) is None
+
+
+def test_a_pool_that_grows_by_regions_of_its_own_choice_gets_all_that_its_cap_leaves() -> None:
+    """TensorFlow's and XLA's allocators try smaller regions once in their life only."""
+    guard = start({**SIX, "frameworks": {name: {"limit": "20GiB"} for name in ("torch", "jax")}})
+    jax = simulated(guard, "jax")
+    jax.allocate(GIB)
+    cached(guard, "torch", 16 * GIB)
+    gpu = leave(guard, 2 * GIB)
+    left = 20 * GIB - jax.stats(gpu).held
+    assert guard.make_room("jax", GIB).missing == 0
+    assert host_of(guard).memory(gpu).free >= min(left, 18 * GIB)
+    leave(guard, 2 * GIB)
+    assert guard.make_room("jax", GIB).missing == 0, "as much as there is, if that serves the request"

@@ -76,6 +76,25 @@ def test_lending_that_forgets_the_minima_is_noticed(monkeypatch: pytest.MonkeyPa
     assert any("within its min" in fault.what for verdicts in found for fault in verdicts.avoidable)
 
 
+def test_where_others_use_the_card_too_no_refusal_was_avoidable() -> None:
+    """Another process holds part of the room, so the driver refuses before the caps do."""
+    blocked = 0
+    for seed in range(40):
+        agreed = _schedules.terms(seed, LIMIT, RESERVE)
+        with guarded(agreed) as guard:
+            runner = SimulatedRunner(guard)
+            for name in _schedules.FRAMEWORKS:  # contexts and modules come first
+                array = runner.allocate(name, 1)
+                assert isinstance(array, int) and runner.free(name, array)
+            card = runner.held_by_process() + int(agreed.room * random.Random(seed).uniform(0.5, 0.9))
+            runner.host.occupy(runner.gpu, 1, runner.gpu.usable - card)
+            log = _schedules.play(_schedules.schedule(seed, agreed), runner, agreed)
+        verdicts = judge(log, agreed._replace(card=card))
+        assert verdicts.faults == [], f"seed {seed}: {verdicts.faults[0].what}"
+        blocked += sum(entry.refused is not None and bool(entry.refused.full) for entry in log)
+    assert blocked > 40
+
+
 def test_schedules_come_from_their_seed() -> None:
     ops: Counter[str] = Counter()
     for seed in range(50):
@@ -178,6 +197,23 @@ def test_pools_that_never_shrink_are_blocked_by_their_own_pieces() -> None:
     assert judge(log, AGREED).fragments == {"tensorflow": 1}
     log = [served("tensorflow", 20 * MIB), refused("tensorflow", 60 * MIB, tensorflow=40 * MIB)]
     assert judge(log, AGREED).avoidable
+
+
+def test_what_a_pool_keeps_for_good_is_no_excuse_for_more() -> None:
+    agreed = AGREED._replace(shares={**SHARES, "pycuda": (100 * MIB, 600 * MIB)}, kept={"pycuda": PAGE})
+    bin_of_496 = 496 * MIB - 1
+
+    def verdict(size: int, **held: int) -> tuple[int, int]:
+        entry = refused("torch", size, **held)
+        found = judge([entry._replace(held={**entry.held, "pycuda": 0})], agreed)
+        return found.blocked, len(found.avoidable)
+
+    assert verdict(600 * MIB, pycuda=PAGE) == (0, 1)
+    own = refused("pycuda", bin_of_496, pycuda=0)
+    assert judge([own], agreed).avoidable
+    tight = agreed._replace(shares={**agreed.shares, "pycuda": (100 * MIB, 496 * MIB)})
+    assert judge([own], tight).fragments == {"pycuda": 1}, "its first block brings the one that it keeps"
+    assert judge([own], tight._replace(kept={})).avoidable
 
 
 def test_what_must_never_be_is_seen_in_the_log() -> None:

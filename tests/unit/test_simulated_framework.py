@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -73,6 +74,26 @@ def test_what_its_own_modules_take(name: str, modules: int) -> None:
     framework.apply({uuid(host): GIB}, {})
     framework.allocate(1)
     assert own(host) == CONTEXT + (modules + 2) * MIB
+
+
+def test_a_thread_that_allocates_during_the_import_waits_for_its_hook() -> None:
+    """As Python's import lock has it: else it would be live before its cap is set."""
+    host, hook = SimulatedHost(), ImportHook()
+    framework = SimulatedFramework(host, "tensorflow")
+    begun, other = threading.Event(), threading.Thread(target=lambda: (begun.wait(5), framework.allocate(1)))
+
+    def apply() -> None:
+        begun.set()
+        other.join(0.2)
+        framework.apply({uuid(host): GIB}, {})
+
+    hook.watch(framework.hook, apply)
+    other.start()
+    framework.start_importing()
+    other.join(5)
+    hook.clear()
+    assert framework.stats(host.devices()[0]).cap == GIB
+    assert framework.stats(host.devices()[0]).held == 2 * MIB
 
 
 def test_an_import_hook_sees_the_import() -> None:

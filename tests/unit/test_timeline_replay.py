@@ -156,6 +156,9 @@ def test_elastic_shares_that_would_have_needed_the_same_bytes_do_not_fit() -> No
     said = " ".join(outcome.render().split())
     assert "GPU 0: elastic frameworks would together have needed more than there is for them 2 times, first" in said
     assert replay_timeline(samples[:2], plan).fits
+    plan = elastic_plan(torch=(2, 8), cupy=(2, 8), numba=(1, 8))
+    both = sample_of(plan, START, torch=usage(5 * GIB, 5 * GIB), cupy=usage(5 * GIB, 5 * GIB), numba=usage(0, 0))
+    assert not replay_timeline([both], plan).fits, "what one does not use of its min is not the others'"
 
 
 def test_overhead_is_compared_with_the_reserve() -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.cupy import blocks
+from memguard._frameworks.cupy.collector import Collector
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
@@ -54,7 +56,6 @@ class CuPy(Framework):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
     spec = SPECS["cupy"]
-    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -67,6 +68,7 @@ class CuPy(Framework):
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
+        self._collector: Collector | None = None
         self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
         # The limit that holds on every device of `_limited`, and the total up to which a small request cannot pass it.
         # -1 if they differ, so that each request looks. Until the first one there is nothing to look at.
@@ -111,6 +113,8 @@ class CuPy(Framework):
 
         def undo() -> None:
             replaced.undo()
+            if self._collector is not None and vars(cupy.cuda.memory).get("gc") is self._collector:
+                cupy.cuda.memory.gc = gc
             self._restore(cupy)
 
         self.changes.add(self.name, undo)
@@ -122,6 +126,7 @@ class CuPy(Framework):
             self._plain[self._allocate] = allocator
             self._set_allocator(self._allocate)
             self._replace(cupy, replaced)
+            self._ask_before_collecting(cupy.cuda.memory)
         except BaseException:
             undo()
             raise
@@ -336,6 +341,8 @@ class CuPy(Framework):
                 self._tell(with_size(error, size), ordinal, size)
             return memory
 
+        elastic = self.elastic
+
         # Its time counts, and each variable from out here takes some: what is rarely called is `self`'s.
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: rounded to the driver's pages, limited by the pool."""
@@ -344,6 +351,8 @@ class CuPy(Framework):
                 if get_limit() != self._limit:
                     self._hold(_device_here())
                 rounded = -(-size // GRANULE) * GRANULE if size % GRANULE else size
+                if elastic and total_bytes() + rounded > self._limit:
+                    self._beforehand(pool, size, rounded)
                 try:
                     return malloc(rounded)
                 except MemoryError as error:
@@ -407,6 +416,21 @@ class CuPy(Framework):
         pool.free_all_blocks()
         return None
 
+    def _beforehand(self, pool: Any, size: int, rounded: int) -> None:
+        """Have an elastic cap raised that the pool would pass, if it has no idle memory for this request.
+
+        Its own refusal collects Python's garbage first, which took 70 to 110 ms (measured, H200): too long for each
+        block of a cache that moves here.
+        """
+        if self.on_shortage is None or (idle := pool.free_bytes()) >= rounded or self.capturing():
+            return
+        if idle:
+            pool.free_all_blocks()  # as the pool itself does before it refuses
+        ordinal = _device_here()
+        shortage = self._shortage(ordinal, pool, size, rounded)
+        if shortage is not None and not shortage.full:
+            self._short(shortage)
+
     def _with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
         """The memory of a request that the pool refused, if others make room for it or its cap rises. None if not."""
         for _ in range(_TRIES):
@@ -420,16 +444,30 @@ class CuPy(Framework):
                 return memory
         return None
 
-    def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int) -> Shortage | None:
-        """Why the pool refused; None where nobody can help: no cap is set here, or the user's own limit is stricter.
+    def _ask_before_collecting(self, memory: Any) -> None:
+        """In a CuPy that is known to hold no lock when it collects garbage: the one whose blocks can be read."""
+        one = getattr(memory, "SingleDeviceMemoryPool", None)
+        if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
+            self._collector = Collector(self._ask, self._allocate.__code__)
+            memory.gc = self._collector
 
-        It has freed what is not split before.
+    def _ask(self, size: int, rounded: int, full: bool) -> bool:
+        """Whether others make room before CuPy collects garbage for a request. `full`: the driver refused."""
+        if self.on_shortage is None:
+            return False
+        shortage = self._shortage(_device_here(), self._pool, size, rounded, full)
+        return shortage is not None and not self.capturing() and self._short(shortage)
+
+    def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
+        """Why the pool refuses; None where nobody can help: no cap is set here, the user's own limit is stricter, or
+        the pool is one of those before. It has freed what is not split.
         """
         uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), "")
         own, limit = self._limited.get(ordinal, (0, 0))
-        if uuid not in self._caps or not limit:
+        if uuid not in self._caps or not limit or pool is not self._pool:
             return None
-        full = int(pool.total_bytes()) + round_up(rounded, UNIT) <= limit
+        if full is None:
+            full = int(pool.total_bytes()) + round_up(rounded, UNIT) <= limit
         if not full and 0 < own <= limit:
             return None
         return Shortage(self.name, uuid, size, round_up(rounded), full)

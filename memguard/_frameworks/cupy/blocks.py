@@ -34,7 +34,7 @@ _FULL = GRANULE - 16 * UNIT
 """A slab whose idle pieces add up to this much has no room for pieces of others that matter."""
 _PIECE = 32 * MIB
 """The driver's own pools grow in such steps (measured)."""
-_INDEX = "_debug_arena_get_index"
+INDEX = "_debug_arena_get_index"
 _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
@@ -89,7 +89,7 @@ class Blocks:
         if self._unreadable:
             return None
         for part in gc.get_referents(pool):
-            if type(part) is tuple and ordinal < len(part) and callable(getattr(part[ordinal], _INDEX, None)):
+            if type(part) is tuple and ordinal < len(part) and callable(getattr(part[ordinal], INDEX, None)):
                 return part[ordinal]
         return None
 
@@ -106,7 +106,7 @@ class Blocks:
         """Size, size of the whole block and its address of all that idles; None if it cannot be read now."""
         streams = self._streams(one) if streams is None else streams
         try:
-            done = self._turn.take(_read, _WITHIN, getattr(one, _INDEX), streams)
+            done = self._turn.take(_read, _WITHIN, getattr(one, INDEX), streams)
         except (AttributeError, TypeError, IndexError) as failure:
             self._unreadable = True
             _log.debug("cupy: what its pool would give back is unknown: %s", str(failure))

@@ -43,7 +43,6 @@ class Numba(Framework):
     """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
 
     spec = SPECS["numba"]
-    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

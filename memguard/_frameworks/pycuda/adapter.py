@@ -45,7 +45,6 @@ class PyCUDA(Framework):
     """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
     spec = SPECS["pycuda"]
-    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -106,6 +105,8 @@ class PyCUDA(Framework):
             if self._gone:
                 self._settle()
             pools, pages = self._pools(uuid), self._pages.get(uuid) or self._pages_of(uuid)
+            if pages.changes:
+                pages.settle()
             in_use = 0
             pieces: list[tuple[int, int]] = []
             for pool in pools:
@@ -534,7 +535,10 @@ class PyCUDA(Framework):
             self._note_peak(pool.uuid, pool)
 
     def _settle(self) -> None:
-        """Apply what finalizers of pitched allocations logged. With the lock held."""
+        """Apply what finalizers of pitched allocations logged, and what a Ctrl-C left. With the lock held."""
+        for pages in list(self._pages.values()):
+            if pages.changes:
+                pages.settle()
         while self._gone:
             try:
                 count, address, size = self._gone.popleft()

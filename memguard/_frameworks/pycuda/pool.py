@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
@@ -15,7 +16,7 @@ from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
 from memguard._frameworks.pycuda.aside import Aside
 from memguard._logs import log as _log
-from memguard._units import GRANULE
+from memguard._units import GRANULE, round_up
 
 _MOST_TIMES = 8
 _NEVER = sys.maxsize
@@ -239,11 +240,14 @@ class Pool:
             self._free(allocation)
             return
         try:
-            self._emptying = True
-            self.close()
-            self._free(allocation)
-            with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
-                self._within(self._shrink, pool, call or self._raw.free_held, needed)
+            try:
+                self._emptying = True
+                self.close()
+                self._free(allocation)
+                with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
+                    self._within(self._shrink, pool, call or self._raw.free_held, needed)
+            finally:
+                self._emptying = False
         finally:
             self._emptying = False
 
@@ -339,12 +343,13 @@ class Pool:
             for address, allocation in list(found.held.items())
             if allocation is None or allocation() is None
         ]
-        return self.active_bytes(), unused
+        active = int(pool.active_bytes) if pool is not None else 0
+        return active - self._aside.bytes() if self._emptying else active, unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._aside.bytes() if self._aside else active
+        return active - self._aside.bytes() if self._emptying else active
 
     def forget(self, *, unless_used: bool = False) -> None:
         """Stop counting its blocks; with `unless_used` only as long as the pool has none at all."""
@@ -398,15 +403,18 @@ class Pool:
         if ours is None or current is ours or (current is not None and self._thread == threading.get_ident()):
             return call(*arguments)
         try:
-            ours.push()
-            return call(*arguments)
-        finally:  # left on the stack it would end the process, so a Ctrl-C must not come in between
             try:
-                if type(ours).get_current() is ours:
-                    ours.pop()
+                ours.push()
+                return call(*arguments)
+            except BaseException as error:  # what its frames keep goes now, and not where no context is current
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
+        finally:  # again: a Ctrl-C may have come into the one before, and left on the stack it would end the process
+            if type(ours).get_current() is ours:
+                ours.pop()
 
     def _keep_one_idle(self) -> None:
         pool = self.reference()
@@ -450,17 +458,22 @@ class Pool:
                     self._forget(address, known)
 
     def _add(self, address: int, found: Bin) -> None:
-        known = contexts.buffer(address)
+        known, pages, size = contexts.buffer(address), self._pages, found.size
+        whole_pages = round_up(size)
+        # No call in between: a Ctrl-C finds all of it or nothing.
         self._ids[address], self._where[address] = known, found
         found.held[address] = None
-        self._sum += found.size
-        self._pages.add(address, found.size)
+        self._sum += size
+        pages.coming += whole_pages
+        pages.changes.append((pages.adding, address, size))
+        pages.settle()
         if self._witness is None:
             self._choose_witness()
 
     def _forget(self, address: int, known: int | None) -> None:
         """Stop counting the block with this id. A handler may have done so, and got another one at its address."""
-        # Down to `_sum` no call is made, so that no handler comes in between.
+        pages = self._pages
+        # Down to `changes` no call is made, so that no handler comes in between.
         if address not in self._where or self._ids[address] != known:
             return
         found = self._where[address]
@@ -468,9 +481,10 @@ class Pool:
         if address in found.held:
             del found.held[address]
         self._sum -= found.size
+        pages.changes.append((pages.leaving, address, found.size))
         if self._witness == address:
             self._choose_witness()
-        self._pages.gone(address, found.size)
+        pages.settle()
 
     def _choose_witness(self) -> None:
         """The driver's id of a block tells, as long as the block is there, that the context is the same."""

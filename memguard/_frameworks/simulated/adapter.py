@@ -144,12 +144,20 @@ class SimulatedFramework(Framework):
         if allocator not in MODELS if allocator is not None else row is None:
             raise ValueError(f"no simulated allocator for {name!r}: give one of {', '.join(MODELS)}")
         self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
-        self.resizable, self.asks = not self.model.fixed, self.model.asks
+        self.resizable = not self.model.fixed
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
         silent = row is not None and row.refuses_silently
         self.spec = FrameworkSpec(
-            name=name, title=name, module=own, adapter="", modules=0, workspace=0, cap_is="", refuses_silently=silent
+            name=name,
+            title=name,
+            module=own,
+            adapter="",
+            modules=0,
+            workspace=0,
+            cap_is="",
+            refuses_silently=silent,
+            asks=self.model.asks,
         )
         self.imported = imported
         self._gpus = host
@@ -160,7 +168,7 @@ class SimulatedFramework(Framework):
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
-        self._lock = threading.RLock()
+        self._lock, self._importing = threading.RLock(), threading.RLock()
         self._allocating = 0  # the thread that is within an allocation
 
     def state(self) -> State:
@@ -175,9 +183,12 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """As if the program imported the framework: import hooks on `hook` run, and may raise."""
-        if self.imported:
-            return
+        """As if the program imported the framework: import hooks on `hook` run, and may raise. Other threads wait."""
+        with self._importing:
+            if not self.imported:
+                self._import()
+
+    def _import(self) -> None:
         self.imported = True
         finder = _BlankModule(self.hook)
         enter(finder, last=True)

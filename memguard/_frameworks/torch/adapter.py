@@ -189,7 +189,25 @@ class Torch(Framework):
             torch.cuda.synchronize(self._ordinals(torch)[device.uuid])
             pool.trim()
 
+    def give_back(self, device: Device, needed: int) -> None:
+        """Under the async backend, whole pieces of its driver pool of at least `needed` bytes; else `trim`, as
+        `empty_cache()` knows no part.
+
+        `empty_cache()` does nothing, silently, where another thread captures a CUDA graph or a `MemPool` is in use.
+        """
+        torch, pool = sys.modules.get("torch"), self._pools.get(device.uuid)
+        if torch is None or pool is None or not self._live(torch):
+            self.trim(device)
+        elif not self.capturing():
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # what it frees comes back with its work
+            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # it keeps that much at least
+
     def resize(self, caps: Mapping[str, int]) -> None:
+        """On any thread, also while others allocate. Torch stores the fraction without its allocator's lock (read in
+        `c10/cuda/CUDACachingAllocator.cpp`): the next request that needs a segment looks at it. Some versions clear it
+        first; what a thread without the GIL (autograd's) takes in that moment is under no cap. Torch's own public call
+        is no different.
+        """
         if self._rmm is not None:
             return super().resize(caps)
         if self._pools:

@@ -1,0 +1,125 @@
+"""What each framework could give back, as figures: `memguard.reclaimable()` and `memguard reclaim --dry-run`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from memguard._specs import SPECS
+from memguard._text import shown, visible
+from memguard._types import FrameworkSample, Plan, Sample
+from memguard._units import format_size
+
+How = Literal["memguard.trim", "own thread", "own call", "never"]
+_HEAD = ("framework", "held", "cached", "reclaimable", "how")
+
+
+@dataclass(frozen=True)
+class Returnable:
+    """What one framework could give back of one GPU, in bytes; None if it is not known.
+
+    `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
+    thread": `memguard.trim` on the thread in whose CUDA context it works; "own call": the budget does not name it, so
+    only the framework itself can be asked; "never": its pool returns nothing while the process lives.
+    """
+
+    framework: str
+    held: int | None
+    cached: int | None
+    reclaimable: int | None
+    how: How
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The frameworks that work on one GPU."""
+
+    uuid: str
+    name: str
+    frameworks: tuple[Returnable, ...]
+
+    @property
+    def reclaimable(self) -> int:
+        """What is known to come back, in bytes."""
+        return sum(one.reclaimable or 0 for one in self.frameworks)
+
+
+@dataclass(frozen=True)
+class Reclaimable:
+    """What could be given back to each GPU at one moment. `print` it, or use `as_dict()`. Nothing is trimmed by it."""
+
+    time: float
+    devices: tuple[OnDevice, ...]
+    simulated: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes, unknown as null."""
+        return {
+            "memguard_reclaimable": 1,
+            "time": datetime.fromtimestamp(self.time, timezone.utc).isoformat(),
+            "simulated": self.simulated,
+            "devices": [
+                {"uuid": part.uuid, "name": part.name, "frameworks": [dict(vars(one)) for one in part.frameworks]}
+                for part in self.devices
+            ],
+        }
+
+    def __str__(self) -> str:
+        parts = []
+        for part in self.devices:
+            mark = " (simulated)" if self.simulated else ""
+            rows = [_HEAD, *(_row(one) for one in part.frameworks)]
+            widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+            unknown = any(one.reclaimable is None for one in part.frameworks)
+            more = "at least " if unknown else ""
+            lines = [f"{visible(part.name)}{mark}  {part.uuid}: {more}{format_size(part.reclaimable)} could come back"]
+            for row in rows if part.frameworks else ():
+                cells = [row[0].ljust(widths[0]), *(row[n].rjust(widths[n]) for n in (1, 2, 3)), row[4]]
+                lines.append("  " + "  ".join(cells).rstrip())
+            parts.append("\n".join(lines if part.frameworks else [*lines, "  no framework is at work on it"]))
+        return shown("\n".join(parts) or "no budget is applied: nothing is known of any GPU")
+
+
+def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
+    """The figures of a sample of the monitor's, or of a timeline. `plan` names the GPUs."""
+    names = {part.device.uuid: part.device.name for part in plan.devices}
+    devices = [
+        OnDevice(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks)) for one in sample.devices
+    ]
+    return Reclaimable(sample.time, tuple(devices), simulated)
+
+
+def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[Returnable, ...]:
+    """Those that have something first. Other rows, as that of the exchange, are of no framework that could be asked."""
+    lines = [_of(name, usage) for name, usage in found.items() if name in SPECS or usage.cap is not None]
+    return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))
+
+
+def _of(name: str, usage: FrameworkSample) -> Returnable:
+    row = SPECS.get(name)
+    never = row is not None and row.never_gives_back
+    known = usage.held is not None and usage.in_use is not None
+    cached = max((usage.held or 0) - (usage.in_use or 0), 0) if known else None
+    how: How = "memguard.trim"
+    if never:
+        how = "never"
+    elif usage.cap is None:
+        how = "own call"
+    elif row is not None and row.trims_on_own_thread:
+        how = "own thread"
+    return Returnable(name, usage.held, cached, 0 if never else usage.reclaimable, how)
+
+
+def _row(one: Returnable) -> tuple[str, ...]:
+    """A line of the table."""
+    own = SPECS[one.framework].own_trim if one.framework in SPECS else None
+    hows = {
+        "memguard.trim": f"memguard.trim({one.framework!r})",
+        "own thread": f"memguard.trim({one.framework!r}) on its own thread",
+        "own call": own or "its own call: the budget does not name it",
+        "never": "never: its pool returns nothing",
+    }
+    sizes = (format_size(size) for size in (one.held, one.cached, one.reclaimable))
+    return (visible(one.framework), *sizes, hows[one.how] if one.cached or one.reclaimable else "")

@@ -1,0 +1,82 @@
+"""What a refusal says: what cannot be had, and who holds it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from memguard import _policy
+from memguard._reclaim import reservations
+from memguard._reclaim.reservations import Book, Verdict
+from memguard._types import DevicePlan, MemoryInfo, Room
+from memguard._units import format_size
+from memguard.errors import BudgetExceeded
+
+
+class Look(NamedTuple):
+    """One reading of one GPU and what it means, by that book and that plan. `in_use` is by framework, in bytes."""
+
+    book: Book
+    part: DevicePlan
+    memory: MemoryInfo
+    verdict: Verdict
+    in_use: Mapping[str, int | None]
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict.refusal is None and not self.verdict.trim
+
+
+class Waiting(NamedTuple):
+    """A workload that asks: the number of its entry, since when and until when it waits, as `time.monotonic()`."""
+
+    number: int
+    began: float
+    deadline: float
+
+
+def refused(
+    framework: str, needed: int, look: Look, room: Room, now: float, waiting: Waiting | None = None
+) -> BudgetExceeded:
+    """The error where it cannot be had. `room` is what was done for it; `waiting` None: no workload asks."""
+    verdict, book = look.verdict, look.book
+    refusal = verdict.refusal or ""
+    if not verdict.reserved:
+        refusal = _policy.elastic_refusal(refusal, look.part, framework, room)
+    if waiting is not None:
+        book = reservations.ended(book, waiting.number)
+    lines = reservations.who_holds(book, look.part.device.uuid, look.in_use, now)
+    said, _, fix = refusal.partition("\n    fix: ")
+    patient = waiting is not None and waiting.deadline > waiting.began
+    if waiting is not None and patient and now >= waiting.deadline:
+        said += f", after {now - waiting.began:.1f} s in which it waited its turn"
+    if verdict.reserved:
+        longer = "let it wait longer" if patient else 'wait="60s" waits its turn'
+        fix = f"{longer if waiting is not None else 'ask again once one of them has ended'}, or reserve less"
+    text = "\n      ".join([said + (":" if lines else ""), *lines])
+    return BudgetExceeded(framework, needed, verdict.available, f"{text}\n    fix: {fix}" if fix else text)
+
+
+def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
+    """The error where what was to be given back was not."""
+    names, memory = " and ".join(look.verdict.trim), look.memory
+    return BudgetExceeded(
+        framework,
+        needed,
+        memory.free,
+        f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
+        f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
+        f"or a CUDA graph is being captured)\n"
+        f"    fix: call memguard.trim() on the thread that runs {names}",
+    )
+
+
+def most(part: DevicePlan, framework: str) -> int:
+    """The most that its cap there may ever be, in bytes."""
+    return part.elastic.get(framework, (0, part.caps[framework]))[1]
+
+
+def no_room(framework: str, look: Look) -> Room | None:
+    """The room that can be made where nothing is to be trimmed, and its cap cannot rise; None if some may be made."""
+    can_rise = look.part.caps[framework] < most(look.part, framework)
+    return None if look.verdict.trim or can_rise else Room({}, None, 0, {})

@@ -1,0 +1,102 @@
+"""What each framework could give back: `memguard.reclaimable()` and `memguard reclaim --dry-run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from guards import simulated, start
+from test_cli import call
+from timelines import START, plan_of, sample_of
+
+import memguard
+from memguard._reclaim.figures import Returnable, of_sample
+from memguard._timeline.writer import Writer
+from memguard._types import FrameworkSample, Sample
+from memguard._units import GIB, MIB
+
+pytestmark = pytest.mark.usefixtures("nothing_stays")
+FIGURES = {
+    "torch": FrameworkSample(8 * GIB, 2 * GIB, 5 * GIB, 10 * GIB),
+    "cupy": FrameworkSample(6 * GIB, GIB, None, 8 * GIB),
+    "pycuda": FrameworkSample(GIB, 0, GIB, 2 * GIB),
+    "jax": FrameworkSample(4 * GIB, GIB, None, 4 * GIB),
+    "numba": FrameworkSample(2 * GIB, GIB, 0, None),
+    "exchange": FrameworkSample(GIB, GIB, 0, None),
+}
+
+
+def test_the_figures_of_each_framework() -> None:
+    (part,) = of_sample(sample_of(plan_of(), START, **FIGURES), plan_of(), True).devices
+    assert part.frameworks == (
+        Returnable("torch", 8 * GIB, 6 * GIB, 5 * GIB, "memguard.trim"),
+        Returnable("pycuda", GIB, GIB, GIB, "own thread"),
+        Returnable("jax", 4 * GIB, 3 * GIB, 0, "never"),
+        Returnable("numba", 2 * GIB, GIB, 0, "own call"),
+        Returnable("cupy", 6 * GIB, 5 * GIB, None, "memguard.trim"),
+    )
+    assert part.reclaimable == 6 * GIB
+    silent = of_sample(sample_of(plan_of(), START, tensorflow=FrameworkSample(None, GIB, 0, GIB)), plan_of(), True)
+    assert silent.devices[0].frameworks == (Returnable("tensorflow", None, None, 0, "never"),)
+
+
+def test_it_says_what_a_trim_then_gives_back() -> None:
+    guard = start()
+    torch, pycuda = simulated(guard, "torch"), simulated(guard, "pycuda")
+    arrays = [torch.allocate(512 * MIB) for _ in range(4)]
+    torch.free(arrays[0])
+    torch.free(arrays[3])
+    pycuda.free(pycuda.allocate(GIB))
+    said = memguard.reclaimable()
+    for one in said.devices[0].frameworks:
+        assert memguard.trim(one.framework) == one.reclaimable and one.reclaimable
+    assert said.simulated and memguard.reclaimable().devices[0].reclaimable == 0
+    text = str(said)
+    assert text.splitlines()[0].endswith("GiB could come back") and "memguard.trim('torch')" in text
+    assert "memguard.trim('pycuda') on its own thread" in text
+    assert json.loads(json.dumps(said.as_dict()))["devices"][0]["frameworks"][0]["how"] == "own thread"
+
+
+def test_where_nothing_is_at_work_or_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    assert str(memguard.reclaimable()).endswith("0 B could come back\n  no framework is at work on it")
+    memguard.shutdown()
+    with pytest.raises(memguard.NotActive):
+        memguard.reclaimable()
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+    assert memguard.reclaimable().devices == () and "nothing is known" in str(memguard.reclaimable())
+    with memguard.workload("w", framework="torch", needs="1GiB", wait="1s") as report:
+        assert report.reserved is None
+
+
+def timeline(folder: Path, *samples: Sample) -> str:
+    folder.mkdir(exist_ok=True)
+    writer = Writer(folder / "run.jsonl", plan_of(), simulated=True)
+    for sample in samples:
+        writer.sample(sample)
+    writer.close()
+    return str(writer.path)
+
+
+def test_the_command_reads_the_last_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of()
+    path = timeline(tmp_path, sample_of(plan, START), sample_of(plan, START + 1, **FIGURES))
+    assert call("reclaim", "--dry-run", path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("process ") and lines[0].endswith("+00:00")
+    assert "(simulated)" in lines[1] and lines[1].endswith("at least 6.00 GiB could come back")
+    assert lines[2].split() == ["framework", "held", "cached", "reclaimable", "how"]
+    assert [line.split()[0] for line in lines[3:]] == ["torch", "pycuda", "jax", "numba", "cupy"]
+    assert "unknown" in lines[7] and "never: its pool returns nothing" in lines[5]
+    assert call("reclaim", "--dry-run", path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"][0]["frameworks"][0]["reclaimable"] == 5 * GIB and found["simulated"] is True
+
+
+def test_the_command_frees_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("reclaim", timeline(tmp_path)) == 2
+    assert "call memguard.trim() in it" in capsys.readouterr().err
+    assert call("reclaim", "--dry-run", timeline(tmp_path / "other")) == 2
+    assert "it has no sample\n    fix:" in capsys.readouterr().err
