@@ -7,8 +7,10 @@ import functools
 import inspect
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -531,6 +533,20 @@ def test_an_elastic_program_that_fails_without_it(nothing_stays: None, caplog: p
     assert re.search(r"; cupy gave back \d+\.00 GiB by NVML; torch's cap went from .* GiB to .* GiB; ", caplog.text)
 
 
+def test_room_is_made_on_the_gpu_of_the_request(monkeypatch: pytest.MonkeyPatch, nothing_stays: None) -> None:
+    names = {"torch": {"limit": "20GiB"}, "cupy": {"limit": "20GiB"}}
+    found = start({"version": 1, "frameworks": names}, simulate=["h200", "h200"])
+    first, second = (part.device.uuid for part in found.plan.devices)
+    guard, torch = Asked(monkeypatch, found, lambda needed: 0), simulated(found, "torch")
+    for device, uuid in ((1, second), (0, first)):
+        with pytest.raises(Exception, match="cap is reached"):
+            memguard.call(torch.allocate, 30 * GIB, device)
+        assert guard.asked.pop()[2] == uuid
+    on_gpu_1 = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 139.80 GiB"
+    memguard.call(Fails(1, lambda: OutOfMemoryError(on_gpu_1)))
+    assert guard.asked.pop()[2] == second
+
+
 class CUBLASError(RuntimeError):
     """As CuPy's."""
 
@@ -612,3 +628,12 @@ def test_the_timeline_has_it(tmp_path: Any, nothing_stays: None) -> None:
     (path,) = tmp_path.glob("run*.jsonl")
     events = [event for event in memguard.load_timeline(path).events() if event.kind == "retry"]
     assert len(events) == 1 and events[0].text.startswith("torch ran out of GPU memory (2.00 GiB asked for): ")
+
+
+def test_the_example_runs_without_a_gpu() -> None:
+    path = Path(memguard.__file__).parents[1] / "examples" / "retry.py"
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(path.parents[1])}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environ, check=True, timeout=60)
+    said = [line.strip() for line in done.stdout.splitlines()]
+    assert said[1] == "SimulatedTorchOutOfMemory" and said[3] == said[5] == "PyTorch held 66 GiB"
+    assert done.stderr.count("running again") == 3

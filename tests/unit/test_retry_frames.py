@@ -343,7 +343,7 @@ def test_a_coroutine_that_is_suspended_goes_on() -> None:
     async def main() -> str:
         task = asyncio.create_task(other())
         await asyncio.sleep(0)
-        return await step(task)
+        return await asyncio.wait_for(step(task), 5)  # a task whose frame was cleared never ends
 
     assert asyncio.run(main()) == "kept"
 
