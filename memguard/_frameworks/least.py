@@ -23,13 +23,7 @@ def least(sizes: Sequence[int], needed: int) -> list[int] | None:
         enough = bisect_left(rising, missing, key=sizes.__getitem__)
         chosen.append(rising.pop(min(enough, len(rising) - 1)))
         missing -= sizes[chosen[-1]]
-    kept = []
-    for one in chosen:  # the largest first
-        if sizes[one] <= -missing:
-            missing += sizes[one]
-        else:
-            kept.append(one)
-    return kept
+    return chosen
 
 
 def addresses(pages: DriverPages, blocks: Sequence[tuple[int, int]], needed: int) -> frozenset[int] | None:

@@ -329,7 +329,7 @@ def test_whoever_comes_in_between_finds_true_figures(setting: Setting, needed: i
     assert at > 3 * STRIDE and not wrong, "\n".join(wrong[:10])
 
 
-@pytest.mark.parametrize("needed", [2 * MIB, 9 * MIB])
+@pytest.mark.parametrize("needed", [2 * MIB, 9 * MIB, GIB])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_ctrl_c_anywhere_leaves_the_books_right(setting: Setting, needed: int, elsewhere: bool) -> None:
     # PyCUDA's bins are its own code, into which no Ctrl-C comes; the model has memguard's.
