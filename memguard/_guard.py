@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard import _policy
+from memguard import _joint, _policy
 from memguard._blocks import Block, End
 from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
@@ -125,6 +126,7 @@ class Guard:
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
+        self._joint = self._joint_pool()
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
@@ -154,7 +156,7 @@ class Guard:
                 self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
-            entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
+            entries = {name: _Entry(self._create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
                 entry.framework.on_change = self._find_drift
@@ -172,6 +174,9 @@ class Guard:
                 self._undo.add("import hooks", self._hook.clear)
                 self._entries, self._frameworks = entries, {name: one.framework for name, one in entries.items()}
                 self._cure(states)
+                if self._joint is not None:
+                    self._undo.add("the shared pool", self._joint.restore)
+                    self._reader.joint = self._joint
                 for name, entry in entries.items():
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
@@ -216,6 +221,8 @@ class Guard:
             self._real.stop()
         for entry in self._entries.values():
             entry.framework.forked()
+        if self._joint is not None:
+            self._joint.forked()
 
     def ledger(self) -> Ledger:
         """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
@@ -408,14 +415,16 @@ class Guard:
         requester = self._entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
         memory = self.host.memory(part.device)
-        return _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory).refusal is None
+        cap = self._alone(framework, part, usages)
+        return _policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
         footprint = self._entry(framework).framework.footprint(needed)
         for last in (False, True):
             usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
             memory = self.host.memory(part.device)
-            admission = _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory)
+            cap = self._alone(framework, part, usages)
+            admission = _policy.admit(framework, needed, footprint, cap, usages, memory)
             if admission.refusal is not None:
                 raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
             if not admission.trim:
@@ -432,6 +441,15 @@ class Guard:
                     f"    fix: call memguard.trim() on the thread that runs {names}",
                 )
             self._trim(admission.trim, part.device)
+
+    def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int:
+        """The cap to admit it under. One that draws from the shared pool is looked at as if it were alone there."""
+        cap = part.caps[framework]
+        if self._joint is None or framework not in part.joined:
+            return cap
+        reserved, used = self._joint.figures(part.device.uuid) or (0, 0)
+        cap, usages[framework] = _joint.as_if_alone(usages[framework], cap, reserved, used)
+        return cap
 
     def workload(self, name: str, *, framework: str, needs: int | str | None = None) -> Block[WorkloadReport]:
         """A named block of work of one framework: admission before it, peak and what it left behind after it."""
@@ -543,10 +561,25 @@ class Guard:
                 lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
         return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
 
+    def _joint_pool(self) -> JointPool | None:
+        """The pool that frameworks share, not made yet. Raises PlanError where there can be none."""
+        joined = {part.device.uuid: part.caps[part.joined[0]] for part in self.plan.devices if part.joined}
+        if joined and self.host.simulated:
+            fix = "write 'strategy: caps' for the simulation, or leave out simulate="
+            problem = self.budget.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)
+            raise PlanError([problem], self.budget.source or "init")
+        return JointPool(joined, self._warn) if joined else None
+
+    def _create(self, name: str) -> Framework:
+        if self._joint is not None and name in self.plan.devices[0].joined:
+            return registry.joined(name, self.host, self._joint)
+        return registry.create(name, self.host)
+
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
         if state is State.ABSENT:
             self._absent(name, entry)
         elif state is State.IMPORTABLE:
+            entry.framework.prepare(self._undo)
             self._hook.watch(entry.framework.hook, lambda: self._imported(name))
         else:
             self._apply(name, entry)

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from memguard._joint import joined, members
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
@@ -191,7 +192,8 @@ def _device_plan(
     if not fits:
         return None
     caps = {name: divided[name] for name in budget.frameworks}
-    return DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
+    part = DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
+    return joined(part, members(budget))
 
 
 def _smaller_reserve(auto: bool, most: int) -> str:
@@ -245,6 +247,9 @@ def _matches(key: str, device: Device) -> bool:
 
 def resized(current: Plan, framework: str, size: int) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit."""
+    if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
+        message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
+        raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
     most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
     fix = "lower another framework's cap first"

@@ -175,6 +175,8 @@ class FrameworkSpec:
                       first group is a size
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
+    joint             module and class of its adapter under `strategy: pool`; empty if it cannot draw from that pool
+    remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
     """
 
@@ -203,6 +205,8 @@ class FrameworkSpec:
     figures: tuple[tuple[str, str], ...] = ()
     pads: bool = False
     refuses_silently: bool = False
+    joint: str = ""
+    remainder: bool = False
     allocators: Allocators = _NO_CHOICE
 
     def __post_init__(self) -> None:
@@ -216,6 +220,8 @@ _ROWS = (
         title="PyTorch",
         module="torch",
         adapter="memguard._frameworks.torch.adapter:Torch",
+        joint="memguard._frameworks.torch.joint:JointTorch",
+        remainder=True,
         # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; and 24
         # for cuFFT, as with CuPy.
         modules=368 * MIB,
@@ -375,6 +381,7 @@ _ROWS = (
         title="CuPy",
         module="cupy",
         adapter="memguard._frameworks.cupy.adapter:CuPy",
+        joint="memguard._frameworks.cupy.joint:JointCuPy",
         # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
         modules=262 * MIB,
         workspace=320 * MIB,

@@ -1,4 +1,4 @@
-"""A driver memory pool that stops at a size: the cap under PyTorch's `cudaMallocAsync` backend."""
+"""A driver memory pool that stops at a size: the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _PINNED, _ON_DEVICE = 1, 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYP
 _RELEASE_THRESHOLD, _RESERVED, _RESERVED_PEAK, _USED = 4, 5, 6, 7  # CU_MEMPOOL_ATTR_…
 _NO_RELEASE = 2**64 - 1
 _FIRST_WITH_MAX_SIZE = 12020  # CUDA 12.2, as cuDriverGetVersion counts
+_POOLS_SUPPORTED = 115  # CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
 
 
 class CappedPool:
@@ -33,15 +34,19 @@ class CappedPool:
                 "    fix: update the NVIDIA driver to 535 or newer (CUDA 12.2)"
             )
         check("cuDeviceGet", cuda.cuDeviceGet(device, ordinal))
-        self._device = device.value
+        self._device, there = device.value, c_int()
+        check("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(there, _POOLS_SUPPORTED, self._device))
+        if not there.value:
+            raise DeviceError(
+                "CUDA: this GPU or driver has no memory pools (CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED is 0)\n"
+                "    fix: use allocators that need none: torch's native backend, and 'strategy: caps' in the budget"
+            )
         self._before = self._current()
         wanted = CUmemPoolProps(_PINNED, 0, CUmemLocation(_ON_DEVICE, ordinal), None, max_size)
         check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
         self._pool = pool.value or 0
         try:
-            # As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed.
-            never = c_uint64(_NO_RELEASE)
-            check("cuMemPoolSetAttribute", cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, never))
+            self._keep()
             check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
         except BaseException:
             cuda.cuMemPoolDestroy(self._pool)
@@ -59,6 +64,18 @@ class CappedPool:
         """Bytes of live allocations."""
         return self._attribute(_USED)
 
+    def keep(self) -> int | None:
+        """Set the release threshold again, if somebody has changed it: what it was found at. None if it was as set."""
+        found = self._attribute(_RELEASE_THRESHOLD)
+        if found == _NO_RELEASE:
+            return None
+        self._keep()
+        return found
+
+    def current(self) -> bool:
+        """Whether it is still the device's current pool, from which `cudaMallocAsync` takes."""
+        return self._current() == self._pool
+
     def trim(self) -> None:
         """Give the unused part back to the driver."""
         self._cuda.cuMemPoolTrimTo(self._pool, 0)
@@ -71,6 +88,11 @@ class CappedPool:
             check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
         self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
         self._cuda.cuMemPoolDestroy(self._pool)
+
+    def _keep(self) -> None:
+        """As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed."""
+        never = c_uint64(_NO_RELEASE)
+        check("cuMemPoolSetAttribute", self._cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, never))
 
     def _current(self) -> int:
         pool = c_void_p()

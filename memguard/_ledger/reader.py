@@ -17,6 +17,8 @@ from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
+from memguard._frameworks.joint_pool import JointPool
+from memguard._joint import POOL
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger, reading_of
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
@@ -63,6 +65,7 @@ class LedgerReader:
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self._host, self._unnamed, self._warn = host, unnamed, warn
+        self.joint: JointPool | None = None
         self._turn = Turn()
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
@@ -120,6 +123,7 @@ class LedgerReader:
     ) -> DeviceLedger:
         """The rows of a reading. The arguments must not change any more."""
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
+        watched[POOL] = ""
         return device_ledger(reading, part, {**watched, **enforcements}, refusals)
 
     def glance(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> tuple[Reading, Mapping[int, int | None]]:
@@ -134,6 +138,8 @@ class LedgerReader:
                 usages[name] = one.usage(device)
             except Exception:  # unknown
                 usages[name] = Usage(None, None)
+        if self.joint is not None:
+            usages.update(self._shared(device, frameworks, usages))
         memory, processes = self._host.memory(device), self._host.processes(device)
         own = own_bytes(processes, self._host.pid, True)
         slabs = driver_pages.slabs[device.uuid].gaps
@@ -214,6 +220,10 @@ class LedgerReader:
         state = self._overhead.get(uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
         lent: Mapping[str, Lent] = _NO_LOANS
+        if self.joint is not None:
+            shared = self._shared(device, frameworks, usages)
+            usages.update(shared)
+            known += sum([_known(usage) for usage in shared.values()])
         if _LOANS in sys.modules:
             kept = self._kept(device)
             usages.update(kept)
@@ -255,6 +265,10 @@ class LedgerReader:
             for name, usage in self._kept(device).items():
                 known += usage.held or 0
                 figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
+        if self.joint is not None:
+            for name, usage in self._shared(device, frameworks, figures).items():
+                known += usage.held or 0
+                figures[name] = framework_sample_of((*usage[:3], None))
         slabs = driver_pages.slabs[uuid].gaps
         gap = None if own is None else own - known - slabs
         charged = self._overhead.get(uuid, _NOTHING).charged
@@ -344,6 +358,18 @@ class LedgerReader:
         kept: Mapping[int, int] | None = getattr(loans, "kept", None)
         size = kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
+
+    def _shared(
+        self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | FrameworkSample | None]
+    ) -> dict[str, Usage]:
+        """The row of the pool that several frameworks draw from, whose own rows were `read`; empty if it is not there
+        yet. Together they are what the pool holds, to the byte."""
+        if self.joint is None:
+            return {}
+        members = [(one, usage) for name, one in frameworks.items() if one.pooled and (usage := read.get(name))]
+        counted = sum([usage.held or 0 for _, usage in members])
+        found = self.joint.usage(device, counted, any(one.spec.remainder for one, _ in members))
+        return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
         """What each framework lends to others. Lent memory counts with the producer's."""

@@ -62,6 +62,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
+    from memguard import _joint
     from memguard._specs import SPECS
     from memguard._units import format_size
 
@@ -79,7 +80,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         table.add_column("how it holds")
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
-            how = SPECS[name].cap_is
+            how = _joint.HOW if name in part.joined else SPECS[name].cap_is
             table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
         table.add_section()
         table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, budget))
@@ -112,6 +113,7 @@ def _as_dict(resolved: Plan) -> dict[str, object]:
                 "reserve": part.reserve,
                 "reserve_source": part.reserve_source,
                 "caps": dict(part.caps),
+                "joined": list(part.joined),
                 "unallocated": part.unallocated,
             }
             for part in resolved.devices

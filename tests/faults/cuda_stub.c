@@ -5,7 +5,7 @@
  * returns: crash or hang. CUDA_STUB_VERSION is the driver's CUDA. GPU 1 cannot reach GPU 0's memory. If CUDA_STUB_UUIDS is
  * set, it has the UUIDs of the GPUs (none: CUDA_ERROR_NO_DEVICE), and no device is counted before cuInit.
  * CUDA_STUB_INTEGRATED=1: they use the machine's memory; CUDA_STUB_TOTAL and _FREE are MiB, of each. CUDA_STUB_IDLE=1:
- * all work is done at once, else when somebody waits for it. */
+ * all work is done at once, else when somebody waits for it. CUDA_STUB_POOLS=0: it has no memory pools. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -78,7 +78,7 @@ int cuDeviceGetName(char *out, int size, int device) {
 }
 
 int cuDeviceGetAttribute(int *out, int which, int device) {
-    *out = which == 16 ? 132 : which == 18 ? number("CUDA_STUB_INTEGRATED", 0) : which == 75 ? 9 : 0;
+    *out = which == 16 ? 132 : which == 18 ? number("CUDA_STUB_INTEGRATED", 0) : which == 75 ? 9 : which == 115 ? number("CUDA_STUB_POOLS", 1) : 0;
     return device > 1;
 }
 

@@ -64,6 +64,9 @@ class Device:
 
 
 class _Stream:
+    def synchronize(self):
+        fake_card.synchronized += 1
+
     def is_capturing(self):
         fake_card.runtime()
         if fake_card.capturing == "elsewhere":  # the null stream beside a capture
