@@ -144,6 +144,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuMemPoolSetAttribute": (_Pool, _Enum, _OutAny),
     "cuMemPoolGetAttribute": (_Pool, _Enum, _OutAny),
     "cuMemPoolTrimTo": (_Pool, c_size_t),
+    "cuMemAllocFromPoolAsync": (_Out64, c_size_t, _Pool, _Stream),
+    "cuMemFreeAsync": (_Address, _Stream),
 }
 """The parameters of each function. All return a CUresult."""
 

@@ -52,6 +52,10 @@ class CappedPool:
             cuda.cuMemPoolDestroy(self._pool)
             raise
 
+    @property
+    def handle(self) -> int:
+        return self._pool
+
     def reserved(self) -> int:
         """Bytes that the pool holds from the driver."""
         return self._attribute(_RESERVED)

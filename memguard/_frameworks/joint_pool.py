@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from memguard import _joint
+from memguard._devices import contexts
 from memguard._logs import log as _log
 from memguard._types import Device, Usage
 from memguard._units import format_size
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
+    from memguard._devices.pool_blocks import PoolBlocks
     from memguard._devices.pools import CappedPool
 
 PIECE = 32 << 20
@@ -36,6 +38,8 @@ class JointPool:
         self._pools: dict[str, CappedPool] = {}
         self._ordinals: dict[str, int] = {}
         self._counts: dict[str, Callable[[str], int]] = {}
+        self._blocks: dict[tuple[str, int], PoolBlocks] = {}  # by framework and context
+        self._of: dict[tuple[str, str], PoolBlocks] = {}  # by framework and GPU
         self._lock = threading.RLock()
         self._making = self._over = False
 
@@ -70,6 +74,32 @@ class JointPool:
         self._ordinals[uuid] = ordinal
         self._pools[uuid] = pool
         return pool
+
+    def blocks(self, framework: str) -> PoolBlocks | None:
+        """The framework's blocks of the GPU whose primary context is current on this thread; None if there are none.
+
+        Raises CapNotApplied as `use` does.
+        """
+        context = contexts.current_handle()
+        known = self._blocks.get((framework, context or 0))
+        if known is not None:
+            return known
+        ordinal = contexts.current()
+        if context is None or ordinal is None or contexts.primary(ordinal) != context:
+            return None
+        uuid = next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
+        pool = self.use(framework, uuid, ordinal)
+        if pool is None:
+            return None
+        from memguard._devices.pool_blocks import PoolBlocks
+
+        found = self._blocks.setdefault((framework, context), PoolBlocks(pool, ordinal, context))
+        self._of[framework, uuid] = found
+        return found
+
+    def blocks_on(self, framework: str, uuid: str) -> PoolBlocks | None:
+        """Those that it has had on a GPU; None if it has had none."""
+        return self._of.get((framework, uuid))
 
     def count(self, framework: str, counted: Callable[[str], int]) -> None:
         """What the framework has in use on a GPU, in bytes, from now on."""
@@ -138,6 +168,7 @@ class JointPool:
     def forked(self) -> None:
         """In a forked child, where CUDA cannot be used."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
+        self._blocks, self._of = {}, {}
 
     def _counted(self, uuid: str) -> dict[str, int]:
         return {name: count(uuid) for name, count in list(self._counts.items())}
