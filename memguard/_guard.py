@@ -18,7 +18,6 @@ from memguard._devices import contexts
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
-from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes, totals
 from memguard._ledger.reader import LedgerReader
@@ -51,6 +50,7 @@ from memguard.errors import BudgetExceeded, CapNotApplied, MemguardError, NotAct
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._frameworks.joint_pool import JointPool
 
 
 _SPILLS = (
@@ -568,7 +568,11 @@ class Guard:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
             problem = self.budget.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)
             raise PlanError([problem], self.budget.source or "init")
-        return JointPool(joined, self._warn) if joined else None
+        if not joined:
+            return None
+        from memguard._frameworks.joint_pool import JointPool
+
+        return JointPool(joined, self._warn)
 
     def _create(self, name: str) -> Framework:
         if self._joint is not None and name in self.plan.devices[0].joined:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
-from memguard._config import pooling, values
+from memguard._config import values
 from memguard._config.document import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
@@ -47,7 +47,10 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     violations += _shares(shares, limits, rooms)
     for loc, own, inherited in scopes:
         violations += _fits(loc, own, inherited, shares, limits, rooms, auto)
-    violations += [Violation(*found) for found in pooling.check(data.get("strategy"), frameworks)]
+    if data.get("strategy") == "pool":
+        from memguard._config import pooling
+
+        violations += [Violation(*found) for found in pooling.check(frameworks)]
     violations += _misplaced(data)
     violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))

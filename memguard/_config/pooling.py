@@ -11,10 +11,8 @@ Found = tuple[tuple[str, ...], str, str, bool, bool]
 """Place, message, fix, and the two marks of a `Violation`: at its key, and alone."""
 
 
-def check(strategy: object, frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Found]:
-    """What is wrong with the frameworks of a budget whose strategy is this one."""
-    if strategy != "pool":
-        return
+def check(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Found]:
+    """What is wrong with the frameworks of a budget whose strategy is the pool."""
     for name, entry in frameworks.items():
         for key in ("min", "max"):
             if key in entry and joins(name, entry):

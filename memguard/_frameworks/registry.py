@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
-from memguard._frameworks.joint_pool import JointPool
 from memguard._specs import SPECS
+
+if TYPE_CHECKING:
+    from memguard._frameworks.joint_pool import JointPool
 
 
 def create(name: str, host: Host) -> Framework:

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
-from memguard._frameworks.joint_pool import JointPool
 from memguard._joint import POOL
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger, reading_of
@@ -37,6 +36,9 @@ from memguard._types import (
 )
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
+
+if TYPE_CHECKING:
+    from memguard._frameworks.joint_pool import JointPool
 
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3
