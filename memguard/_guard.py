@@ -415,7 +415,7 @@ class Guard:
         requester = self._entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
         memory = self.host.memory(part.device)
-        cap = self._alone(framework, part, usages)
+        cap = part.caps[framework] if self._joint is None else self._alone(framework, part, usages)
         return _policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
@@ -426,7 +426,8 @@ class Guard:
             cap = self._alone(framework, part, usages)
             admission = _policy.admit(framework, needed, footprint, cap, usages, memory)
             if admission.refusal is not None:
-                raise BudgetExceeded(framework, needed, admission.available, admission.refusal)
+                refusal = _joint.explained(admission.refusal, framework, part, cap)
+                raise BudgetExceeded(framework, needed, admission.available, refusal)
             if not admission.trim:
                 return
             if last:  # the trim did nothing: a graph is being captured, or PyCUDA's context is not on this thread

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memguard._specs import SPECS
-from memguard._types import DevicePlan, Usage
+from memguard._types import DevicePlan, FrameworkSample, Usage
 from memguard._units import format_size
 
 if TYPE_CHECKING:
@@ -66,6 +66,26 @@ def as_if_alone(own: Usage | None, cap: int, reserved: int, used: int) -> tuple[
     in_use = 0 if own is None or own.in_use is None else own.in_use
     others = max(used - in_use, 0)
     return max(cap - others, 0), Usage(in_use + max(reserved - used, 0), in_use)
+
+
+def explained(refusal: str, framework: str, part: DevicePlan, left: int) -> str:
+    """A refusal whose cap is what others leave of the pool, with the whole of it."""
+    if framework not in part.joined:
+        return refusal
+    whole = part.caps[framework]
+    shared = f"{' and '.join(part.joined)} share one pool of {format_size(whole)}"
+    others = f", of which others have {format_size(whole - left)} in use"
+    return refusal.replace("\n    fix: ", f"; {shared}{others}\n    fix: ", 1)
+
+
+def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:
+    """The figures with what the others leave of the pool as each one's cap: that is what it can come close to."""
+    live = sum(one.in_use or 0 for name, one in figures.items() if name in part.joined or name == POOL)
+    found = dict(figures)
+    for name in part.joined:
+        if (one := figures.get(name)) is not None:
+            found[name] = one._replace(cap=max(part.caps[name] - (live - (one.in_use or 0)), 1))
+    return found
 
 
 def counted(used: int, others: Mapping[str, int]) -> int:

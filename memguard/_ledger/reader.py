@@ -17,7 +17,7 @@ from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
-from memguard._joint import POOL
+from memguard._joint import POOL, left_to
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger, reading_of
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
@@ -286,6 +286,8 @@ class LedgerReader:
             figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
+        if self.joint is not None:
+            figures = left_to(part, figures)
         return device_sample_of((uuid, device.total, used, free, own, part.limit, charged + slabs, rest, figures))
 
     def _loaded(

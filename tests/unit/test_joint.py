@@ -16,7 +16,7 @@ from memguard import _joint, _policy
 from memguard._config import from_mapping
 from memguard._devices.simulated import SimulatedHost
 from memguard._specs import SPECS
-from memguard._types import DevicePlan, MemoryInfo, Usage
+from memguard._types import DevicePlan, FrameworkSample, MemoryInfo, Usage
 from memguard._units import GIB, MIB
 from memguard.cli import main
 from memguard.errors import ConfigError, PlanError
@@ -125,6 +125,25 @@ def test_no_byte_of_the_pool_is_counted_twice(parts: dict[str, int], others: int
 
 def test_a_remainder_is_never_negative_whatever_was_freed_between_two_readings() -> None:
     assert _joint.counted(GIB, {"cupy": 2 * GIB}) == 0
+
+
+def test_pressure_is_that_of_what_the_others_leave() -> None:
+    (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}}).devices
+    figures = {
+        "torch": FrameworkSample(4 * GIB, 4 * GIB, 0, 8 * GIB), "cupy": FrameworkSample(3 * GIB, 3 * GIB, 0, 8 * GIB),
+        _joint.POOL: FrameworkSample(GIB, 0, None, None),
+    }  # fmt: skip
+    found = _joint.left_to(part, figures)
+    assert (found["torch"].cap, found["cupy"].cap, found[_joint.POOL].cap) == (5 * GIB, 4 * GIB, None)
+
+
+def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
+    (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "jax": {"limit": "1GiB"}}).devices
+    said = _joint.explained("torch needs 5\n    fix: less", "torch", part, 3 * GIB)
+    assert said == (
+        "torch needs 5; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use\n    fix: less"
+    )
+    assert _joint.explained("x\n    fix: y", "jax", part, GIB) == "x\n    fix: y"
 
 
 def test_the_notes_name_the_remainder_and_the_cache() -> None:
