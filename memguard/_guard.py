@@ -573,7 +573,7 @@ class Guard:
             return None
         from memguard._frameworks.joint_pool import JointPool
 
-        return JointPool(joined, self._warn)
+        return JointPool(joined, self._warn, _joint.capped(self.plan.devices[0].joined))
 
     def _create(self, name: str) -> Framework:
         if self._joint is not None and name in self.plan.devices[0].joined:

@@ -7,7 +7,7 @@ for one peak.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,20 @@ REMAINDER = (
     "≈ a remainder: what is in use in the shared pool and counted by no other framework, as torch's own figures cover "
     "everybody there"
 )
-HOW = "shared: the size (maxSize) of one driver pool for all of them"
-"""How a joint cap holds, for `memguard plan`."""
+
+
+def capped(names: Iterable[str]) -> bool:
+    """Whether the driver can cap the pool that these frameworks share: none takes from the default one alone."""
+    return not any(SPECS[name].default_pool for name in names)
+
+
+def how(part: DevicePlan, name: str) -> str:
+    """How the joint cap holds for a framework, for `memguard plan`."""
+    if capped(part.joined):
+        return "enforced, jointly: the size (maxSize) of one driver pool for all of them"
+    if SPECS[name].joint_asks:
+        return "enforced by memguard's allocator: what all have in use in the default pool"
+    return "watched: it draws from the device's default pool, which nothing caps"
 
 
 def members(budget: Budget) -> tuple[str, ...]:

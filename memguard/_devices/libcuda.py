@@ -138,6 +138,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (_Address,),
     # memory pools
     "cuDeviceGetMemPool": (_OutPointer, _Device),
+    "cuDeviceGetDefaultMemPool": (_OutPointer, _Device),
     "cuDeviceSetMemPool": (_Device, _Pool),
     "cuMemPoolCreate": (_OutPointer, POINTER(CUmemPoolProps)),
     "cuMemPoolDestroy": (_Pool,),

@@ -15,7 +15,7 @@ from ctypes import c_uint64, c_void_p
 
 from memguard._devices import contexts, streams
 from memguard._devices.libcuda import DriverAPI, check
-from memguard._devices.pools import CappedPool
+from memguard._devices.pools import CappedPool, DefaultPool
 from memguard._logs import log as _log
 from memguard.errors import DeviceError
 
@@ -56,9 +56,9 @@ class Held:
 class PoolBlocks:
     """What one framework has of a GPU's pool. Any thread, also within finalizers: there is no lock."""
 
-    def __init__(self, pool: CappedPool, ordinal: int, context: int) -> None:
-        """`context` is the handle of the GPU's primary one."""
-        self._pool, self._ordinal, self.context = pool, ordinal, context
+    def __init__(self, pool: CappedPool | DefaultPool, ordinal: int, context: int, most: int | None = None) -> None:
+        """`context` is the handle of the GPU's primary one, `most` what may be in use in a pool that is not capped."""
+        self._pool, self._ordinal, self.context, self._most = pool, ordinal, context, most
         self._live: dict[int, int] = {}
         self._waiting: deque[Held] = deque()
 
@@ -71,6 +71,8 @@ class PoolBlocks:
         cuda, found, held = contexts.driver(), c_uint64(), Held(self)
         if self._waiting:
             self._settle()
+        if self._most is not None and self._pool.used() + size > self._most:
+            return None
         try:
             with contexts.entered(self.context), contexts.beside_captures():
                 stream = self._stream()

@@ -1,4 +1,5 @@
-"""A driver memory pool that stops at a size: the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`."""
+"""The driver's memory pools: one that stops at a size, which is the cap of torch's `cudaMallocAsync` backend and of
+`strategy: pool`, and the device's default one."""
 
 from __future__ import annotations
 
@@ -15,17 +16,12 @@ _FIRST_WITH_MAX_SIZE = 12020  # CUDA 12.2, as cuDriverGetVersion counts
 _POOLS_SUPPORTED = 115  # CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
 
 
-class CappedPool:
-    """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` takes from it.
+class _Pool:
+    """A memory pool of one GPU. Raises DeviceError if CUDA is not initialised or refuses."""
 
-    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError, while the
-    fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or refuses.
-    """
-
-    def __init__(self, ordinal: int, max_size: int) -> None:
-        self._destroyed = False
+    def __init__(self, ordinal: int) -> None:
         cuda = self._cuda = contexts.driver()
-        version, device, pool = c_int(), c_int(), c_void_p()
+        version, device = c_int(), c_int()
         check("cuDriverGetVersion", cuda.cuDriverGetVersion(version))
         if version.value < _FIRST_WITH_MAX_SIZE:
             here = f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -42,15 +38,7 @@ class CappedPool:
                 "    fix: use allocators that need none: torch's native backend, and 'strategy: caps' in the budget"
             )
         self._before = self._current()
-        wanted = CUmemPoolProps(_PINNED, 0, CUmemLocation(_ON_DEVICE, ordinal), None, max_size)
-        check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
-        self._pool = pool.value or 0
-        try:
-            self._keep()
-            check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
-        except BaseException:
-            cuda.cuMemPoolDestroy(self._pool)
-            raise
+        self._pool = 0
 
     @property
     def handle(self) -> int:
@@ -73,7 +61,7 @@ class CappedPool:
         found = self._attribute(_RELEASE_THRESHOLD)
         if found == _NO_RELEASE:
             return None
-        self._keep()
+        self._set_threshold(_NO_RELEASE)
         return found
 
     def current(self) -> bool:
@@ -84,19 +72,10 @@ class CappedPool:
         """Give the unused part back to the driver."""
         self._cuda.cuMemPoolTrimTo(self._pool, 0)
 
-    def restore(self) -> None:
-        """Make the former pool current again. The driver frees this one after its last allocation is freed."""
-        if self._destroyed:
-            return
-        if self._current() == self._pool:
-            check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
-        self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
-        self._cuda.cuMemPoolDestroy(self._pool)
-
-    def _keep(self) -> None:
-        """As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed."""
-        never = c_uint64(_NO_RELEASE)
-        check("cuMemPoolSetAttribute", self._cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, never))
+    def _set_threshold(self, size: int) -> None:
+        """What of the unused part stays in the pool when something is synchronised, in bytes."""
+        wanted = c_uint64(size)
+        check("cuMemPoolSetAttribute", self._cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, wanted))
 
     def _current(self) -> int:
         pool = c_void_p()
@@ -107,3 +86,67 @@ class CappedPool:
         value = c_uint64()
         check("cuMemPoolGetAttribute", self._cuda.cuMemPoolGetAttribute(self._pool, which, value))
         return value.value
+
+
+class CappedPool(_Pool):
+    """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` takes from it.
+
+    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError, while the
+    fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or refuses.
+    """
+
+    def __init__(self, ordinal: int, max_size: int) -> None:
+        super().__init__(ordinal)
+        self._destroyed = False
+        cuda, pool = self._cuda, c_void_p()
+        wanted = CUmemPoolProps(_PINNED, 0, CUmemLocation(_ON_DEVICE, ordinal), None, max_size)
+        check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
+        self._pool = pool.value or 0
+        try:
+            # As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed.
+            self._set_threshold(_NO_RELEASE)
+            check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
+        except BaseException:
+            cuda.cuMemPoolDestroy(self._pool)
+            raise
+
+    def restore(self) -> None:
+        """Make the former pool current again. The driver frees this one after its last allocation is freed."""
+        if self._destroyed:
+            return
+        if self._current() == self._pool:
+            check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
+        self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
+        self._cuda.cuMemPoolDestroy(self._pool)
+
+
+class DefaultPool(_Pool):
+    """The device's default pool, made its current one. It cannot be capped; its release threshold is set to "never"."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        pool = c_void_p()
+        check("cuDeviceGetDefaultMemPool", self._cuda.cuDeviceGetDefaultMemPool(pool, self._device))
+        self._pool = pool.value or 0
+        self._threshold = self._attribute(_RELEASE_THRESHOLD)
+        """As others want it."""
+        try:
+            self._set_threshold(_NO_RELEASE)
+            if self._before != self._pool:
+                check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._pool))
+        except BaseException:
+            self._set_threshold(self._threshold)
+            raise
+
+    def keep(self) -> int | None:
+        found = super().keep()
+        if found is not None:
+            self._threshold = found
+        return found
+
+    def restore(self) -> None:
+        """The release threshold as others have set it last, and the former current pool."""
+        if self._attribute(_RELEASE_THRESHOLD) == _NO_RELEASE:
+            self._set_threshold(self._threshold)
+        if self._before != self._pool and self._current() == self._pool:
+            check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))

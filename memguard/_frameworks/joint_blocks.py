@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from memguard._devices import contexts
 from memguard._devices.pool_blocks import Held, PoolBlocks
-from memguard._frameworks.base import Framework
+from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.joint_pool import PIECE, JointPool
 from memguard._types import Device, Moment, Shortage, Usage
 from memguard._units import format_size, round_up
@@ -89,9 +89,11 @@ class JointBlocks(Framework):
             f"{format_size(self._joint_caps.get(uuid))}, holds {format_size(held)}, and {format_size(used)} are in use"
         )
 
-    def _tell_refusal(self, error: BaseException, size: int) -> None:
-        """Tell of a request that was refused."""
+    def _told(self, error: BaseException, size: int) -> BaseException:
+        """The error of a request that is refused, with its size, of which was told."""
         uuid = self._here()
+        with_size(error, size)
         if uuid in self._joint_caps:
             here = threading.get_ident()
             self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+        return error

@@ -23,19 +23,23 @@ from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
     from memguard._devices.pool_blocks import PoolBlocks
-    from memguard._devices.pools import CappedPool
+    from memguard._devices.pools import CappedPool, DefaultPool
 
 PIECE = 32 << 20
 """The driver's pools grow in such steps (measured), in bytes."""
 
 
 class JointPool:
-    """One pool for each GPU. `caps` is its size in bytes by UUID, `warn` is told of what changed meanwhile."""
+    """One pool for each GPU. `caps` is its size in bytes by UUID, `warn` is told of what changed meanwhile.
 
-    def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None]) -> None:
-        self.caps = dict(caps)
+    `capped`: the driver refuses what would pass that. Else it is the device's default pool, the only one from which
+    TensorFlow and JAX take, which cannot be capped: memguard's own allocators refuse, the others are watched.
+    """
+
+    def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], capped: bool = True) -> None:
+        self.caps, self.capped = dict(caps), capped
         self._warn = warn
-        self._pools: dict[str, CappedPool] = {}
+        self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._ordinals: dict[str, int] = {}
         self._counts: dict[str, Callable[[str], int]] = {}
         self._blocks: dict[tuple[str, int], PoolBlocks] = {}  # by framework and context
@@ -43,7 +47,7 @@ class JointPool:
         self._lock = threading.RLock()
         self._making = self._over = False
 
-    def use(self, framework: str, uuid: str, ordinal: int) -> CappedPool | None:
+    def use(self, framework: str, uuid: str, ordinal: int) -> CappedPool | DefaultPool | None:
         """The GPU's pool, made its current one if it is the first time. CUDA must be initialised.
 
         Called within allocations. None for a GPU without a cap, after the end, and for a signal handler or a finalizer
@@ -67,10 +71,10 @@ class JointPool:
             finally:
                 self._making = False
 
-    def _make(self, uuid: str, ordinal: int) -> CappedPool:
-        from memguard._devices.pools import CappedPool
+    def _make(self, uuid: str, ordinal: int) -> CappedPool | DefaultPool:
+        from memguard._devices import pools
 
-        pool = CappedPool(ordinal, self.caps[uuid])
+        pool = pools.CappedPool(ordinal, self.caps[uuid]) if self.capped else pools.DefaultPool(ordinal)
         self._ordinals[uuid] = ordinal
         self._pools[uuid] = pool
         return pool
@@ -93,13 +97,19 @@ class JointPool:
             return None
         from memguard._devices.pool_blocks import PoolBlocks
 
-        found = self._blocks.setdefault((framework, context), PoolBlocks(pool, ordinal, context))
+        made = PoolBlocks(pool, ordinal, context, None if self.capped else self.caps[uuid])
+        found = self._blocks.setdefault((framework, context), made)
         self._of[framework, uuid] = found
         return found
 
     def blocks_on(self, framework: str, uuid: str) -> PoolBlocks | None:
         """Those that it has had on a GPU; None if it has had none."""
         return self._of.get((framework, uuid))
+
+    def fits(self, uuid: str, size: int) -> bool:
+        """Whether a request stays within the cap, where the driver does not see to that."""
+        pool = None if self.capped else self._pools.get(uuid)
+        return pool is None or pool.used() + size <= self.caps[uuid]
 
     def count(self, framework: str, counted: Callable[[str], int]) -> None:
         """What the framework has in use on a GPU, in bytes, from now on."""

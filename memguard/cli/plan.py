@@ -80,7 +80,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         table.add_column("how it holds")
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
-            how = _joint.HOW if name in part.joined else SPECS[name].cap_is
+            how = _joint.how(part, name) if name in part.joined else SPECS[name].cap_is
             table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
         table.add_section()
         table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, budget))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import random
@@ -118,6 +119,24 @@ def test_a_refusal_is_cupys_own_is_told_and_carries_the_size(joint: Joint) -> No
     (moment,) = told
     assert (moment.requested, moment.source, moment.uuid) == (257 * MIB, "refusal", joint.uuid)
     assert joint.framework.unseen() is None
+
+
+def test_an_error_keeps_no_array_alive(joint: Joint) -> None:
+    setting = joint.setting
+    setting.apply(256 * MIB)
+    gc.disable()
+    try:
+        live = setting.alloc(200 * MIB)
+        with contextlib.suppress(setting.oom):
+            setting.alloc(100 * MIB)
+        del live
+        assert joint.gpu.pool_used == 0 and setting.alloc(256 * MIB).ptr
+        with contextlib.suppress(setting.oom):
+            kept = setting.alloc(8 * MIB), setting.alloc(300 * MIB)
+            del kept
+        assert joint.gpu.pool_used == 0
+    finally:
+        gc.enable()
 
 
 def test_before_it_refuses_it_asks_for_room_and_tries_again(joint: Joint) -> None:
@@ -272,6 +291,23 @@ def test_under_the_guard_the_rows_add_up_and_shutdown_takes_all_back(
     assert joint.gpu.pool_held == 32 * MIB
     assert guard.stop() == []
     assert joint.gpu.pool_most is None and cupy.cuda.get_allocator() == cupy.get_default_memory_pool().malloc
+
+
+def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's default pool, of which others take too."""
+    monkeypatch.setattr(pools, "DefaultPool", lambda ordinal: FakePool(ordinal, 1 << 50))
+    joint = Joint(model(), 256 * MIB)
+    joint.pool = JointPool({joint.uuid: 256 * MIB}, joint.warned.append, capped=False)
+    joint.framework._joint = joint.pool
+    setting = joint.setting
+    setting.apply(256 * MIB)
+    live = [setting.alloc(MIB)]
+    joint.gpu.malloc_async(100 * MIB)
+    live += setting.fill(8 * MIB)
+    assert joint.gpu.pool_used == MIB + 100 * MIB + 19 * 8 * MIB
+    del live
+    gc.collect()  # what the test's own helper caught
+    assert setting.alloc(156 * MIB).ptr
 
 
 @pytest.mark.parametrize("seed", range(5))

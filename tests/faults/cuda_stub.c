@@ -293,6 +293,11 @@ int cuDeviceGetMemPool(void **out, int device) {
     *out = POOL(current_pool);
     return device ? 101 : 0;
 }
+int cuDeviceGetDefaultMemPool(void **out, int device) {
+    CALL("cuDeviceGetDefaultMemPool");
+    *out = POOL(0);
+    return device ? 101 : 0;
+}
 int cuDeviceSetMemPool(int device, void *pool) {
     CALL("cuDeviceSetMemPool");
     if (device || !pool_of(pool)) return INVALID;

@@ -180,3 +180,45 @@ joint.restore()
 result["state"], result["use"] = state(), joint.use("torch", gpu.uuid, 0)
 """)
     assert found["state"] == [1, 1] and found["use"] is None
+
+
+def test_the_default_pool_keeps_what_is_freed_and_gets_its_threshold_back(shared: Run) -> None:
+    """As the last of the others has set it: JAX sets 0, TensorFlow its limit."""
+    found = shared("""
+def threshold(value):
+    stub.cuMemPoolSetAttribute(ctypes.c_void_p(0x7f0000b00000), 4, ctypes.byref(ctypes.c_ulonglong(value)))
+threshold(3 * MIB)
+joint = JointPool({gpu.uuid: 100 * MIB}, warned.append, capped=False)
+joint.use("jax", gpu.uuid, 0)
+result["made"], result["kept"] = state(), stub.stub_pool_threshold(0) == NEVER
+stub.stub_pool_use(0, ctypes.c_ulonglong(96 * MIB), ctypes.c_ulonglong(60 * MIB))
+result["fits"] = [joint.fits(gpu.uuid, 40 * MIB), joint.fits(gpu.uuid, 40 * MIB + 1)]
+result["row"] = joint.usage(gpu, 60 * MIB, True)[:3]
+joint.restore()
+result["first"] = stub.stub_pool_threshold(0)
+joint = JointPool({gpu.uuid: 100 * MIB}, warned.append, capped=False)
+joint.use("jax", gpu.uuid, 0)
+threshold(0)
+joint.usage(gpu, 0, True)
+result["again"], result["warned"] = stub.stub_pool_threshold(0) == NEVER, len(warned)
+joint.restore()
+joint.restore()
+result["second"] = stub.stub_pool_threshold(0)
+""")
+    mib = 1 << 20
+    assert found["made"] == [0, 0] and found["kept"], "no pool is made, and none is made current"
+    assert found["fits"] == [True, False] and found["row"] == [36 * mib, 0, None]
+    assert found["first"] == 3 * mib and found["again"] and found["warned"] == 1 and found["second"] == 0
+
+
+def test_another_current_pool_gives_way_to_the_default_one_and_comes_back(shared: Run) -> None:
+    found = shared("""
+from memguard._devices.pools import CappedPool
+theirs = CappedPool(0, GIB)
+joint = JointPool({gpu.uuid: GIB}, warned.append, capped=False)
+joint.use("jax", gpu.uuid, 0)
+result["now"] = state()
+joint.restore()
+result["back"] = state()
+""")
+    assert found == {**found, "now": [0, 1], "back": [1, 1]}

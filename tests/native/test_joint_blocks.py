@@ -249,6 +249,25 @@ def test_another_context_of_pycudas_lies_outside_and_that_is_said(pycuda: Run) -
     assert "not the primary one" in note and found["plain"] == 2 << 20
 
 
+def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(pycuda: Run) -> None:
+    found = pycuda(
+        """
+        joint = JointPool({uuid: 64 * MIB}, print, capped=False)
+        framework = JointPyCUDA(host, joint)
+        framework.apply({uuid: 64 * MIB}, {})
+        first = drv.mem_alloc(40 * MIB)
+        try:
+            drv.mem_alloc(30 * MIB)
+        except drv.MemoryError as error:
+            result["text"] = str(error)
+        result["second"] = drv.mem_alloc(24 * MIB) is not None
+        result["current"] = stub.stub_current_pool()
+        del first
+        """
+    )
+    assert "may hold 64.0 MiB" in found["text"] and found["second"] and found["current"] == 0
+
+
 def test_numbas_arrays_are_blocks_of_the_pool_and_large_ones_go_back_at_once(numba: Run) -> None:
     found = numba(
         NUMBA

@@ -21,7 +21,8 @@ from memguard._units import GIB, MIB
 from memguard.cli import main
 from memguard.errors import ConfigError, PlanError
 
-BOTH = {"torch": {"share": "40%"}, "cupy": {"limit": "4GiB"}, "jax": {"limit": "2GiB"}}
+BESIDE = {"limit": "2GiB", "context": "own"}
+BOTH = {"torch": {"share": "40%"}, "cupy": {"limit": "4GiB"}, "pycuda": BESIDE}
 
 
 def budget(frameworks: Any = BOTH, **more: Any) -> Any:
@@ -37,7 +38,7 @@ def test_what_can_draw_from_the_pool_shares_one_cap_and_the_rest_keep_theirs() -
     (apart,) = _policy.plan(from_mapping({"version": 1, "frameworks": BOTH}), SimulatedHost(["h200"]).devices()).devices
     assert part.joined == ("torch", "cupy") and apart.joined == ()
     assert part.caps["torch"] == part.caps["cupy"] == apart.caps["torch"] + apart.caps["cupy"]
-    assert part.caps["jax"] == apart.caps["jax"] == 2 * GIB
+    assert part.caps["pycuda"] == apart.caps["pycuda"] == 2 * GIB
     assert part.unallocated == apart.unallocated
     assert part.limit == part.reserve + _joint.distinct(part) + part.unallocated
 
@@ -48,14 +49,14 @@ def test_a_joint_cap_cannot_be_resized_and_one_beside_it_can() -> None:
         _policy.resized(found, "torch", GIB)
     with pytest.raises(PlanError, match="cupy draws from the pool"):
         _policy.resized(found, "cupy", GIB)
-    assert _policy.resized(found, "jax", GIB).devices[0].caps == {**found.devices[0].caps, "jax": GIB}
+    assert _policy.resized(found, "pycuda", GIB).devices[0].caps == {**found.devices[0].caps, "pycuda": GIB}
 
 
 @pytest.mark.parametrize(
     ("frameworks", "at", "words"),
     [
         ({"torch": {"min": "1GiB", "max": "2GiB"}}, "frameworks.torch.min", "each may use"),
-        ({"tensorflow": {"share": "10%"}, "jax": {"share": "10%"}}, "strategy", "no framework of this budget can draw"),
+        ({"pycuda": BESIDE}, "strategy", "no framework of this budget can draw"),
     ],
 )
 def test_what_a_pool_cannot_be_is_refused(frameworks: Any, at: str, words: str) -> None:
@@ -74,7 +75,7 @@ def test_every_framework_that_can_join_has_an_adapter_for_it() -> None:
     from memguard._frameworks import registry
 
     joined = [name for name, spec in SPECS.items() if spec.joint]
-    assert set(joined) == {"torch", "cupy", "pycuda", "numba"}
+    assert set(joined) == set(SPECS)
     for name in joined:
         cls = registry._class_of(SPECS[name].joint)
         assert cls.pooled and issubclass(cls, registry._class_of(SPECS[name].adapter))
@@ -93,11 +94,23 @@ def test_the_plan_says_which_caps_are_shared(tmp_path: Path) -> None:
     path = tmp_path / "budget.yaml"
     path.write_text(json.dumps({"version": 1, "strategy": "pool", "frameworks": BOTH}))
     shown = CliRunner().invoke(main, ["plan", str(path), "--device", "h200"])
-    assert shown.exit_code == 0 and shown.output.count("shared: the size") == 2, shown.output
+    assert shown.exit_code == 0 and shown.output.count("enforced, jointly") == 2, shown.output
     told = json.loads(CliRunner().invoke(main, ["plan", str(path), "--device", "h200", "--json"]).output)
     assert told["devices"][0]["joined"] == ["torch", "cupy"]
     checked = CliRunner().invoke(main, ["check", str(path)])
     assert "pool: torch and cupy draw from one pool" in checked.output
+
+
+def test_with_jax_or_tensorflow_it_is_the_default_pool_which_nothing_caps() -> None:
+    part = plan({name: {"limit": "1GiB"} for name in SPECS}).devices[0]
+    assert set(part.joined) == set(SPECS) and not _joint.capped(part.joined) and _joint.capped(("torch", "cupy"))
+    assert set(part.caps.values()) == {6 * GIB}
+    said = {name: _joint.how(part, name).partition(" ")[0].rstrip(":,") for name in SPECS}
+    assert said == {
+        "torch": "watched", "tensorflow": "watched", "jax": "watched",
+        "cupy": "enforced", "pycuda": "enforced", "numba": "enforced",
+    }  # fmt: skip
+    assert "memguard's allocator" in _joint.how(part, "cupy")
 
 
 SIZES = st.integers(0, 64).map(lambda units: units * 32 * MIB)
@@ -138,12 +151,12 @@ def test_pressure_is_that_of_what_the_others_leave() -> None:
 
 
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
-    (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "jax": {"limit": "1GiB"}}).devices
+    (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
     said = _joint.explained("torch needs 5\n    fix: less", "torch", part, 3 * GIB)
     assert said == (
         "torch needs 5; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use\n    fix: less"
     )
-    assert _joint.explained("x\n    fix: y", "jax", part, GIB) == "x\n    fix: y"
+    assert _joint.explained("x\n    fix: y", "pycuda", part, GIB) == "x\n    fix: y"
 
 
 def test_the_notes_name_the_remainder_and_the_cache() -> None:

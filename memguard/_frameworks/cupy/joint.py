@@ -133,7 +133,7 @@ class JointCuPy(CuPy):
         """CuPy's allocator: what `cupy.cuda.malloc_async` does, counted."""
         memory, error_of_driver = cupy.cuda.memory, cupy.cuda.runtime.CUDARuntimeError
         here, stream_here, known = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, self._live_sizes
-        pointer = memory.MemoryPointer
+        pointer, capped = memory.MemoryPointer, self._joint.capped
 
         class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
             """An allocation in the shared pool. It is counted from before CuPy has it until CuPy frees it."""
@@ -153,6 +153,17 @@ class JointCuPy(CuPy):
                 if inherited is not None:
                     inherited()
 
+        def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
+            """None if the pool has no room."""
+            if not capped and not self._joint.fits(self._uuid(ordinal), size):
+                return None
+            try:
+                return pointer(Counted(size, stream_here(), live), 0)
+            except error_of_driver as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                return None
+
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget with `strategy: pool`."""
             ordinal = here()
@@ -160,18 +171,19 @@ class JointCuPy(CuPy):
             if live is None:
                 live = self._begin(cupy, ordinal)
             rounded = -(-size // _UNIT) * _UNIT
-            try:
-                return pointer(Counted(rounded, stream_here(), live), 0)
-            except error_of_driver as error:
-                if error.status != _OUT_OF_MEMORY:
-                    raise
-            return self._again(cupy, ordinal, size, lambda: pointer(Counted(rounded, stream_here(), live), 0))
+            taken = take(rounded, ordinal, live)
+            if taken is not None:
+                return taken
+            return self._again(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
 
         return allocate
 
+    def _uuid(self, ordinal: int) -> str:
+        return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
+
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
         """The first allocation on a GPU: the pool becomes its current one before."""
-        uuid = next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
+        uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
             self._say(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
         self._joint.use(self.name, uuid, ordinal)
@@ -179,27 +191,27 @@ class JointCuPy(CuPy):
 
     def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
         """The memory after all, or CuPy's own error, of which is told."""
-        uuid = next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
+        uuid = self._uuid(ordinal)
         for _ in range(_MOST_TIMES):
             if self.capturing():  # waiting for the stream would end the capture
                 break
             cupy.cuda.get_current_stream().synchronize()
-            try:
-                return take()
-            except cupy.cuda.runtime.CUDARuntimeError as error:
-                if error.status != _OUT_OF_MEMORY:
-                    raise
+            if (memory := take()) is not None:
+                return memory
             held, _ = self._joint.figures(uuid) or (0, 0)
             full = held + round_up(size, PIECE) <= self._caps.get(uuid, 0)  # the cap allows it: the GPU is full
             if not self._short(Shortage(self.name, uuid, size, round_up(size, PIECE), full)):
                 break
+        raise self._refusal(cupy, uuid, size)  # of a call: no frame keeps the error, and so the program's arrays, alive
+
+    def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
+        """CuPy's own error, of which was told."""
         held, _ = self._joint.figures(uuid) or (0, 0)
-        refusal = with_size(cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0)), size)
+        error = with_size(cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0)), size)
         if uuid in self._caps:
             here = threading.get_ident()
-            moment = Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here)
-            self._refused(refusal, moment)
-        raise refusal
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+        return error
 
     def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
         """An async pool that the user sets takes from the same pool; another is told at once."""

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from memguard._devices import contexts, pool_blocks
 from memguard._devices.pool_blocks import Held
-from memguard._frameworks.base import with_size
 from memguard._frameworks.joint_blocks import JointBlocks
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.numba.adapter import Numba
@@ -103,9 +102,8 @@ def joined(driver: Any) -> type:
             if held is None:
                 code = driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2
                 text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room(size)
-                error = with_size(driver.CudaAPIError(code, text), size)
-                owner._tell_refusal(error, size)
-                raise error
+                # Of a call: no frame keeps the error, and so the program's arrays, alive.
+                raise owner._told(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 
         def _array_of(self, held: Held) -> Any:

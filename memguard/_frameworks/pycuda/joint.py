@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._devices.pool_blocks import Held
-from memguard._frameworks.base import with_size
 from memguard._frameworks.joint_blocks import JointBlocks
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.pycuda import streams
@@ -104,9 +103,8 @@ class JointPyCUDA(JointBlocks, PyCUDA):
         held = self._from_pool(blocks, size, lambda: None)
         if held is not None:
             return kind(held)
-        error = with_size(drv.MemoryError("out of memory: " + self._no_room(size)), size)
-        self._tell_refusal(error, size)
-        raise error
+        # Of a call: no frame keeps the error, and so the program's arrays, alive.
+        raise self._told(drv.MemoryError("out of memory: " + self._no_room(size)), size)
 
 
 def _block_class(drv: Any) -> type:

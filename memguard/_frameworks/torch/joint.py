@@ -16,7 +16,7 @@ from typing import Any
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.torch import settings
 from memguard._frameworks.torch.adapter import Torch
-from memguard._types import Applied, Device, Usage
+from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._undo import Undo
 from memguard._units import round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -62,7 +62,14 @@ class JointTorch(Torch):
                 f"the {backend} backend of a torch that is imported",
                 f"`import torch` after memguard.init(), or set {_NEW}={_ASK} before Python starts",
             )
-        return super().apply(caps, options)
+        applied = super().apply(caps, options)
+        if self._joint.capped:
+            return applied
+        note = (
+            "torch: watched: it draws from the device's default pool, which cannot be capped; its fraction bounds what "
+            "it has in use itself"
+        )
+        return applied._replace(enforcement=Enforcement.WATCHED, notes=(*applied.notes, note))
 
     def usage(self, device: Device) -> Usage | None:
         """The remainder: what is in use in the pool and no other framework counts. None while torch is not live."""
