@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from memguard import _joint
 from memguard._blocks import End
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
@@ -17,9 +18,9 @@ from memguard._oom import hooks
 from memguard._reclaim import refusals, reservations, turns
 from memguard._reclaim.reclaimer import Reclaimer
 from memguard._reclaim.refusals import Look, Waiting
-from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry
+from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry, Verdict
 from memguard._reclaim.turns import Ticket, Turns
-from memguard._types import Device, DevicePlan, Plan, Room, Usage, WorkloadReport
+from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, WorkloadReport
 from memguard._units import parse_duration, parse_size
 from memguard.errors import BudgetExceeded, MemguardError
 
@@ -47,6 +48,7 @@ class Budgeted(Protocol):
         """The plan of this GPU, as it is now."""
 
     def _used_by(self, framework: str) -> Sequence[DevicePlan]: ...
+    def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int: ...
     def _capturing(self) -> bool: ...
     def _trim(self, names: Sequence[str], device: Device) -> None: ...
     def _check_active(self) -> None: ...
@@ -353,17 +355,33 @@ class Admission:
         first = frameworks if everyone else reservations.named(book, asked)
         usages = {name: frameworks[name].usage(device) for name in first if name in frameworks}
         memory = self._guard.host.memory(device)  # after the usages: what is taken between them counts twice
-        verdict = reservations.admit(book, asked, usages, memory)
+        verdict = self._admit(book, asked, part, usages, memory)
         if verdict.refusal is not None and len(usages) < len(frameworks):
             usages = {name: one.usage(device) for name, one in frameworks.items()}
             memory = self._guard.host.memory(device)
-            verdict = reservations.admit(book, asked, usages, memory)
+            verdict = self._admit(book, asked, part, usages, memory)
         in_use = {name: reservations.usage_in_use(usage) for name, usage in usages.items()}
         for name, size in in_use.items():
             lower = reservations.seen(book, name, {device.uuid: size})
             if lower is not book and self.turns.replace(book, lower):
                 book = lower
         return Look(book, part, memory, verdict, in_use)
+
+    def _admit(
+        self, book: Book, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
+    ) -> Verdict:
+        """The verdict. One that draws from the shared pool is looked at as if it were alone there, beside what the
+        others have reserved."""
+        name = asked.framework
+        if name not in part.joined:
+            return reservations.admit(book, asked, usages, memory)
+        usages = {**usages, name: usages.get(name)}
+        left = self._guard._alone(name, part, usages)
+        others = sum(self.open_bytes(other, part.device.uuid) for other in part.joined if other != name)
+        verdict = reservations.admit(book, asked._replace(cap=max(left - others, 0)), usages, memory)
+        if verdict.refusal is None:
+            return verdict
+        return verdict._replace(refusal=_joint.explained(verdict.refusal, name, part, left))
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
         footprint = self._guard._framework(framework).footprint(needed)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard import _policy
+from memguard import _joint, _policy
 from memguard._admission import Admission
 from memguard._blocks import Block, End
 from memguard._devices import contexts
@@ -54,6 +54,7 @@ from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._frameworks.joint_pool import JointPool
     from memguard._reclaim.figures import Reclaimable
 
 
@@ -136,6 +137,7 @@ class Guard:
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
         self._admission = Admission(self)
+        self._joint = self._joint_pool()
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
@@ -165,7 +167,7 @@ class Guard:
                 self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
-            entries = {name: _Entry(registry.create(name, self.host)) for name in self.budget.frameworks}
+            entries = {name: _Entry(self._create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
                 entry.framework.on_change = self._find_drift
@@ -184,6 +186,9 @@ class Guard:
                 self._undo.add("import hooks", self._hook.clear)
                 self._entries, self._frameworks = entries, {name: one.framework for name, one in entries.items()}
                 self._cure(states)
+                if self._joint is not None:
+                    self._undo.add("the shared pool", self._joint.restore)
+                    self._reader.joint = self._joint
                 for name, entry in entries.items():
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
@@ -231,6 +236,8 @@ class Guard:
             self._real.stop()
         for entry in self._entries.values():
             entry.framework.forked()
+        if self._joint is not None:
+            self._joint.forked()
 
     def ledger(self) -> Ledger:
         """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
@@ -425,7 +432,17 @@ class Guard:
         requester = self._entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
         memory = self.host.memory(part.device)
-        return _policy.admit(framework, needed, footprint, part.caps[framework], usages, memory).refusal is None
+        cap = part.caps[framework] if self._joint is None else self._alone(framework, part, usages)
+        return _policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
+
+    def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int:
+        """The cap to admit it under. One that draws from the shared pool is looked at as if it were alone there."""
+        cap = part.caps[framework]
+        if self._joint is None or framework not in part.joined:
+            return cap
+        reserved, used = self._joint.figures(part.device.uuid) or (0, 0)
+        cap, usages[framework] = _joint.as_if_alone(usages[framework], cap, reserved, used)
+        return cap
 
     def workload(
         self, name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
@@ -608,10 +625,29 @@ class Guard:
                 lines.append(f"  {name:<11}{format_size(cap):>12}  {holds}")
         return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
 
+    def _joint_pool(self) -> JointPool | None:
+        """The pool that frameworks share, not made yet. Raises PlanError where there can be none."""
+        joined = {part.device.uuid: part.caps[part.joined[0]] for part in self.plan.devices if part.joined}
+        if joined and self.host.simulated:
+            fix = "write 'strategy: caps' for the simulation, or leave out simulate="
+            problem = self.budget.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)
+            raise PlanError([problem], self.budget.source or "init")
+        if not joined:
+            return None
+        from memguard._frameworks.joint_pool import JointPool
+
+        return JointPool(joined, self._warn, _joint.capped(self.plan.devices[0].joined))
+
+    def _create(self, name: str) -> Framework:
+        if self._joint is not None and name in self.plan.devices[0].joined:
+            return registry.joined(name, self.host, self._joint)
+        return registry.create(name, self.host)
+
     def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
         if state is State.ABSENT:
             self._absent(name, entry)
         elif state is State.IMPORTABLE:
+            entry.framework.prepare(self._undo)
             self._hook.watch(entry.framework.hook, lambda: self._imported(name))
         else:
             self._apply(name, entry)

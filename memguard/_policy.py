@@ -13,6 +13,7 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from memguard._joint import joined, members
 from memguard._specs import CONTEXT, NEVER_GIVE_BACK, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
@@ -213,7 +214,8 @@ def _device_plan(
     elastic = {name: (divided[name], max(divided[name], most)) for name, most in maxima.items()}
     caps = starting_caps(room, {name: divided[name] for name in budget.frameworks}, elastic)
     source = "auto" if auto else "declared"
-    return DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), source, elastic)
+    part = DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), source, elastic)
+    return joined(part, members(budget))
 
 
 def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, int] | None:
@@ -302,6 +304,9 @@ def resized(current: Plan, framework: str, size: int) -> Plan:
 
     What elastic frameworks have beyond their min is not taken from them: they may be using it.
     """
+    if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
+        message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
+        raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
     most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
     lent = [name for part in current.devices for name, (least, _) in part.elastic.items() if part.caps[name] > least]

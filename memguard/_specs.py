@@ -176,6 +176,10 @@ class FrameworkSpec:
                       first group is a size
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
+    joint             module and class of its adapter under `strategy: pool`; empty if it cannot draw from that pool
+    joint_asks        memguard is asked for each of its allocations in that pool, and can refuse it
+    default_pool      it takes from the device's default pool alone, which cannot be capped
+    remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
     asks              its allocator is memguard's: it has room made, and an elastic cap raised, before it refuses
     """
@@ -206,6 +210,10 @@ class FrameworkSpec:
     figures: tuple[tuple[str, str], ...] = ()
     pads: bool = False
     refuses_silently: bool = False
+    joint: str = ""
+    joint_asks: bool = False
+    default_pool: bool = False
+    remainder: bool = False
     allocators: Allocators = _NO_CHOICE
     asks: bool = False
 
@@ -220,6 +228,8 @@ _ROWS = (
         title="PyTorch",
         module="torch",
         adapter="memguard._frameworks.torch.adapter:Torch",
+        joint="memguard._frameworks.torch.joint:JointTorch",
+        remainder=True,
         # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; and 24
         # for cuFFT, as with CuPy.
         modules=368 * MIB,
@@ -305,6 +315,8 @@ _ROWS = (
         title="TensorFlow",
         module="tensorflow",
         adapter="memguard._frameworks.tensorflow:TensorFlow",
+        joint="memguard._frameworks.tensorflow_joint:JointTensorFlow",
+        default_pool=True,
         modules=92 * MIB,
         workspace=256 * MIB,
         first_uses=(("cublas", 66 * MIB), ("cudnn", 16 * MIB)),
@@ -379,6 +391,8 @@ _ROWS = (
         title="CuPy",
         module="cupy",
         adapter="memguard._frameworks.cupy.adapter:CuPy",
+        joint="memguard._frameworks.cupy.joint:JointCuPy",
+        joint_asks=True,
         # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
         modules=262 * MIB,
         workspace=320 * MIB,
@@ -405,6 +419,8 @@ _ROWS = (
         title="JAX",
         module="jax",
         adapter="memguard._frameworks.jax:JAX",
+        joint="memguard._frameworks.jax_joint:JointJAX",
+        default_pool=True,
         # 34 MiB at its first operation, 204 with cuSOLVER and cuFFT.
         modules=206 * MIB,
         workspace=320 * MIB,
@@ -458,6 +474,8 @@ _ROWS = (
         title="PyCUDA",
         module="pycuda",
         adapter="memguard._frameworks.pycuda.adapter:PyCUDA",
+        joint="memguard._frameworks.pycuda.joint:JointPyCUDA",
+        joint_asks=True,
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a counted pool behind mem_alloc and gpuarray",
@@ -500,6 +518,8 @@ _ROWS = (
         title="Numba",
         module="numba",
         adapter="memguard._frameworks.numba.adapter:Numba",
+        joint="memguard._frameworks.numba.joint:JointNumba",
+        joint_asks=True,
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a memory manager that counts its allocations",

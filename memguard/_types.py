@@ -86,7 +86,8 @@ class MemoryInfo(NamedTuple):
 class DevicePlan:
     """One device's part of a plan: limit = reserve + Σ caps + unallocated.
 
-    The caps of elastic frameworks are those of now: the rest are what they are for good.
+    The caps of elastic frameworks are those of now: the rest are what they are for good. Those of `joined` frameworks
+    are one and the same, which they share: it counts once in the sum.
     """
 
     device: Device
@@ -97,6 +98,8 @@ class DevicePlan:
     reserve_source: str = "auto"
     elastic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The least and the most of each elastic framework, in bytes: its cap moves between them."""
+    joined: tuple[str, ...] = ()
+    """The frameworks that draw from one driver pool (`strategy: pool`)."""
 
 
 @dataclass(frozen=True)

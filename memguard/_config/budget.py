@@ -219,6 +219,11 @@ class Budget(_Model):
         description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
         json_schema_extra={"minProperties": 1},
     )
+    strategy: Literal["caps", "pool"] = _key(
+        "caps: each framework has a cap of its own. pool: those that can draw from one driver pool, whose size is the "
+        "sum of their parts.",
+        "caps",
+    )
     on_busy: Literal["warn", "raise"] = _key(
         "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
     )

@@ -60,6 +60,10 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     violations += _shares(asked, rooms)
     for loc, own, inherited in scopes:
         violations += _fits(loc, own, inherited, asked, rooms, auto)
+    if data.get("strategy") == "pool":
+        from memguard._config import pooling
+
+        violations += [Violation(*found) for found in pooling.check(frameworks)]
     violations += _misplaced(data)
     violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))

@@ -138,12 +138,15 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (_Address,),
     # memory pools
     "cuDeviceGetMemPool": (_OutPointer, _Device),
+    "cuDeviceGetDefaultMemPool": (_OutPointer, _Device),
     "cuDeviceSetMemPool": (_Device, _Pool),
     "cuMemPoolCreate": (_OutPointer, POINTER(CUmemPoolProps)),
     "cuMemPoolDestroy": (_Pool,),
     "cuMemPoolSetAttribute": (_Pool, _Enum, _OutAny),
     "cuMemPoolGetAttribute": (_Pool, _Enum, _OutAny),
     "cuMemPoolTrimTo": (_Pool, c_size_t),
+    "cuMemAllocFromPoolAsync": (_Out64, c_size_t, _Pool, _Stream),
+    "cuMemFreeAsync": (_Address, _Stream),
 }
 """The parameters of each function. All return a CUresult."""
 

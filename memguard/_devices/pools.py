@@ -1,4 +1,5 @@
-"""A driver memory pool that stops at a size: the cap under PyTorch's `cudaMallocAsync` backend."""
+"""The driver's memory pools: one that stops at a size, which is the cap of torch's `cudaMallocAsync` backend and of
+`strategy: pool`, and the device's default one."""
 
 from __future__ import annotations
 
@@ -12,19 +13,15 @@ _PINNED, _ON_DEVICE = 1, 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYP
 _RELEASE_THRESHOLD, _RESERVED, _RESERVED_PEAK, _USED = 4, 5, 6, 7  # CU_MEMPOOL_ATTR_…
 _NO_RELEASE = 2**64 - 1
 _FIRST_WITH_MAX_SIZE = 12020  # CUDA 12.2, as cuDriverGetVersion counts
+_POOLS_SUPPORTED = 115  # CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
 
 
-class CappedPool:
-    """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` takes from it.
+class _Pool:
+    """A memory pool of one GPU. Raises DeviceError if CUDA is not initialised or refuses."""
 
-    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError, while the
-    fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or refuses.
-    """
-
-    def __init__(self, ordinal: int, max_size: int) -> None:
-        self._destroyed = False
+    def __init__(self, ordinal: int) -> None:
         cuda = self._cuda = contexts.driver()
-        version, device, pool = c_int(), c_int(), c_void_p()
+        version, device = c_int(), c_int()
         check("cuDriverGetVersion", cuda.cuDriverGetVersion(version))
         if version.value < _FIRST_WITH_MAX_SIZE:
             here = f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -33,19 +30,19 @@ class CappedPool:
                 "    fix: update the NVIDIA driver to 535 or newer (CUDA 12.2)"
             )
         check("cuDeviceGet", cuda.cuDeviceGet(device, ordinal))
-        self._device = device.value
+        self._device, there = device.value, c_int()
+        check("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(there, _POOLS_SUPPORTED, self._device))
+        if not there.value:
+            raise DeviceError(
+                "CUDA: this GPU or driver has no memory pools (CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED is 0)\n"
+                "    fix: use allocators that need none: torch's native backend, and 'strategy: caps' in the budget"
+            )
         self._before = self._current()
-        wanted = CUmemPoolProps(_PINNED, 0, CUmemLocation(_ON_DEVICE, ordinal), None, max_size)
-        check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
-        self._pool = pool.value or 0
-        try:
-            # As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed.
-            never = c_uint64(_NO_RELEASE)
-            check("cuMemPoolSetAttribute", cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, never))
-            check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
-        except BaseException:
-            cuda.cuMemPoolDestroy(self._pool)
-            raise
+        self._pool = 0
+
+    @property
+    def handle(self) -> int:
+        return self._pool
 
     def reserved(self) -> int:
         """Bytes that the pool holds from the driver."""
@@ -59,18 +56,26 @@ class CappedPool:
         """Bytes of live allocations."""
         return self._attribute(_USED)
 
+    def keep(self) -> int | None:
+        """Set the release threshold again, if somebody has changed it: what it was found at. None if it was as set."""
+        found = self._attribute(_RELEASE_THRESHOLD)
+        if found == _NO_RELEASE:
+            return None
+        self._set_threshold(_NO_RELEASE)
+        return found
+
+    def current(self) -> bool:
+        """Whether it is still the device's current pool, from which `cudaMallocAsync` takes."""
+        return self._current() == self._pool
+
     def trim(self, keep: int = 0) -> None:
         """Give the unused part back to the driver, but for what the pool needs to hold `keep` bytes at least."""
         self._cuda.cuMemPoolTrimTo(self._pool, keep)
 
-    def restore(self) -> None:
-        """Make the former pool current again. The driver frees this one after its last allocation is freed."""
-        if self._destroyed:
-            return
-        if self._current() == self._pool:
-            check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
-        self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
-        self._cuda.cuMemPoolDestroy(self._pool)
+    def _set_threshold(self, size: int) -> None:
+        """What of the unused part stays in the pool when something is synchronised, in bytes."""
+        wanted = c_uint64(size)
+        check("cuMemPoolSetAttribute", self._cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, wanted))
 
     def _current(self) -> int:
         pool = c_void_p()
@@ -89,3 +94,67 @@ def trim_to(pool: int, keep: int) -> None:
     Raises DeviceError if CUDA is not initialised or refuses.
     """
     check("cuMemPoolTrimTo", contexts.driver().cuMemPoolTrimTo(pool, keep))
+
+
+class CappedPool(_Pool):
+    """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` takes from it.
+
+    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError, while the
+    fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or refuses.
+    """
+
+    def __init__(self, ordinal: int, max_size: int) -> None:
+        super().__init__(ordinal)
+        self._destroyed = False
+        cuda, pool = self._cuda, c_void_p()
+        wanted = CUmemPoolProps(_PINNED, 0, CUmemLocation(_ON_DEVICE, ordinal), None, max_size)
+        check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
+        self._pool = pool.value or 0
+        try:
+            # As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed.
+            self._set_threshold(_NO_RELEASE)
+            check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
+        except BaseException:
+            cuda.cuMemPoolDestroy(self._pool)
+            raise
+
+    def restore(self) -> None:
+        """Make the former pool current again. The driver frees this one after its last allocation is freed."""
+        if self._destroyed:
+            return
+        if self._current() == self._pool:
+            check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
+        self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
+        self._cuda.cuMemPoolDestroy(self._pool)
+
+
+class DefaultPool(_Pool):
+    """The device's default pool, made its current one. It cannot be capped; its release threshold is set to "never"."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        pool = c_void_p()
+        check("cuDeviceGetDefaultMemPool", self._cuda.cuDeviceGetDefaultMemPool(pool, self._device))
+        self._pool = pool.value or 0
+        self._threshold = self._attribute(_RELEASE_THRESHOLD)
+        """As others want it."""
+        try:
+            self._set_threshold(_NO_RELEASE)
+            if self._before != self._pool:
+                check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._pool))
+        except BaseException:
+            self._set_threshold(self._threshold)
+            raise
+
+    def keep(self) -> int | None:
+        found = super().keep()
+        if found is not None:
+            self._threshold = found
+        return found
+
+    def restore(self) -> None:
+        """The release threshold as others have set it last, and the former current pool."""
+        if self._attribute(_RELEASE_THRESHOLD) == _NO_RELEASE:
+            self._set_threshold(self._threshold)
+        if self._before != self._pool and self._current() == self._pool:
+            check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))

@@ -53,6 +53,8 @@ class Framework(ABC):
     """Its row."""
     resizable = True
     """Whether a cap can change at run time. Not TensorFlow's and JAX's: what they have taken never comes back."""
+    pooled = False
+    """Whether it draws from the pool that several frameworks share: its usage is then what is live, without a cache."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -108,6 +110,10 @@ class Framework(ABC):
     @abstractmethod
     def _live(self, module: ModuleType) -> bool:
         """Whether the imported framework has initialised CUDA (holds or can hold GPU memory)."""
+
+    def prepare(self, undo: Undo) -> None:  # noqa: B027 (few have anything)
+        """Set what the framework reads while it is imported. Called before that; first adds to `undo` what takes it
+        back. What the user has set already stays, or raises ConflictingSetting."""
 
     @abstractmethod
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:

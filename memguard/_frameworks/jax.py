@@ -44,6 +44,7 @@ class JAX(Framework):
 
     spec = SPECS["jax"]
     resizable = False
+    _allocator = "bfc"
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -98,7 +99,7 @@ class JAX(Framework):
             self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
-        wanted.setdefault("allocator", "bfc")  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
+        wanted.setdefault("allocator", self._allocator)  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
         replaced = Replacements()
         self._options, self._asked = wanted, before
 
@@ -214,11 +215,15 @@ class JAX(Framework):
             (_ALLOCATORS.variable, os.environ.get(_ALLOCATORS.variable, "")),
             (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
         ):
-            why = _ALLOCATORS.why_uncapped(value)
+            why = self._why_not(value)
             if why is not None:
                 raise ConflictingSetting(
-                    self.name, f"{setting}={value}", why, "unset it, so that JAX uses its BFC allocator"
+                    self.name, f"{setting}={value}", why, f"unset it, so that JAX uses its allocator {self._allocator}"
                 )
+
+    def _why_not(self, allocator: str) -> str | None:
+        """Why the allocator of this name cannot be used; None if it can."""
+        return _ALLOCATORS.why_uncapped(allocator)
 
     def _held(
         self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
@@ -242,7 +247,7 @@ class JAX(Framework):
             elif fraction is not None:
                 lost.append(f"memory_fraction={fraction}")
             allocator = theirs.get("allocator")
-            if allocator is not None and _ALLOCATORS.why_uncapped(str(allocator)) is None:
+            if allocator is not None and self._why_not(str(allocator)) is None:
                 held["allocator"] = allocator
             elif allocator is not None:
                 lost.append(f"allocator={allocator}")

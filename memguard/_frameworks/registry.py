@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._specs import SPECS
+
+if TYPE_CHECKING:
+    from memguard._frameworks.joint_pool import JointPool
 
 
 def create(name: str, host: Host) -> Framework:
@@ -17,6 +21,16 @@ def create(name: str, host: Host) -> Framework:
 
         assert isinstance(host, SimulatedHost)
         return SimulatedFramework(host, name)
-    module, _, cls = SPECS[name].adapter.partition(":")
-    framework: Framework = getattr(importlib.import_module(module), cls)(host)
+    framework: Framework = _class_of(SPECS[name].adapter)(host)
     return framework
+
+
+def joined(name: str, host: Host, joint: JointPool) -> Framework:
+    """The named framework, which draws from the shared pool. Its row says that it can."""
+    framework: Framework = _class_of(SPECS[name].joint)(host, joint)
+    return framework
+
+
+def _class_of(adapter: str) -> Any:
+    module, _, name = adapter.partition(":")
+    return getattr(importlib.import_module(module), name)

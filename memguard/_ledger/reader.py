@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
+from memguard._joint import POOL, left_to
 from memguard._ledger.overhead import Overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger, reading_of
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
@@ -35,6 +36,9 @@ from memguard._types import (
 )
 from memguard._units import GRANULE, MIB, format_size
 from memguard.errors import DeviceError, MemguardError
+
+if TYPE_CHECKING:
+    from memguard._frameworks.joint_pool import JointPool
 
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3
@@ -63,6 +67,7 @@ class LedgerReader:
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self._host, self._unnamed, self._warn = host, unnamed, warn
+        self.joint: JointPool | None = None
         self._turn = Turn()
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
@@ -120,6 +125,7 @@ class LedgerReader:
     ) -> DeviceLedger:
         """The rows of a reading. The arguments must not change any more."""
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
+        watched[POOL] = ""
         return device_ledger(reading, part, {**watched, **enforcements}, refusals)
 
     def glance(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> tuple[Reading, Mapping[int, int | None]]:
@@ -134,6 +140,8 @@ class LedgerReader:
                 usages[name] = one.usage(device)
             except Exception:  # unknown
                 usages[name] = Usage(None, None)
+        if self.joint is not None:
+            usages.update(self._shared(device, frameworks, usages))
         memory, processes = self._host.memory(device), self._host.processes(device)
         own = own_bytes(processes, self._host.pid, True)
         slabs = driver_pages.slabs[device.uuid].gaps
@@ -214,6 +222,10 @@ class LedgerReader:
         state = self._overhead.get(uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
         lent: Mapping[str, Lent] = _NO_LOANS
+        if self.joint is not None:
+            shared = self._shared(device, frameworks, usages)
+            usages.update(shared)
+            known += sum([_known(usage) for usage in shared.values()])
         if _LOANS in sys.modules:
             kept = self._kept(device)
             usages.update(kept)
@@ -255,6 +267,10 @@ class LedgerReader:
             for name, usage in self._kept(device).items():
                 known += usage.held or 0
                 figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
+        if self.joint is not None:
+            for name, usage in self._shared(device, frameworks, figures).items():
+                known += usage.held or 0
+                figures[name] = framework_sample_of((*usage[:3], None))
         slabs = driver_pages.slabs[uuid].gaps
         gap = None if own is None else own - known - slabs
         charged = self._overhead.get(uuid, _NOTHING).charged
@@ -270,6 +286,8 @@ class LedgerReader:
             figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
+        if self.joint is not None:
+            figures = left_to(part, figures)
         return device_sample_of((uuid, device.total, used, free, own, part.limit, charged + slabs, rest, figures))
 
     def _loaded(
@@ -344,6 +362,18 @@ class LedgerReader:
         kept: Mapping[int, int] | None = getattr(loans, "kept", None)
         size = kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
+
+    def _shared(
+        self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | FrameworkSample | None]
+    ) -> dict[str, Usage]:
+        """The row of the pool that several frameworks draw from, whose own rows were `read`; empty if it is not there
+        yet. Together they are what the pool holds, to the byte."""
+        if self.joint is None:
+            return {}
+        members = [(one, usage) for name, one in frameworks.items() if one.pooled and (usage := read.get(name))]
+        counted = sum([usage.held or 0 for _, usage in members])
+        found = self.joint.usage(device, counted, any(one.spec.remainder for one, _ in members))
+        return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
         """What each framework lends to others. Lent memory counts with the producer's."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from memguard._joint import POOL, shared_notes
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
 from memguard._policy import modules
@@ -73,10 +74,12 @@ def _rows(
     caps: Mapping[str, int] = part.caps if part is not None else {}
     enforcements, refusals = enforcements or {}, refusals or {}
     usages, memory, overhead = reading.usages, reading.memory, reading.overhead
+    notes = shared_notes(part) if POOL in usages else {}
     rows, silent, counted = [], [], 0
     for name in dict.fromkeys([*caps, *usages]):
         usage, refused = usages.get(name), refusals.get(name, _UNKNOWN)
-        row = _framework(name, usage, caps.get(name), enforcements.get(name, ""), reading.lent.get(name), refused)
+        loan = reading.lent.get(name)
+        row = _framework(name, usage, caps.get(name), enforcements.get(name, ""), loan, refused, notes.get(name, ""))
         rows.append(row)
         counted += row.bytes or 0
         if usage is not None and usage.held is None:
@@ -133,12 +136,13 @@ def _framework(
     enforcement: str,
     loan: Lent | None,
     refused: tuple[int | None, float | None],
+    said: str = "",
 ) -> Row:
     count, last = refused
     if usage is None:
         return Row("framework", name, 0, cap, enforcement=enforcement, refused=count, last_refused=last)
     held, in_use, reclaimable, at_least, at_most, _ = usage
-    notes = []
+    notes = [said] if said else []
     cached = held - in_use if held is not None and in_use is not None else None
     if held is None:
         most = "" if at_most is None else f", at most {format_size(at_most)}"

@@ -10,6 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from memguard import _policy
+from memguard._joint import POOL
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
 from memguard._specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
@@ -100,11 +101,22 @@ class Case:
         """The part of its cap that the requester cannot reuse: held less what a trim returns. None if not known."""
         if self.row is None:
             return 0
+        if self.beside is not None:
+            return (self.row.in_use or 0) + self.beside
         if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
             return self.row.in_use or self.row.bytes or 0
         if self.row.bytes is None:
             return self.row.in_use
         return max(self.row.bytes - (self.row.reclaimable or 0), 0)
+
+    @cached_property
+    def beside(self) -> int | None:
+        """What others have in use in the pool that the requester draws from, in bytes; None if it draws from none."""
+        joined = self.planned.joined if self.planned is not None else ()
+        if self.row is None or self.row.name not in joined:
+            return None
+        others = {POOL, *joined} - {self.row.name}
+        return sum(row.in_use or 0 for row in self.frameworks if row.name in others)
 
     @cached_property
     def room(self) -> int | None:
@@ -155,7 +167,9 @@ class Case:
 
     @property
     def _own(self) -> int:
-        """What the requester gives back by itself before it fails."""
+        """What the requester gives back by itself before it fails, or what its pool has idle for it."""
+        if self.beside is not None:
+            return next((row.cached or 0 for row in self.frameworks if row.name == POOL), 0)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property
@@ -215,11 +229,13 @@ def _trims(case: Case) -> Iterator[Remedy]:
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
+        if row.name == POOL and case.beside is not None:  # it serves the request by itself
+            continue
         if row is not case.row and row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
     for name, (row, size) in sorted(sizes.items(), key=lambda item: -item[1][1]):
         # `memguard.trim` knows only the frameworks of the budget.
-        own = SPECS[name].own_trim or f"its own call, in {name},"
+        own = (SPECS[name].own_trim if name in SPECS else "memguard.trim()") or f"its own call, in {name},"
         call = f"memguard.trim({name!r})" if row.cap is not None else own
         if row.reclaimable is None:
             yield Remedy(f"{name} caches {format_size(size)}: {call} frees the part that is not fragmented", size)
@@ -270,6 +286,13 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
     name, cap = row.name, part.caps[row.name]
+    if name in part.joined:
+        size = format_size(cap)
+        yield Remedy(
+            f"{' and '.join(part.joined)} share one pool of {size}: raise the part of any of them and restart, as its "
+            "size is fixed"
+        )
+        return
     if row.cap is not None and row.cap < cap:
         own, most = format_size(row.cap), format_size(cap)
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
@@ -301,7 +324,12 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     idle = {
         r.name: (_guaranteed(part, r.name) - r.bytes, r)
         for r in case.frameworks
-        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name in part.caps
+        if r is not row
+        and r.cap
+        and r.bytes is not None
+        and r.at_least is None
+        and r.name in part.caps
+        and r.name not in part.joined
     }
     other = max(idle, key=lambda key: idle[key][0], default=None)
     size = f"{least}{format_size(wanted)}"

@@ -321,10 +321,10 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
     """
     if since:
-        is_, has, holds = "was", "had", "held"
+        is_, has, have, holds = "was", "had", "had", "held"
         end = f" when the request failed{since}"
     else:
-        is_, has, holds = "is", "has", "holds"
+        is_, has, have, holds = "is", "has", "have", "holds"
         end = ""
     place, full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
     row, card = case.row, f"{format_size(case.free)} free"
@@ -346,7 +346,8 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
         used = f" ({format_size(row.in_use)} in use at its peak)"
     most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
     now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
-    cap = f"its cap of {format_size(row.cap)}{now} {is_} reached: it {held}{used}"
+    shared = "" if case.beside is None else f" of the shared pool, in which others {have} {format_size(case.beside)}"
+    cap = f"its cap of {format_size(row.cap)}{now} {is_} reached: it {held}{used}{shared}"
     asked = case.verdict.requested
     if asked is not None and asked > row.cap and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"

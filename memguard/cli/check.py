@@ -35,6 +35,10 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
     for name, framework in budget.frameworks.items():
         yield name, _framework(name, framework)
     yield "unallocated", _rest(budget)
+    if budget.strategy == "pool":
+        from memguard import _joint
+
+        yield "strategy", f"pool: {' and '.join(_joint.members(budget))} draw from one pool, of the sum of their parts"
     if budget.on_busy == "raise":
         yield "on_busy", "raise: init fails if others hold so much of a GPU that the limit cannot be had"
     if budget.monitor is not None:

@@ -62,6 +62,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
+    from memguard import _joint
     from memguard._specs import SPECS
     from memguard._units import GRANULE, format_size
 
@@ -79,7 +80,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         table.add_column("how it holds")
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
-            how = SPECS[name].cap_is
+            how = _joint.how(part, name) if name in part.joined else SPECS[name].cap_is
             if name in part.elastic:
                 least, most = part.elastic[name]
                 how = f"now; min {format_size(least)}, max {format_size(most)}: {how}"
@@ -118,6 +119,7 @@ def _as_dict(resolved: Plan) -> dict[str, object]:
                 "reserve_source": part.reserve_source,
                 "caps": dict(part.caps),
                 "elastic": {name: {"min": least, "max": most} for name, (least, most) in part.elastic.items()},
+                "joined": list(part.joined),
                 "unallocated": part.unallocated,
             }
             for part in resolved.devices

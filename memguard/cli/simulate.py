@@ -36,7 +36,7 @@ def simulate(
     from memguard._simulation import replay as simulation
     from memguard._simulation import trace as traces
     from memguard.cli.support import recordings
-    from memguard.errors import TraceError
+    from memguard.errors import PlanError, TraceError
 
     given = recordings.given(files, budget, "trace", without_budget=without_budget)
     if given.wrong is not None:
@@ -49,6 +49,9 @@ def simulate(
     host = SimulatedHost(devices) if devices else simulation.host_of(recorded.header)
     if declared is not None:
         plan = _policy.plan(declared, host.devices())
+        if any(part.joined for part in plan.devices):
+            fix = "write 'strategy: caps' for the simulation"
+            raise PlanError([declared.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)])
     if plan is not None:
         names = {name for part in plan.devices for name in part.caps}
         outcome = simulation.simulate(recorded, host, {name: plan.caps(name) for name in names}, plan.options)

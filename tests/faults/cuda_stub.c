@@ -5,7 +5,7 @@
  * returns: crash or hang. CUDA_STUB_VERSION is the driver's CUDA. GPU 1 cannot reach GPU 0's memory. If CUDA_STUB_UUIDS is
  * set, it has the UUIDs of the GPUs (none: CUDA_ERROR_NO_DEVICE), and no device is counted before cuInit.
  * CUDA_STUB_INTEGRATED=1: they use the machine's memory; CUDA_STUB_TOTAL and _FREE are MiB, of each. CUDA_STUB_IDLE=1:
- * all work is done at once, else when somebody waits for it. */
+ * all work is done at once, else when somebody waits for it. CUDA_STUB_POOLS=0: it has no memory pools. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -78,7 +78,7 @@ int cuDeviceGetName(char *out, int size, int device) {
 }
 
 int cuDeviceGetAttribute(int *out, int which, int device) {
-    *out = which == 16 ? 132 : which == 18 ? number("CUDA_STUB_INTEGRATED", 0) : which == 75 ? 9 : 0;
+    *out = which == 16 ? 132 : which == 18 ? number("CUDA_STUB_INTEGRATED", 0) : which == 75 ? 9 : which == 115 ? number("CUDA_STUB_POOLS", 1) : 0;
     return device > 1;
 }
 
@@ -293,6 +293,11 @@ int cuDeviceGetMemPool(void **out, int device) {
     *out = POOL(current_pool);
     return device ? 101 : 0;
 }
+int cuDeviceGetDefaultMemPool(void **out, int device) {
+    CALL("cuDeviceGetDefaultMemPool");
+    *out = POOL(0);
+    return device ? 101 : 0;
+}
 int cuDeviceSetMemPool(int device, void *pool) {
     CALL("cuDeviceSetMemPool");
     if (device || !pool_of(pool)) return INVALID;
@@ -322,6 +327,45 @@ int cuMemPoolGetAttribute(void *pool, int which, unsigned long long *value) {
     if (!found || which < 4 || which > 7) return INVALID;
     *value = which == 4 ? found->threshold : which == 5 ? found->reserved : which == 6 ? found->peak : found->used;
     return 0;
+}
+/* Pools grow in pieces of 32 MiB, up to their size. No address is given out twice, and nothing may be read from one. */
+enum { BLOCKS = 8192 };
+static struct { unsigned long long at; size_t size; int pool; } blocks[BLOCKS];
+static unsigned long long next_block = 0x7e0000000000;
+int stub_blocks(void) {
+    int live = 0;
+    for (int i = 0; i < BLOCKS; i++) live += blocks[i].size > 0;
+    return live;
+}
+int cuMemAllocFromPoolAsync(unsigned long long *out, size_t size, void *pool, void *stream) {
+    const unsigned long long piece = 32 << 20;
+    struct pool *found = pool_of(pool);
+    (void)stream;
+    CALL("cuMemAllocFromPoolAsync");
+    if (!found || !size || !depth) return depth ? INVALID : NO_CONTEXT;
+    if (found->max && found->used + size > found->max) return 2;
+    for (int i = 0; i < BLOCKS; i++) if (!blocks[i].size) {
+        blocks[i].at = *out = next_block;
+        blocks[i].size = size;
+        blocks[i].pool = (int)(found - pools);
+        next_block += (size + 511) / 512 * 512;
+        found->used += size;
+        if (found->used > found->reserved) found->reserved = (found->used + piece - 1) / piece * piece;
+        if (found->max && found->reserved > found->max) found->reserved = found->max;
+        if (found->reserved > found->peak) found->peak = found->reserved;
+        return 0;
+    }
+    return 2;
+}
+int cuMemFreeAsync(unsigned long long at, void *stream) {
+    (void)stream;
+    CALL("cuMemFreeAsync");
+    for (int i = 0; i < BLOCKS; i++) if (blocks[i].size && blocks[i].at == at) {
+        pools[blocks[i].pool].used -= blocks[i].size;
+        blocks[i].size = 0;
+        return 0;
+    }
+    return INVALID;
 }
 int cuMemPoolTrimTo(void *pool, size_t keep) {
     CALL("cuMemPoolTrimTo");

@@ -235,6 +235,7 @@ def test_a_dump_says_what_a_file_would_say() -> None:
         "device": {"limit": "90%", "reserve": "auto"},
         "devices": {},
         "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}, "jax": {"share": "12.5%"}},
+        "strategy": "caps",
         "on_busy": "raise",
         "on_pressure": [],
     }

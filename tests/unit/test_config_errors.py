@@ -28,7 +28,7 @@ from memguard.errors import ConfigError
         ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
         # keys
         (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks, "
-         "on_busy, monitor, on_pressure", "'device'"),
+         "strategy, on_busy, monitor, on_pressure", "'device'"),
         (GOOD + "zzz: 1", 4, 1, "zzz", "unknown key 'zzz'", "remove it"),
         (GOOD + "'a\\nb': 1", 4, 1, "['a\\\\nb']", "unknown key", "remove it"),
         (GOOD + "limit: 90%", 4, 1, "limit", "unknown key 'limit' here", "move it below 'device:'"),

@@ -39,7 +39,7 @@ from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 if TYPE_CHECKING:
-    from memguard._devices.pools import CappedPool
+    from memguard._devices.pools import CappedPool, DefaultPool
 
 _log = logging.getLogger("memguard")
 
@@ -85,7 +85,7 @@ class Torch(Framework):
         super().__init__(host)
         self._caps: dict[str, int] = {}
         self._before: dict[int, float] = {}
-        self._pools: dict[str, CappedPool] = {}
+        self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # as it was when the caps were set

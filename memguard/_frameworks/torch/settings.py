@@ -94,15 +94,25 @@ def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
 
 def cuda_version() -> str | None:
     """The CUDA version that torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", _about(), re.MULTILINE)
+    return match[1] if match else None
+
+
+def version() -> tuple[int, int] | None:
+    """torch's own, read in the same way; None if it is not told."""
+    match = re.search(r"^__version__\s*(?::[^=]*)?=\s*'(\d+)\.(\d+)", _about(), re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _about() -> str:
+    """The text of torch's `version.py`; "" if it cannot be read."""
     try:
         spec = importlib.util.find_spec("torch")
     except ValueError:  # a stand-in module without a spec
-        return None
+        return ""
     if spec is None or spec.origin is None:
-        return None
+        return ""
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+        return (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return None
-    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", text, re.MULTILINE)
-    return match[1] if match else None
+        return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from card import CONTEXT, MIB, cards
+from card import CONTEXT, MIB, OutOfMemory, cards
 
 STEP = 32 * MIB
 """In which the driver's own pools grow."""
@@ -20,6 +20,7 @@ class Gpu:
     def __init__(self, number):
         self.uuid, self.card, self.context = bytes.fromhex(f"00000000000040008000{number:012x}"), cards[number], False
         self.pool_held = self.pool_used = self.threshold = 0
+        self.pool_most = None
 
     @property
     def taken(self):
@@ -36,6 +37,8 @@ class Gpu:
 
     def malloc_async(self, size):
         grown = max(-(-(self.pool_used + size) // STEP) * STEP - self.pool_held, 0)
+        if self.pool_most is not None and self.pool_held + grown > self.pool_most:
+            raise OutOfMemory
         self._grow_pool(grown)
         self.pool_used += size
 
@@ -54,8 +57,8 @@ class Gpu:
 
 gpus = [Gpu(0), Gpu(1)]
 """By CUDA's ordinal, which is NVML's order unless a test puts them into another."""
-asked = 0
-"""How often the runtime was called."""
+asked = synchronized = 0
+"""How often the runtime was called, and a stream was waited for."""
 initialised = False
 capturing = False
 _thread = threading.local()

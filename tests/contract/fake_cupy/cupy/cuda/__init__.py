@@ -78,6 +78,7 @@ class Stream:
 
     def synchronize(self):
         fake_card.runtime()
+        fake_card.synchronized += 1
 
     def is_capturing(self):
         fake_card.runtime()

@@ -1,6 +1,7 @@
 """`cupy.cuda.memory`: one pool per device, which caches, splits and merges, and looks once more at its limit."""
 
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import fake_card
 from cupy.cuda import runtime
 
 _UNIT = 512
+_addresses = itertools.count(1 << 50, _UNIT)
 _thread = threading.local()
 
 
@@ -35,17 +37,19 @@ class Memory:
 
 
 class MemoryAsync:
-    """From the driver's own pool of the device, which everybody shares, and whose addresses are not modelled."""
+    """From the driver's own pool of the device, which everybody shares. Each address is used once."""
 
     ptr = 0
 
-    def __init__(self, size):
+    def __init__(self, size, stream=None):
         self._gpu = fake_card.gpu_here()
         try:
             self._gpu.malloc_async(size)
         except card.OutOfMemory:
             raise runtime.CUDARuntimeError(runtime._OUT_OF_MEMORY) from None
         self.size = size
+        if size:
+            self.ptr = next(_addresses)
 
     def __del__(self):
         if hasattr(self, "size"):

@@ -1,0 +1,249 @@
+"""CuPy in the pool that several frameworks share: its own `MemoryAsync`, which takes from the device's current pool.
+
+`cupy.cuda.MemoryAsyncPool` is not used: making one makes a context on every GPU (`cudaSetDevice`, read in its source),
+and its figures are of the whole pool, whoever uses it. CuPy allocates on its current stream and frees on the same one;
+here both are its own code, and what is counted is the live allocations, as CuPy rounds them.
+
+A request that the driver refuses is tried again after CuPy's stream has run, as its own async pool does: what was freed
+there is then free.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memguard._devices import contexts
+from memguard._frameworks import rmm
+from memguard._frameworks.base import with_size
+from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
+from memguard._frameworks.joint_pool import PIECE, JointPool
+from memguard._frameworks.replacements import Replacements
+from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage
+from memguard._units import format_size, round_up
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+_UNIT = 512
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_MOST_TIMES = 3
+
+
+class JointCuPy(CuPy):
+    """CuPy's async allocator over the shared pool."""
+
+    pooled = True
+
+    def __init__(self, host: Any, joint: JointPool) -> None:
+        super().__init__(host)
+        self._joint = joint
+        self._live_sizes: dict[int, dict[int, int]] = {}  # by ordinal: the size of each live allocation, by address
+
+    def _live(self, module: Any) -> bool:
+        return bool(self._live_sizes) or (not self._caps and super()._live(module))
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        cupy: Any = sys.modules["cupy"]
+        before = cupy.cuda.get_allocator()
+        pool = getattr(before, "__self__", None)
+        if os.environ.get(_LIMIT, "").strip():
+            raise self._refused_setting(_LIMIT, "is a limit of CuPy's own pool, and holds in no other", "unset it")
+        if rmm.is_cupys(before) or not isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool)):
+            setting = f"cupy.cuda.set_allocator({_named(before)})"
+            raise self._refused_setting(setting, "allocates past the shared pool", "remove that call")
+        if isinstance(pool, cupy.cuda.MemoryPool):
+            self._refuse_what_it_holds(pool)
+        self._caps, replaced = dict(caps), Replacements()
+        self._raw_set = cupy.cuda.set_allocator
+        self._asked_for = before
+
+        def undo() -> None:
+            replaced.undo()
+            ours, self._caps = self._allocate, {}
+            self._joint.forget(self.name)
+            if ours is not None and cupy.cuda.get_allocator() is ours:
+                self._set_allocator(self._asked_for)
+            self._allocate = None
+
+        self.changes.add(self.name, undo)
+        try:
+            self._allocate = self._from_joint(cupy)
+            self._joint.count(self.name, self._counted)
+            self._set_allocator(self._allocate)
+            for owner in (cupy.cuda, cupy.cuda.memory):
+                replaced.put(owner, "set_allocator", lambda original: self._later(original, cupy))
+        except BaseException:
+            undo()
+            raise
+        return Applied(Enforcement.ENFORCED, undo)
+
+    def usage(self, device: Device) -> Usage | None:
+        """What is live; the cache is everybody's. None if it has allocated nothing on the GPU."""
+        if not self._live_sizes:
+            return None
+        live = self._live_sizes.get(self._by_uuid().get(device.uuid, -1))
+        if live is None:
+            return None
+        in_use = _total(live)
+        return Usage(in_use, in_use, 0)
+
+    def trim(self, device: Device) -> None:
+        """Give the pool's idle part to the driver, once CuPy's stream has run."""
+        cupy = _imported()
+        ordinal = self._by_uuid().get(device.uuid) if contexts.initialised() else None
+        if cupy is None or ordinal not in self._live_sizes:
+            return
+        with contexts.pushed(ordinal) as there:
+            if there:
+                cupy.cuda.get_current_stream().synchronize()
+                self._joint.trim(device.uuid)
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
+
+    def footprint(self, size: int) -> int:
+        """What it takes of the pool, which may have room for it in a piece that it holds."""
+        return round_up(size, _UNIT)
+
+    def unseen(self) -> str | None:
+        return None
+
+    def _drift(self, cupy: Any) -> list[str]:
+        if self._allocate is None:
+            return []
+        if (now := cupy.cuda.get_allocator()) is not self._allocate:
+            return [f"cupy: its allocator was replaced after memguard.init ({_named(now)}): its cap does not hold"]
+        return self._joint.drift(self.name)
+
+    def about(self) -> dict[str, str]:
+        return {"allocator": "MemoryAsync", "strategy": "pool"} if self._live_sizes else {}
+
+    def forked(self) -> None:
+        self._lock, self._caps, self._live_sizes = threading.RLock(), {}, {}
+
+    def _counted(self, uuid: str) -> int:
+        live = self._live_sizes.get(self._by_uuid().get(uuid, -1)) if self._live_sizes else None
+        return 0 if live is None else _total(live)
+
+    def _from_joint(self, cupy: Any) -> Callable[[int], Any]:
+        """CuPy's allocator: what `cupy.cuda.malloc_async` does, counted."""
+        memory, error_of_driver = cupy.cuda.memory, cupy.cuda.runtime.CUDARuntimeError
+        here, stream_here, known = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, self._live_sizes
+        pointer, capped = memory.MemoryPointer, self._joint.capped
+
+        class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
+            """An allocation in the shared pool. It is counted from before CuPy has it until CuPy frees it."""
+
+            _among: dict[int, int] | None = None
+
+            def __init__(self, size: int, stream: Any, among: dict[int, int]) -> None:
+                super().__init__(size, stream)
+                if self.ptr:
+                    self._among = among
+                    among[self.ptr] = size
+
+            def __del__(self) -> None:  # before CuPy gives it back, after which the address may be another's
+                if self._among is not None:
+                    self._among.pop(self.ptr, None)
+                inherited = getattr(super(), "__del__", None)
+                if inherited is not None:
+                    inherited()
+
+        def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
+            """None if the pool has no room."""
+            if not capped and not self._joint.fits(self._uuid(ordinal), size):
+                return None
+            try:
+                return pointer(Counted(size, stream_here(), live), 0)
+            except error_of_driver as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                return None
+
+        def allocate(size: int) -> Any:
+            """CuPy's allocator under a memguard budget with `strategy: pool`."""
+            ordinal = here()
+            live = known.get(ordinal)
+            if live is None:
+                live = self._begin(cupy, ordinal)
+            rounded = -(-size // _UNIT) * _UNIT
+            taken = take(rounded, ordinal, live)
+            if taken is not None:
+                return taken
+            return self._again(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
+
+        return allocate
+
+    def _uuid(self, ordinal: int) -> str:
+        return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
+
+    def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
+        """The first allocation on a GPU: the pool becomes its current one before."""
+        uuid = self._uuid(ordinal)
+        if uuid not in self._caps and self._caps:
+            self._say(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
+        self._joint.use(self.name, uuid, ordinal)
+        return self._live_sizes.setdefault(ordinal, {})
+
+    def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
+        """The memory after all, or CuPy's own error, of which is told."""
+        uuid = self._uuid(ordinal)
+        for _ in range(_MOST_TIMES):
+            if self.capturing():  # waiting for the stream would end the capture
+                break
+            cupy.cuda.get_current_stream().synchronize()
+            if (memory := take()) is not None:
+                return memory
+            held, _ = self._joint.figures(uuid) or (0, 0)
+            full = held + round_up(size, PIECE) <= self._caps.get(uuid, 0)  # the cap allows it: the GPU is full
+            if not self._short(Shortage(self.name, uuid, size, round_up(size, PIECE), full)):
+                break
+        raise self._refusal(cupy, uuid, size)  # of a call: no frame keeps the error, and so the program's arrays, alive
+
+    def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
+        """CuPy's own error, of which was told."""
+        held, _ = self._joint.figures(uuid) or (0, 0)
+        error = with_size(cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0)), size)
+        if uuid in self._caps:
+            here = threading.get_ident()
+            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+        return error
+
+    def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
+        """An async pool that the user sets takes from the same pool; another is told at once."""
+
+        def set_allocator(allocator: Any = None) -> None:
+            pool = getattr(allocator, "__self__", None)
+            if isinstance(pool, cupy.cuda.MemoryAsyncPool) and self._allocate is not None:
+                original(self._allocate)
+                self._asked_for = allocator
+            else:
+                original(allocator)
+            self._changed()
+
+        return set_allocator
+
+    def _refuse_what_it_holds(self, pool: Any) -> None:
+        for ordinal in self._by_uuid().values() if contexts.initialised() else ():
+            with contexts.pushed(ordinal) as there:
+                if not there:
+                    continue
+                pool.free_all_blocks()
+                if held := int(pool.total_bytes()):
+                    raise CapNotApplied(
+                        self.name,
+                        f"it holds {format_size(held)} of cuda:{ordinal} in a pool of its own, from before",
+                        "call memguard.init() before CuPy's first array, or write 'strategy: caps'",
+                    )
+
+    def _refused_setting(self, setting: str, why: str, fix: str) -> ConflictingSetting:
+        return ConflictingSetting(self.name, setting, why, f"{fix}, or write 'strategy: caps' in the budget")
+
+
+def _total(live: dict[int, int]) -> int:
+    """The sum of the sizes. In one call of C: no allocation comes in between."""
+    return sum(live.values())

@@ -1,0 +1,134 @@
+"""Numba in the pool that several frameworks share: a memory manager whose arrays are blocks of it.
+
+Numba's own manager pends frees until more than ten, or a fifth of the GPU, are pending. What is pending nobody else can
+use, so here a block of 2 MiB and more is given back at once; smaller ones pend as with Numba.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from memguard._devices import contexts, pool_blocks
+from memguard._devices.pool_blocks import Held
+from memguard._frameworks.joint_blocks import JointBlocks
+from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.numba.adapter import Numba
+from memguard._frameworks.numba.places import DRIVER, handle_of, numba_contexts
+from memguard._frameworks.replacements import Replacements
+from memguard._types import Applied, Device, Enforcement
+from memguard._units import GRANULE
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+
+class JointNumba(JointBlocks, Numba):
+    """Numba's device arrays, in the shared pool."""
+
+    def __init__(self, host: Any, joint: JointPool) -> None:
+        super().__init__(host)
+        self._joint, self._joint_caps = joint, dict[str, int]()
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        driver: Any = sys.modules.get(DRIVER)
+        needed = ("set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "CudaAPIError", "AutoFreePointer")
+        lacking = [name for name in needed if not hasattr(driver, name)]
+        if driver is None or lacking:
+            what = lacking[0] if lacking else "driver"
+            raise CapNotApplied(self.name, f"this numba.cuda has no {what}", "pip install -U numba-cuda")
+        before = driver._memory_manager
+        chosen = str(getattr(getattr(driver, "config", None), "CUDA_MEMORY_MANAGER", "default"))
+        if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
+            setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
+            fix = "remove it, or write 'strategy: caps' in the budget"
+            raise ConflictingSetting(self.name, setting, "allocates for Numba, past the shared pool", fix)
+        live = [context.memory_manager for context in numba_contexts()]
+        if not all(hasattr(manager, "memguard_joint") for manager in live):
+            why = "it was live before memguard.init(): its context keeps its memory manager"
+            raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
+        manager: Any = type(live[0]) if live else joined(driver)  # left by an earlier budget
+        replaced, self._asked = Replacements(), before
+
+        def undo() -> None:
+            replaced.undo()
+            if driver._memory_manager is manager:
+                driver._memory_manager = self._asked
+            manager.memguard_joint = self._manager = None  # contexts made meanwhile keep it, and allocate as Numba does
+            self._joint.forget(self.name)
+            self._joint_caps = {}
+
+        self.changes.add(self.name, undo)
+        try:
+            driver.set_memory_manager(manager)
+            self._joint_caps, self._manager, manager.memguard_joint = dict(caps), manager, self
+            self._joint.count(self.name, self._counted_on)
+            for owner in (driver, sys.modules.get("numba.cuda")):
+                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+        except BaseException:
+            undo()
+            raise
+        return Applied(Enforcement.ENFORCED, undo)
+
+    def trim(self, device: Device) -> None:
+        for context in numba_contexts():
+            pending = getattr(context.memory_manager, "deallocations", None)
+            if pending is not None:
+                with contexts.pushed(int(context.device.id)) as there:
+                    if there:
+                        pending.clear()
+        super().trim(device)
+
+    def forked(self) -> None:
+        self._joint_caps = {}
+        if self._manager is not None:
+            self._manager.memguard_joint = None
+
+
+def joined(driver: Any) -> type:
+    """The class of memory managers that allocate from the shared pool while `memguard_joint` is set."""
+
+    class JointMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
+        """Numba's own memory manager, with arrays in memguard's shared pool."""
+
+        memguard_joint: ClassVar[JointNumba | None] = None
+
+        def memalloc(self, size: int) -> Any:
+            owner = self.memguard_joint
+            blocks = None if owner is None or size <= 0 else owner._joint.blocks(owner.name)
+            if owner is None or blocks is None:
+                return super().memalloc(size)
+            held = owner._from_pool(blocks, size, self.deallocations.clear)
+            if held is None:
+                code = driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2
+                text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room(size)
+                # Of a call: no frame keeps the error, and so the program's arrays, alive.
+                raise owner._told(driver.CudaAPIError(code, text), size)
+            return self._array_of(held)
+
+        def _array_of(self, held: Held) -> Any:
+            """A Ctrl-C before the pointer has its finalizer frees the block: nobody has it then."""
+            address, size = held.address, held.size
+            as_pointer = getattr(getattr(driver, "binding", None), "CUdeviceptr", None)
+            pointer = as_pointer(address) if as_pointer is not None else address
+            allocations, pending = self.allocations, self.deallocations
+
+            def carry_out(block: Held) -> None:
+                block.give()
+
+            def finish() -> None:
+                allocations.pop(address, None)
+                pending.add_item(carry_out, held, size)
+                if size >= GRANULE:  # others wait for it
+                    pending.clear()
+
+            made = driver.AutoFreePointer(weakref.proxy(self.context), pointer, size, finalizer=finish)
+            allocations[address] = made
+            return made.own()
+
+        def reset(self) -> None:
+            super().reset()
+            if self.context is not None:
+                pool_blocks.forget(handle_of(self.context))
+
+    return JointMemoryManager

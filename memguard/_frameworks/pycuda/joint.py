@@ -1,0 +1,137 @@
+"""PyCUDA in the pool that several frameworks share: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
+
+What they return is no `DeviceAllocation`, which cannot be made of an address, but a `PointerHolderBase`, which PyCUDA
+takes wherever it takes that one, in kernels too. Only in the primary context: the pool belongs to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memguard._devices.pool_blocks import Held
+from memguard._frameworks.joint_blocks import JointBlocks
+from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.pycuda import streams
+from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
+from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
+from memguard._frameworks.replacements import Replacements
+from memguard._types import Applied, Device, Enforcement, TraceEvent
+from memguard.errors import CapNotApplied
+
+_PITCH = 512
+
+
+class JointPyCUDA(JointBlocks, PyCUDA):
+    """PyCUDA's device allocations, in the shared pool."""
+
+    def __init__(self, host: Any, joint: JointPool) -> None:
+        super().__init__(host)
+        self._joint, self._joint_caps = joint, dict[str, int]()
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        # Runs inside the import of pycuda.driver, as the other adapter's does.
+        drv: Any = sys.modules["pycuda.driver"]
+        lacking = [name for name in ("PointerHolderBase", "DeviceMemoryPool", "MemoryError") if not hasattr(drv, name)]
+        if lacking:
+            raise CapNotApplied(self.name, f"this pycuda.driver has no {lacking[0]}", "pip install -U pycuda")
+        notes = []
+        if self._live(drv):
+            notes.append("pycuda: it was live before memguard.init(): what it allocated before is not counted")
+        raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
+        raw_pool, replaced, kind = pool_class.allocate, Replacements(), _block_class(drv)
+
+        def mem_alloc(size: int) -> Any:
+            found = self._block(drv, kind, size) if replaced.active else None
+            return raw_alloc(size) if found is None else found
+
+        def allocate(pool: Any, size: int) -> Any:
+            # Of a pool that the user made: there is one for all.
+            found = self._block(drv, kind, size) if replaced.active else None
+            return raw_pool(pool, size) if found is None else found
+
+        def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
+            pitch = -(-width // _PITCH) * _PITCH
+            found = self._block(drv, kind, pitch * height) if replaced.active else None
+            return raw_pitch(width, height, access_size) if found is None else (found, pitch)
+
+        def undo() -> None:
+            replaced.undo()
+            if self._mem_alloc is not None:
+                _swap_defaults(self._mem_alloc, raw_alloc)
+            self._joint.forget(self.name)
+            self._joint_caps, self._mem_alloc = {}, None
+
+        self.changes.add(self.name, undo)
+        try:
+            self._joint_caps = dict(caps)
+            self._joint.count(self.name, self._counted_on)
+            replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
+            self._mem_alloc = drv.mem_alloc
+            replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch, direct=True)
+            replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
+            serve_by_primary(drv, replaced)
+            imported = not getattr(drv.__spec__, "_initializing", False)
+            streams.watch(drv, replaced, used=imported)
+            _swap_defaults(raw_alloc, self._mem_alloc)
+        except BaseException:
+            undo()
+            raise
+        return Applied(Enforcement.ENFORCED, undo, notes=tuple(notes))
+
+    def contexts(self, device: Device) -> frozenset[int]:
+        return frozenset()
+
+    def record(self) -> Callable[[], list[TraceEvent]] | None:
+        return None
+
+    def forked(self) -> None:
+        self._joint_caps = {}
+
+    def _block(self, drv: Any, kind: Any, size: int) -> Any:
+        """A block of the pool; None where PyCUDA has to answer itself. PyCUDA's own MemoryError if there is no room."""
+        if size <= 0 or current_context(drv) is None:
+            return None
+        blocks = self._joint.blocks(self.name)
+        if blocks is None:
+            self._say(
+                "pycuda: it works in a CUDA context that is not the primary one: what it allocates there lies outside "
+                "the shared pool, and outside every cap"
+            )
+            return None
+        held = self._from_pool(blocks, size, lambda: None)
+        if held is not None:
+            return kind(held)
+        # Of a call: no frame keeps the error, and so the program's arrays, alive.
+        raise self._told(drv.MemoryError("out of memory: " + self._no_room(size)), size)
+
+
+def _block_class(drv: Any) -> type:
+    class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
+        """A block of memguard's shared pool, which goes back when this dies, or with `free`, once."""
+
+        def __init__(self, held: Held) -> None:
+            super().__init__()
+            self._held, self._address = held, held.address
+
+        def get_pointer(self) -> int:
+            return self._address
+
+        @property
+        def gpudata(self) -> int:
+            """What a kernel is given."""
+            return self._address
+
+        def __int__(self) -> int:
+            return self._address
+
+        def __index__(self) -> int:
+            return self._address
+
+        def free(self) -> None:
+            if not self._held.there:
+                raise drv.LogicError("device_allocation::free failed: invalid resource handle")
+            self._held.give()
+
+    return PoolAllocation

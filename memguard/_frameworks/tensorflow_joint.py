@@ -1,0 +1,106 @@
+"""TensorFlow in the pool that several frameworks share: `cuda_malloc_async`, on the device's default pool. Watched.
+
+Measured on an H200: TensorFlow takes from the default pool whichever is current, its `memory_limit` is no cap there
+(11,274 MiB were allocated under one of 4,096), and it sets that pool's release threshold to it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard._devices import contexts
+from memguard._frameworks import tensorflow
+from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.tensorflow import TensorFlow
+from memguard._types import Applied, Device, Enforcement, Usage
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_WANTED = "cuda_malloc_async"
+_VARIABLE = tensorflow._ALLOCATOR
+
+
+class JointTensorFlow(TensorFlow):
+    """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
+
+    pooled = True
+
+    def __init__(self, host: Any, joint: JointPool) -> None:
+        super().__init__(host)
+        self._joint = joint
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        if self._live(sys.modules["tensorflow"]):
+            raise CapNotApplied(
+                self.name,
+                "its allocator exists and cannot change",
+                "call memguard.init() before TensorFlow's first operation, or write 'strategy: caps'",
+            )
+        self._refuse_unlimited()
+        before, restore = dict(tensorflow._standing), tensorflow._as_it_is(_VARIABLE)
+        self.changes.add(self.name, restore)
+        os.environ[_VARIABLE] = _WANTED
+        try:
+            applied = super().apply(caps, options)
+        except BaseException:
+            restore()
+            raise
+        if applied.enforcement is Enforcement.ABSENT:
+            restore()
+            return applied
+        devices = {device.uuid: device for device in self.host.devices()}
+
+        def counted(uuid: str) -> int:
+            usage = self.usage(devices[uuid]) if uuid in devices else None
+            return 0 if usage is None else usage.in_use or 0
+
+        def undo() -> None:
+            restore()
+            self._joint.forget(self.name)
+            assert applied.undo is not None
+            try:
+                applied.undo()
+            except CapNotApplied:
+                tensorflow._standing.clear()  # it has no limit that could stand
+                tensorflow._standing.update(before)
+                raise CapNotApplied(
+                    self.name, "its allocator exists and stays on the default pool", "restart the process"
+                ) from None
+
+        self._joint.count(self.name, counted)
+        note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
+        return Applied(Enforcement.WATCHED, undo, notes=(*applied.notes, note))
+
+    def usage(self, device: Device) -> Usage | None:
+        """What is in use, as TensorFlow says; the cache is everybody's."""
+        found = super().usage(device)
+        if found is None:
+            return None
+        ordinal = contexts.ordinals().get(device.uuid)
+        if ordinal is not None:
+            self._joint.use(self.name, device.uuid, ordinal)
+        return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
+
+    def drift(self) -> list[str]:
+        return []  # it is watched: there is no cap to drift
+
+    def _refuse_unlimited(self) -> None:
+        value = os.environ.get(_VARIABLE, "").strip().lower()
+        if value not in ("", _WANTED):
+            raise ConflictingSetting(
+                self.name,
+                f"{_VARIABLE}={value}",
+                "does not draw from the default pool, which 'strategy: pool' shares",
+                f"unset {_VARIABLE}, or write 'strategy: caps'",
+            )
+
+    def _limited_allocator(self) -> None:
+        """TensorFlow is about to read which allocator to build."""
+        value = os.environ.get(_VARIABLE, "")
+        if self._gpus and value.strip().lower() != _WANTED and not self._started():
+            os.environ[_VARIABLE] = _WANTED
+            self._warn(
+                f"tensorflow: {_VARIABLE}={value} was set after memguard.init: the shared pool's allocator stays"
+            )

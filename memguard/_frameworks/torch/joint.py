@@ -1,0 +1,119 @@
+"""PyTorch in the pool that several frameworks share: its `cudaMallocAsync` backend, which takes from the current pool.
+
+The backend is fixed when torch is loaded, so the environment asks for it before (measured with torch 2.11). What torch
+has in use there is a remainder: its own statistics are of the device's default pool, whoever uses that.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.torch import settings
+from memguard._frameworks.torch.adapter import Torch
+from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._undo import Undo
+from memguard._units import round_up
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_BACKEND = "cudaMallocAsync"
+_ASK = f"backend:{_BACKEND}"
+_UNIT = 512
+_NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_FIRST_WITH_NEW = (2, 10)
+"""The first torch that is asked by the new variable alone: before, the old one is read in any case."""
+
+
+class JointTorch(Torch):
+    """torch's `cudaMallocAsync` backend over the shared pool."""
+
+    pooled = True
+
+    def __init__(self, host: Any, joint: JointPool) -> None:
+        super().__init__(host)
+        self._joint = joint
+
+    def prepare(self, undo: Undo) -> None:
+        """Ask for the backend by the variable that the user has set, or by the one that this torch reads."""
+        names = [name for name in (_NEW, _OLD) if os.environ.get(name)]
+        for name in names:
+            chosen = re.search(r"backend\s*:\s*([^\s,]+)", os.environ[name])
+            if chosen is not None and chosen[1] != _BACKEND:
+                raise self._other(f"{name}={os.environ[name]}", f"remove backend:{chosen[1]} from it")
+            if chosen is not None:
+                return
+        version = settings.version()
+        for name in names or [_OLD if version is not None and version < _FIRST_WITH_NEW else _NEW]:
+            before = os.environ.get(name)
+            wanted = f"{before},{_ASK}" if before else _ASK
+            undo.add(f"torch: {name}", functools.partial(_put_back, name, wanted, before))
+            os.environ[name] = wanted
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        torch: Any = sys.modules["torch"]
+        asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # a build without CUDA has none, nor a cap
+        if asked is not None and not torch.version.hip and (backend := str(asked())) != _BACKEND:
+            raise self._other(
+                f"the {backend} backend of a torch that is imported",
+                f"`import torch` after memguard.init(), or set {_NEW}={_ASK} before Python starts",
+            )
+        applied = super().apply(caps, options)
+        if self._joint.capped:
+            return applied
+        note = (
+            "torch: watched: it draws from the device's default pool, which cannot be capped; its fraction bounds what "
+            "it has in use itself"
+        )
+        return applied._replace(enforcement=Enforcement.WATCHED, notes=(*applied.notes, note))
+
+    def usage(self, device: Device) -> Usage | None:
+        """The remainder: what is in use in the pool and no other framework counts. None while torch is not live."""
+        torch = sys.modules.get("torch")
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        if live is None or not live() or device.uuid not in self._pools:
+            return None
+        in_use = self._joint.remainder(device.uuid)
+        return Usage(in_use, in_use, 0)
+
+    def footprint(self, size: int) -> int:
+        """What it takes of the pool, which may have room for it in a piece that it holds."""
+        return round_up(size, _UNIT)
+
+    def drift(self) -> list[str]:
+        return [*super().drift(), *(self._joint.drift(self.name) if self._set else ())]
+
+    def about(self) -> dict[str, str]:
+        found = super().about()
+        return {**found, "strategy": "pool"} if found else found
+
+    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
+        raise self._other("torch.cuda.memory.change_current_allocator", "remove that call")
+
+    def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
+        pool = self._joint.use(self.name, uuid, ordinal)
+        if pool is None:
+            raise CapNotApplied(self.name, "the shared pool is just being made", "call torch.cuda.init() again")
+        self._pools[uuid] = pool
+
+    def _restore(self) -> None:
+        self._pools = {}  # the guard takes the pool back
+        super()._restore()
+
+    def _other(self, setting: str, fix: str) -> ConflictingSetting:
+        why = f"does not draw from the pool that 'strategy: pool' asks for: that takes {_BACKEND}"
+        return ConflictingSetting(self.name, setting, why, f"{fix}; or write 'strategy: caps'")
+
+
+def _put_back(name: str, ours: str, before: str | None) -> None:
+    """Undo, unless somebody has set the variable since."""
+    if os.environ.get(name) != ours:
+        return
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before
