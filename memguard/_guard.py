@@ -174,7 +174,6 @@ class Guard:
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
                 entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage
-                entry.framework.elastic = any(entry.framework.name in part.elastic for part in self.plan.devices)
             with self._lock:
                 for note in self.plan.notes:
                     self._warn(note)

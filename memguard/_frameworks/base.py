@@ -68,8 +68,6 @@ class Framework(ABC):
         """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
         self.on_refusal: Callable[[Moment], str | None] | None = None
         """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
-        self.elastic = False
-        """Whether its cap moves between a min and a max; the guard sets it."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
         """Asked by `_short` for room before a request is refused; the guard sets it."""
 

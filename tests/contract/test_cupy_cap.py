@@ -275,38 +275,3 @@ def test_what_the_pools_before_leave_is_what_a_raised_cap_adds_to(model: Model) 
     setting.framework.on_shortage = lambda shortage: setting.framework.resize({setting.first.uuid: 48 * MIB}) is None
     small = setting.alloc(20 * MIB)
     assert setting.taken() == 44 * MIB and setting.framework.drift() == [] and large is not small
-
-
-@pytest.mark.parametrize("elastic", [True, False])
-def test_an_elastic_cap_is_raised_before_the_pool_refuses(
-    model: Model, elastic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its refusal collects Python's garbage, which takes as long as a hundred requests."""
-    setting, asked, refusals = model("h200"), list[Shortage](), list[int]()
-    single = type(setting.pool._here())
-    malloc = single.malloc
-
-    def counted(pool: Any, size: int) -> Any:
-        try:
-            return malloc(pool, size)
-        except setting.oom:
-            refusals.append(size)
-            raise
-
-    def short(shortage: Shortage) -> bool:
-        asked.append(shortage)
-        return setting.framework.resize({setting.first.uuid: 64 * MIB}) is None
-
-    monkeypatch.setattr(single, "malloc", counted)
-    setting.framework.elastic = elastic
-    setting.apply(32 * MIB)
-    setting.framework.on_shortage = short
-    setting.alloc(24 * MIB)  # dropped: idle
-    live = [setting.alloc(30 * MIB)]
-    assert (asked, setting.taken()) == ([], 30 * MIB), "what idles in the pool goes first, and nobody is asked"
-    live.append(setting.alloc(30 * MIB))
-    assert asked == [Shortage("cupy", setting.first.uuid, 30 * MIB, 30 * MIB, False)]
-    assert (refusals == []) is elastic
-    live.clear()
-    live.append(setting.alloc(28 * MIB))
-    assert len(asked) == 1, "an idle block serves"

@@ -341,8 +341,6 @@ class CuPy(Framework):
                 self._tell(with_size(error, size), ordinal, size)
             return memory
 
-        elastic = self.elastic
-
         # Its time counts, and each variable from out here takes some: what is rarely called is `self`'s.
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: rounded to the driver's pages, limited by the pool."""
@@ -351,8 +349,6 @@ class CuPy(Framework):
                 if get_limit() != self._limit:
                     self._hold(_device_here())
                 rounded = -(-size // GRANULE) * GRANULE if size % GRANULE else size
-                if elastic and total_bytes() + rounded > self._limit:
-                    self._beforehand(pool, size, rounded)
                 try:
                     return malloc(rounded)
                 except MemoryError as error:
@@ -415,21 +411,6 @@ class CuPy(Framework):
         del memory  # it opened a slab, or took whole pages, for which no room is left
         pool.free_all_blocks()
         return None
-
-    def _beforehand(self, pool: Any, size: int, rounded: int) -> None:
-        """Have an elastic cap raised that the pool would pass, if it has no idle memory for this request.
-
-        Its own refusal collects Python's garbage first, which took 70 to 110 ms (measured, H200): too long for each
-        block of a cache that moves here.
-        """
-        if self.on_shortage is None or (idle := pool.free_bytes()) >= rounded or self.capturing():
-            return
-        if idle:
-            pool.free_all_blocks()  # as the pool itself does before it refuses
-        ordinal = _device_here()
-        shortage = self._shortage(ordinal, pool, size, rounded)
-        if shortage is not None and not shortage.full:
-            self._short(shortage)
 
     def _with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
         """The memory of a request that the pool refused, if others make room for it or its cap rises. None if not."""
