@@ -27,6 +27,7 @@ from memguard._locks import Turn, not_for_ever
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
+from memguard._reclaim.reclaimer import Reclaimer
 from memguard._specs import SPECS
 from memguard._text import shown
 from memguard._types import (
@@ -38,6 +39,7 @@ from memguard._types import (
     Plan,
     Room,
     Sample,
+    Shortage,
     State,
     Usage,
     WorkloadReport,
@@ -59,6 +61,8 @@ _SPILLS = (
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
 _ENFORCED = Enforcement.ENFORCED
+_PATIENCE = 2.0
+"""Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
 _NOTING = 1.0
 """Seconds to wait for another thread that notes the drift of a cap."""
 _SAMPLES_PER_CHECK = 10
@@ -112,6 +116,7 @@ class Guard:
         """Called when a framework was refused memory, within the allocation that fails."""
         self._refusals: dict[tuple[str, str], _Refused] = {}
         self._lock = threading.RLock()
+        self._turn = Turn(self._lock)
         self._noting = Turn()
         """For the drift of the caps. Nobody waits for anything while having it."""
         self._hook = ImportHook()
@@ -122,6 +127,8 @@ class Guard:
         """Those of `_entries`. Always the same one, which the reader knows again."""
         self._warned: set[str] = set()
         self._samples = self._resized = 0
+        self._reclaimer = Reclaimer(self)
+        self._elastic = any(part.elastic for part in self.plan.devices)
         self._started = self._over = self._told = False
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
@@ -162,7 +169,7 @@ class Guard:
                 entry.framework.on_change = self._find_drift
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
-                entry.framework.on_refusal = self._refused
+                entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage
             with self._lock:
                 for note in self.plan.notes:
                     self._warn(note)
@@ -201,7 +208,7 @@ class Guard:
                     self._undo.run()
                 finally:
                     for entry in self._entries.values():
-                        entry.framework.on_refusal = None
+                        entry.framework.on_refusal = entry.framework.on_shortage = None
                     self._entries, self._frameworks = {}, {}  # new: other threads may be iterating over the old ones
                     self._reader.clear()
                     self.host.close()
@@ -215,6 +222,7 @@ class Guard:
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
         self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
+        self._turn = Turn(self._lock)
         self._reader.forked()
         self._hook.clear()
         if self._real is not None:
@@ -419,29 +427,33 @@ class Guard:
         return _policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
 
     def _admit(self, framework: str, needed: int, part: DevicePlan) -> None:
-        footprint = self._entry(framework).framework.footprint(needed)
-        for last in (False, True):
-            usages = {name: entry.framework.usage(part.device) for name, entry in self._entries.items()}
-            memory = self.host.memory(part.device)
-            cap = self._alone(framework, part, usages)
-            admission = _policy.admit(framework, needed, footprint, cap, usages, memory)
-            if admission.refusal is not None:
-                refusal = _joint.explained(admission.refusal, framework, part, cap)
-                raise BudgetExceeded(framework, needed, admission.available, refusal)
-            if not admission.trim:
-                return
-            if last:  # the trim did nothing: a graph is being captured, or PyCUDA's context is not on this thread
-                names = " and ".join(admission.trim)
-                raise BudgetExceeded(
-                    framework,
-                    needed,
-                    memory.free,
-                    f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
-                    f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
-                    f"or a CUDA graph is being captured)\n"
-                    f"    fix: call memguard.trim() on the thread that runs {names}",
-                )
-            self._trim(admission.trim, part.device)
+        """Raise BudgetExceeded if there is no room, after others gave back what they could and its cap was raised."""
+        footprint, device = self._entry(framework).framework.footprint(needed), part.device
+        room = Room({}, None, 0, {})
+        if self._capturing():
+            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
+        else:
+            room = room if framework in part.joined else self._reclaimer.make_room(device, framework, footprint)
+        part = self.part(device.uuid)
+        usages = {name: entry.framework.usage(device) for name, entry in self._entries.items()}
+        memory = self.host.memory(device)
+        cap = self._alone(framework, part, usages)
+        admission = _policy.admit(framework, needed, footprint, cap, usages, memory)
+        if admission.refusal is not None:
+            refusal = _policy.elastic_refusal(admission.refusal, part, framework, room)
+            refusal = _joint.explained(refusal, framework, part, cap)
+            raise BudgetExceeded(framework, needed, admission.available, refusal)
+        if admission.trim:  # it did nothing: a graph is being captured, or PyCUDA's context is not on this thread
+            names = " and ".join(admission.trim)
+            raise BudgetExceeded(
+                framework,
+                needed,
+                memory.free,
+                f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
+                f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
+                f"or a CUDA graph is being captured)\n"
+                f"    fix: call memguard.trim() on the thread that runs {names}",
+            )
 
     def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int:
         """The cap to admit it under. One that draws from the shared pool is looked at as if it were alone there."""
@@ -492,7 +504,79 @@ class Guard:
         On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
         lack of memory: `missing` in what it returns says what is still not there.
         """
-        raise NotImplementedError
+        not_for_ever(self._lock)
+        with self._lock:
+            self._check_active()
+            self._entry(framework)
+            if self._capturing():
+                return Room({}, None, needed, {})
+            where = device if device is not None else self._used_by(framework)[0].device
+            return self._reclaimer.make_room(where, framework, needed)
+
+    def _shortage(self, shortage: Shortage) -> bool:
+        """What adapters call when they cannot serve a request. True if it is worth another try.
+
+        It runs within the allocation, on the thread that made it, which has no lock of an adapter. If that thread is
+        within a call of the guard already, or others are for long, the request is refused as it would be.
+        """
+        if self._over or self._pid != os.getpid() or self._turn.mine:
+            return False
+        part = next((one for one in self.plan.devices if one.device.uuid == shortage.uuid), None)
+        if part is None or shortage.framework not in part.caps:
+            return False
+        done = self._turn.take(self._serve, _PATIENCE, shortage, part.device)
+        return done is not None and done[0]
+
+    def _serve(self, shortage: Shortage, device: Device) -> bool:
+        if not self.active or self._capturing():
+            return False
+        who, full = shortage.framework, shortage.full
+        room = self._reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
+        return not room.missing
+
+    def settle(self) -> None:
+        """At a tick of the monitor: elastic caps get headroom. Does nothing while another thread is within a call."""
+        if self._elastic and not self._over:
+            self._turn.take(self._settle, 0)
+
+    def _settle(self) -> None:
+        for part in self.plan.devices if self.active else ():
+            self._reclaimer.settle(part.device)
+
+    def moved(self) -> list[Event]:
+        """What was given back and lent since the last call."""
+        events, found = self._reclaimer.events, []
+        while events:
+            found.append(events.popleft())
+        return found
+
+    # what the reclaimer asks of it
+
+    def part(self, uuid: str) -> DevicePlan:
+        return next(part for part in self.plan.devices if part.device.uuid == uuid)
+
+    def movable(self, name: str) -> bool:
+        return self._entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
+
+    def set_cap(self, name: str, uuid: str, cap: int) -> None:
+        entry, before = self._entry(name), self.plan
+        rises = cap > self.part(uuid).caps[name]
+        plan = _policy.with_cap(before, uuid, name, cap)
+        if rises:  # first: an interruption may leave the cap lower than the plan says, but never above it
+            self.plan = plan
+        if entry.enforcement is not Enforcement.PENDING:  # else it is applied with this cap when it is imported
+            try:
+                self._resized += 1
+                entry.framework.resize(plan.caps(name))
+            except Exception:
+                self.plan = before
+                raise
+            finally:
+                self._resized += self._resized % 2
+        self.plan = plan
+
+    def promised(self, name: str, uuid: str) -> int:
+        return 0
 
     def resize(self, framework: str, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
@@ -501,6 +585,9 @@ class Guard:
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
+            if any(framework in part.elastic for part in self.plan.devices):
+                reason = "its share is elastic: its cap moves between min and max by itself"
+                raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
             plan = _policy.resized(self.plan, framework, self._size(size))
             if entry.enforcement is Enforcement.PENDING:
                 self.plan = plan  # applied with the new cap when it is imported
@@ -526,17 +613,12 @@ class Guard:
             if framework is not None:
                 self._entry(framework)
             chosen = list(self._entries) if framework is None else [framework]
-            before = [self._free(part.device) for part in self.plan.devices]
+            before = [self._reclaimer.available(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
                 self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
-            after = [self._free(part.device) for part in self.plan.devices]
+            after = [self._reclaimer.available(part.device) for part in self.plan.devices]
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
-
-    def _free(self, device: Device) -> int:
-        """What is free to this process, whatever others do meanwhile; what is free on the card if NVML omits it."""
-        own = self.host.processes(device).get(self.host.pid)
-        return self.host.memory(device).free if own is None else device.total - own
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the plan."""
@@ -559,7 +641,11 @@ class Guard:
             )
             for name, cap in part.caps.items():
                 entry = self._entries.get(name)
-                lines.append(f"  {name:<11}{format_size(cap):>12}  {entry.enforcement.value if entry else 'shut down'}")
+                holds = entry.enforcement.value if entry else "shut down"
+                if name in part.elastic:
+                    least, most = part.elastic[name]
+                    holds += f", min {format_size(least)}, max {format_size(most)}"
+                lines.append(f"  {name:<11}{format_size(cap):>12}  {holds}")
         return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
 
     def _joint_pool(self) -> JointPool | None:
@@ -656,13 +742,17 @@ class Guard:
 
     def _trim(self, names: Sequence[str], device: Device) -> None:
         """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
-        known = [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
-        if names and any(framework.capturing() for framework in known):
+        if names and self._capturing():
             _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
             return
         with contexts.beside_captures():
             for name in names:
                 self._entry(name).framework.trim(device)
+
+    def _capturing(self) -> bool:
+        """Whether this thread captures a CUDA graph."""
+        known = [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
+        return any(framework.capturing() for framework in known)
 
     def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""

@@ -64,10 +64,13 @@ def _leave(lock: Any) -> None:
 
 
 class Turn:
-    """A re-entrant lock for work that is handed in, so that a Ctrl-C at any point leaves it free."""
+    """A re-entrant lock for work that is handed in, so that a Ctrl-C at any point leaves it free.
 
-    def __init__(self) -> None:
-        self._lock: Any = threading.RLock()
+    `lock` is one that others take by themselves.
+    """
+
+    def __init__(self, lock: Any = None) -> None:
+        self._lock: Any = threading.RLock() if lock is None else lock
 
     @property
     def mine(self) -> bool:

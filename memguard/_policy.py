@@ -6,15 +6,16 @@ granules of 2 MiB, so caps never add up to more than was declared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._joint import joined, members
-from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
-from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Usage
+from memguard._specs import CONTEXT, NEVER_GIVE_BACK, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
+from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
 from memguard.errors import PlanError, Problem
 
@@ -99,8 +100,20 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
         for name, framework in budget.frameworks.items()
     }
     idle = [str(key) for key in budget.devices if str(key) not in matched]
-    notes = tuple(f"devices: {key!r} names none of the GPUs that this process sees" for key in idle)
-    return Plan(tuple(plans), options, notes)
+    notes = [f"devices: {key!r} names none of the GPUs that this process sees" for key in idle]
+    return Plan(tuple(plans), options, (*notes, *_fixed(budget)))
+
+
+def _fixed(budget: Budget) -> Iterator[str]:
+    """The elastic shares of frameworks whose caps cannot move."""
+    from memguard._config.values import text
+
+    for name, framework in budget.frameworks.items():
+        if framework.min is not None and name in NEVER_GIVE_BACK:
+            yield (
+                f"{name}: its limit cannot change while it runs, and its pool gives nothing back, so of min "
+                f"{text(framework.min)} and max {text(framework.max)} it gets its min; raise that if it needs more"
+            )
 
 
 class _Tight:
@@ -124,21 +137,26 @@ class _Tight:
 
         if loc[-1] == "limit" and loc in self.most:
             return f"lower it to at most {self.most[loc] // MIB}MiB or write a percentage"
+        if loc[-1] == "max":
+            return f"raise its max to at least {-(-self.least[loc] // MIB)}MiB, or lower its min"
         if loc in self.least:
             entry = ".".join(loc)
             return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
         shares, limits = _parts(budget)
-        lowered = fitting.as_text(fitting.fitting(shares, limits, min(self.rooms)))
+        elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
+        lowered = fitting.as_text(fitting.fitting(shares, limits, min(self.rooms)), elastic)
         raised = "" if self.most else ", or raise device.limit"  # that is said to be too large for a GPU already
         if not lowered:
             return f"not even the smallest caps fit: name fewer frameworks{raised}"
-        return f"lower shares or limits, for example to {lowered}{raised}"
+        parts = "shares, limits or minima" if elastic else "shares or limits"
+        return f"lower {parts}, for example to {lowered}{raised}"
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
-    """The shares and the limits, in bytes, of the budget's frameworks."""
-    shares = {name: part.share for name, part in budget.frameworks.items() if part.share is not None}
-    return shares, {name: round_down(part.limit) for name, part in budget.frameworks.items() if part.limit is not None}
+    """What the budget's frameworks get in any case: shares, and bytes."""
+    parts = {name: framework.guaranteed for name, framework in budget.frameworks.items()}
+    shares = {name: part for name, part in parts.items() if isinstance(part, Fraction)}
+    return shares, {name: round_down(part) for name, part in parts.items() if isinstance(part, int)}
 
 
 def _device_plan(
@@ -187,13 +205,49 @@ def _device_plan(
     for name in (name for name, cap in divided.items() if cap < GRANULE):
         message = f"its cap on {label} would be less than {format_size(GRANULE)}, the smallest cap"
         least_share = Fraction(-(-GRANULE * 100_000 // room), 1000)
-        tight.found.append((("frameworks", name), message, f"raise its share to at least {float(least_share):g}%"))
+        key = "share" if budget.frameworks[name].min is None else "min"
+        tight.found.append((("frameworks", name), message, f"raise its {key} to at least {float(least_share):g}%"))
         fits = False
-    if not fits:
+    maxima = _maxima(budget, room, label, tight)
+    if not fits or maxima is None:
         return None
-    caps = {name: divided[name] for name in budget.frameworks}
-    part = DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), "auto" if auto else "declared")
+    elastic = {name: (divided[name], max(divided[name], most)) for name, most in maxima.items()}
+    caps = starting_caps(room, {name: divided[name] for name in budget.frameworks}, elastic)
+    source = "auto" if auto else "declared"
+    part = DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), source, elastic)
     return joined(part, members(budget))
+
+
+def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, int] | None:
+    """The max of each framework whose cap can move, on one device; None if one is below its min (see `tight`)."""
+    found, fits = {}, True
+    for name, framework in budget.frameworks.items():
+        if framework.min is None or framework.max is None:
+            continue
+        least, most = (part * room if isinstance(part, Fraction) else part for part in (framework.min, framework.max))
+        if most < least:
+            at, low, high = ("frameworks", name, "max"), format_size(int(least)), format_size(int(most))
+            tight.found.append((at, f"its max of {high} on {label} is less than its min of {low}", None))
+            tight.least[at] = max(ceil(least), tight.least.get(at, 0))
+            fits = False
+        elif name not in NEVER_GIVE_BACK:
+            found[name] = round_down(min(int(most), room))
+    return found if fits else None
+
+
+def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """The caps to begin with, in bytes: `caps`, which are the minima of elastic ones, and what is spare lent to those.
+
+    First to those whose allocator is not memguard's: it cannot ask for a higher cap within a request that would fail.
+    What they do not use is called back at once. The others ask, and get in file order what is left. Σ caps ≤ `room`,
+    and each elastic cap is within its bounds.
+    """
+    found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
+    for name in sorted(elastic, key=lambda name: SPECS[name].asks):
+        least, most = elastic[name]
+        lent = min(max(most - least, 0), spare)
+        found[name], spare = least + lent, spare - lent
+    return found
 
 
 def _smaller_reserve(auto: bool, most: int) -> str:
@@ -246,13 +300,19 @@ def _matches(key: str, device: Device) -> bool:
 
 
 def resized(current: Plan, framework: str, size: int) -> Plan:
-    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit."""
+    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
+
+    What elastic frameworks have beyond their min is not taken from them: they may be using it.
+    """
     if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
         message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
         raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
     most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
+    lent = [name for part in current.devices for name, (least, _) in part.elastic.items() if part.caps[name] > least]
     fix = "lower another framework's cap first"
+    if lent:
+        fix = f"lower the max of {' or '.join(dict.fromkeys(lent))} in the budget, which has what is left"
     fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
     fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
     problems = []
@@ -271,6 +331,35 @@ def resized(current: Plan, framework: str, size: int) -> Plan:
     if problems:
         raise PlanError(problems, "resize")
     return replace(current, devices=tuple(devices))
+
+
+def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
+    """The plan with one cap changed on one GPU, as `lending` has decided."""
+    devices = [
+        replace(
+            part,
+            caps={**part.caps, framework: cap},
+            unallocated=part.unallocated + part.caps[framework] - cap,
+        )
+        if part.device.uuid == uuid
+        else part
+        for part in current.devices
+    ]
+    return replace(current, devices=tuple(devices))
+
+
+def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) -> str:
+    """The refusal; of an elastic framework also who holds in live arrays what it might borrow."""
+    if framework not in part.elastic:
+        return refusal
+    least, most = part.elastic[framework]
+    lines, first = refusal.split("\n"), f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
+    if room.live:
+        holders = ", ".join(
+            f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1])
+        )
+        first += f"; lent to others, in live arrays: {holders}"
+    return "\n".join([lines[0], f"    {first}", *lines[1:]])
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:

@@ -317,7 +317,8 @@ class Event(NamedTuple):
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
     behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
     trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
-    an allocator refused `times` requests, whether or not the program catches the errors).
+    an allocator refused `times` requests, whether or not the program catches the errors), reclaim (siblings gave back
+    `bytes` for `framework`, or its elastic cap moved).
     """
 
     time: float

@@ -10,6 +10,7 @@ first used (`defer_build`): importing this builds none.
 import os
 import stat
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -89,14 +90,32 @@ class DeviceOverride(_Model):
 
 
 class FrameworkBudget(_Model):
-    """One framework's part: exactly one of share and limit. Its options are attributes too, those of others None."""
+    """One framework's part: share, or limit, or min with max. Its options are attributes too, those of others None."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["share"]}, {"required": ["limit"]}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["share"]}, {"required": ["limit"]}, {"required": ["min", "max"]}],
+            "dependentRequired": {"min": ["max"], "max": ["min"]},
+        }
+    )
 
     share: Annotated[values.Share | None, WRITTEN] = _key("A part of (limit − reserve).", examples=["50%"])
     limit: Annotated[values.Limit | None, WRITTEN] = _key(
         "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
     )
+    min: Annotated[values.Least | None, WRITTEN] = _key(
+        "With max, an elastic share: what it can have at any time. A part of (limit − reserve), or bytes.",
+        examples=["5%", "1GiB"],
+    )
+    max: Annotated[values.Most | None, WRITTEN] = _key(
+        "With min: what its cap may rise to while others leave room. A part of (limit − reserve), or bytes.",
+        examples=["15%", "4GiB"],
+    )
+
+    @property
+    def guaranteed(self) -> Fraction | int:
+        """What it can have whatever others do: its share, limit or min; a part of (limit − reserve), or bytes."""
+        return next(part for part in (self.share, self.limit, self.min) if part is not None)
 
     def __getattr__(self, name: str) -> Any:
         if any(name == option.name for spec in SPECS.values() for option in spec.options):
@@ -118,12 +137,12 @@ MODELS: dict[str, type[FrameworkBudget]] = {
         name,
         __base__=FrameworkBudget,
         __module__=__name__,
-        __doc__=f"What {spec.title} may take of each GPU: exactly one of share and limit.",
+        __doc__=f"What {spec.title} may take of each GPU: share, or limit, or min with max.",
         **{option.name: _option(option) for option in spec.options},
     )
     for name, spec in SPECS.items()
 }
-"""The model of each framework's part: share and limit, and the options of its row in `SPECS`."""
+"""The model of each framework's part: share, limit, min and max, and the options of its row in `SPECS`."""
 globals().update(MODELS)  # where pickle looks for them
 
 

@@ -4,7 +4,7 @@ problems are reported together with those of single values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +15,20 @@ from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
 from memguard._units import MIB
 
 T = TypeVar("T")
+
+SIZES = ("share", "limit", "min", "max")
+"""The keys that say how much a framework gets."""
+
+
+class Asked(NamedTuple):
+    """What the frameworks ask for in any case, in file order: parts of (limit − reserve), and bytes.
+
+    For those in `elastic` it is their min.
+    """
+
+    shares: Mapping[str, Fraction]
+    limits: Mapping[str, int]
+    elastic: tuple[str, ...]
 
 
 class Violation(NamedTuple):
@@ -36,17 +50,16 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     """Every violation in raw data. Frameworks that memguard does not know are left out."""
     written = _mapping(data.get("frameworks"))
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
-    shares = {name: s for name, entry in frameworks.items() if (s := _read(values.share, entry.get("share")))}
-    limits = {name: b for name, entry in frameworks.items() if (b := _read(values.limit, entry.get("limit")))}
+    asked = _asked(frameworks)
     device, devices, pressure = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("on_pressure")
     violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry, data)]
     scopes: list[tuple[Loc, Mapping[str, Any], Mapping[str, Any]]] = [(("device",), device, {})]
     scopes += [(("devices", key), _mapping(override), device) for key, override in devices.items()]
     auto = _auto_reserve(frameworks)
     rooms = [room for _, own, inherited in scopes if (room := _room(own, inherited, auto)) is not None and room > 0]
-    violations += _shares(shares, limits, rooms)
+    violations += _shares(asked, rooms)
     for loc, own, inherited in scopes:
-        violations += _fits(loc, own, inherited, shares, limits, rooms, auto)
+        violations += _fits(loc, own, inherited, asked, rooms, auto)
     if data.get("strategy") == "pool":
         from memguard._config import pooling
 
@@ -62,10 +75,31 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     return violations
 
 
+def _asked(frameworks: Mapping[str, Mapping[str, Any]]) -> Asked:
+    shares: dict[str, Fraction] = {}
+    limits: dict[str, int] = {}
+    elastic = []
+    for name, entry in frameworks.items():
+        if share := _read(values.share, entry.get("share")):
+            shares[name] = share
+        if limit := _read(values.limit, entry.get("limit")):
+            limits[name] = limit
+        if not {"share", "limit"} & set(entry) and (least := _read(values.least, entry.get("min"))):
+            elastic.append(name)
+            if isinstance(least, Fraction):
+                shares[name] = least
+            else:
+                limits[name] = least
+    return Asked(shares, limits, tuple(elastic))
+
+
 def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
     loc: Loc = ("frameworks", name)
     options = {option.name: (owner, option) for owner, spec in SPECS.items() for option in spec.options}
-    if len({"share", "limit"} & set(entry)) != 1:
+    given = {key for key in SIZES if key in entry}
+    if given == {"min", "max"}:
+        yield from _bounds(loc, entry)
+    elif given not in ({"share"}, {"limit"}):
         yield from _not_one(name, entry, data, set(options))
     own = {option.name for option in SPECS[name].options}
     for key, (owner, option) in options.items():
@@ -74,41 +108,83 @@ def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> 
             yield Violation((*loc, key), message, option.fix, True, True)
 
 
+def _bounds(loc: Loc, entry: Mapping[str, Any]) -> Iterator[Violation]:
+    """The two bounds of an elastic share. A percentage and bytes are compared by the plan, on each GPU."""
+    least, most = _read(values.least, entry["min"]), _read(values.most, entry["max"])
+    if least is not None and most is not None and type(least) is type(most) and most < least:
+        low, high = values.text(least), values.text(most)
+        yield Violation((*loc, "max"), f"the max of {high} is less than the min of {low}", f"write '{low}' or more")
+
+
 def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], options: set[str]) -> Iterator[Violation]:
-    """Both share and limit, or neither of them."""
+    """Not exactly one of share, limit, and min with max."""
     from memguard._config import meant
 
     loc: Loc = ("frameworks", name)
-    if "share" in entry and "limit" in entry:
-        later = [key for key in entry if key in ("share", "limit")][-1]
-        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in ("share", "limit"))
+    fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
+    known = set(entry) <= options | set(SIZES)  # an unknown key may be a misspelt one, and is explained by itself
+    kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
+    rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
+    if len(fixed) == 2:
+        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in SIZES[:2])
         fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
-        yield Violation((*loc, later), "has both share and limit: exactly one is allowed", fix, True)
-    elif set(entry) <= options:
-        message, left = "has neither share nor limit: exactly one is needed", meant.share_left(data)
-        kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
-        rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
+        yield Violation((*loc, fixed[1]), "has both share and limit: exactly one is allowed", fix, True)
+    elif fixed and len(bounds) == 2:
+        message = f"has {fixed[0]} beside min and max: exactly one is allowed"
+        yield Violation((*loc, fixed[0]), message, "remove it, or remove min and max", True)
+    elif fixed and bounds:
+        message = f"has {bounds[0]} beside {fixed[0]}: share, or limit, or min with max is allowed"
+        if other := _other_bound(entry, bounds[0], fixed[0]):
+            yield Violation((*loc, fixed[0]), message, f"did you mean '{other}'?", True, True)
+        else:
+            yield Violation((*loc, bounds[0]), message, "remove it", True, True)
+    elif bounds == ["max"] and known:
+        line = meant.sized(entry["max"], "GiB", "framework") or "limit: 4GiB"
+        fix = f"write '{line}' for a cap that stays, or add a min, for example 'min: 5%'"
+        yield Violation((*loc, "max"), "has max without min: an elastic share has both", fix, True, True)
+    elif bounds and known:
+        least = meant.quantity(entry["min"], "%") or "5%"
+        fix = f"write '{name}: {{min: {least}, max: 100%{rest}}}', or another max"
+        yield Violation(loc, "has min without max: an elastic share has both", fix, True, True)
+    elif not bounds and known:
+        message, left = "has neither share nor limit, nor min and max: exactly one is needed", meant.share_left(data)
         yield Violation(
             loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
         )
 
 
-def _shares(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> Iterator[Violation]:
+def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
+    """The bound that share or limit stands for beside the other one; "" if it cannot, as it is on its wrong side."""
+    here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
+    if here is None or there is None:
+        return ""
+    if type(here) is type(there) and (here > there if bound == "min" else here < there):
+        return ""
+    return "max" if bound == "min" else "min"
+
+
+def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
+    shares, limits, elastic = asked
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
     from memguard._config import fitting  # suggests numbers: a budget that fits needs none
 
-    numbers = fitting.as_text(_lowered(shares, limits, rooms))
+    numbers = fitting.as_text(_lowered(shares, limits, rooms), elastic)
     if total > 1:
-        message = f"the shares add up to {percent_text(total)} ({_sum(shares)}); at most 100% can be given out"
+        what = "shares and minima" if set(shares) & set(elastic) else "shares"
+        message = f"the {what} add up to {percent_text(total)} ({_sum(shares, elastic)}); at most 100% can be given out"
         fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
-        yield Violation(("frameworks", list(shares)[-1], "share"), message, fix)
+        yield Violation(_place(list(shares)[-1], "share", elastic), message, fix)
     elif total == 1 and limits:
-        size = size_text(sum(limits.values()))
+        size, names = size_text(sum(limits.values())), [fitting.label(name, elastic) for name in shares]
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
-        fix = f"lower the share of {' and '.join(shares)}, for example to {numbers}"
-        yield Violation(("frameworks", list(limits)[-1], "limit"), message, fix)
+        fix = f"lower the share of {' and '.join(names)}, for example to {numbers}"
+        yield Violation(_place(list(limits)[-1], "limit", elastic), message, fix)
+
+
+def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
+    return ("frameworks", name, "min" if name in elastic else key)
 
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
@@ -153,8 +229,7 @@ def _fits(
     loc: Loc,
     own: Mapping[str, Any],
     inherited: Mapping[str, Any],
-    shares: Mapping[str, Fraction],
-    limits: Mapping[str, int],
+    asked: Asked,
     rooms: list[int],
     auto: int,
 ) -> Iterator[Violation]:
@@ -162,6 +237,7 @@ def _fits(
     at = next((key for key in ("limit", "reserve") if key in own), None)
     if at is None or (found := _bytes(own, inherited)) is None:
         return
+    shares, limits, elastic = asked
     limit, declared = found
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
@@ -177,7 +253,7 @@ def _fits(
         return
     if total >= 1:  # what is said of the shares fits this limit too, unless no cap of the smallest size does
         if limit - reserve < wanted:
-            message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits)} beside shares"
+            message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits, elastic)} beside shares"
             yield Violation((*loc, at), message, f"raise the limit to {_about(wanted + keep)}")
         return
     over = math.ceil(needed - left * (limit - reserve))
@@ -185,10 +261,12 @@ def _fits(
         from memguard._config import fitting
 
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
-        message = f"{_sum({**limits, **shares})} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
+        message = (
+            f"{_sum({**limits, **shares}, elastic)} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
+        )
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
         fix += ", with room for the reserve" if declared is None else ""
-        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)))
+        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)), elastic)
         if limit > keep and numbers:
             over = math.ceil(needed - left * (limit - keep))
             fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
@@ -252,8 +330,10 @@ def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
             yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
 
 
-def _sum(parts: Mapping[str, Fraction | int]) -> str:
-    return " + ".join(f"{name} {values.text(part)}" for name, part in parts.items())
+def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:
+    from memguard._config import fitting
+
+    return fitting.as_text(parts, elastic, " + ")
 
 
 def _about(size: int) -> str:

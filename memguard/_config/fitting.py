@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from math import floor
 
@@ -57,8 +57,13 @@ def _parts(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fractio
     return dict(shares)
 
 
-def as_text(parts: Mapping[str, Fraction | int]) -> str:
-    """`torch 50%, jax 4GiB`, as a message names them."""
+def as_text(parts: Mapping[str, Fraction | int], elastic: Collection[str] = (), between: str = ", ") -> str:
+    """`torch 50%, jax 4GiB, cupy.min 5%`, as a message names them: of those in `elastic` the part is their min."""
     from memguard._config.values import text
 
-    return ", ".join(f"{name} {text(part)}" for name, part in parts.items())
+    return between.join(f"{label(name, elastic)} {text(part)}" for name, part in parts.items())
+
+
+def label(name: str, elastic: Collection[str]) -> str:
+    """A framework whose share, limit or min is meant."""
+    return f"{name}.min" if name in elastic else name

@@ -133,7 +133,8 @@ def share_left(data: object) -> str:
     shares = Fraction(0)
     entries = at(data, ["frameworks"])
     for entry in entries.values() if isinstance(entries, Mapping) else ():
-        written = quantity(at(entry, ["share"]) if isinstance(entry, Mapping) else entry, "%")
+        least = at(entry, ["share"]) or at(entry, ["min"]) if isinstance(entry, Mapping) else entry
+        written = quantity(least, "%")
         shares += Fraction(written.rstrip("%")) / 100 if written and written.endswith("%") else 0
     left = 1 - shares
     return _percent(Fraction(int(left * 1000), 1000) * 50) or "50%" if left > 0 else "50%"
@@ -206,10 +207,12 @@ def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def unsized(data: object) -> Iterator[str]:
-    """The frameworks that have no share or limit yet."""
+    """The frameworks that have no share, limit, min or max yet."""
     entries = at(data, ["frameworks"])
     for name, own in entries.items() if isinstance(entries, Mapping) else ():
-        if name in SPECS and (own is None or (isinstance(own, Mapping) and not {"share", "limit"} & set(own))):
+        if name in SPECS and (
+            own is None or (isinstance(own, Mapping) and not {"share", "limit", "min", "max"} & set(own))
+        ):
             yield name
 
 

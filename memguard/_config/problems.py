@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
 from memguard._config import meant
-from memguard._config.checks import Violation
+from memguard._config.checks import SIZES, Violation
 from memguard._config.document import Document, Loc
 from memguard._config.origin import in_order, nearest, path
 from memguard._config.values import found
@@ -121,7 +121,7 @@ def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
     name = str(loc[1]) if len(str(loc[1])) <= 60 else "..."
     if loc[0] == "devices":
         return "the keys limit and reserve", f"'{name}: {{{meant.sized(raw, '%', 'device') or 'limit: 50%'}}}'"
-    return "share or limit", f"'{meant.entry(name, raw, data)}'"
+    return "share, limit, or min and max", f"'{meant.entry(name, raw, data)}'"
 
 
 def _instead(key: str, raw: object) -> str:
@@ -224,7 +224,9 @@ def _advice(
             return ""
         if normal in allowed:
             return normal
-        return alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
+        near = alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
+        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` may be either
+        return other if near in siblings and other and other not in siblings and _near(normal, [other]) else near
 
     if cut := meant.decimals(name, siblings):
         fix = f"write '{cut[0]}: {cut[1]}'; write decimals with a point, as in 1.5GiB"
@@ -235,8 +237,10 @@ def _advice(
         return "write a space after ':'", (), False
     if name[:1].isdecimal() and level not in ("", "frameworks", "device"):
         return "write decimals with a point, as in 1.5GiB", (), False
+    if level in SPECS and (bound := _bound(name, siblings)):
+        return f"did you mean {bound!r}?", ((*own, bound),), False
     amount = meant.is_quantity(name) and meant.normal(name) not in allowed and not _exactly_elsewhere(name, fields)
-    if amount and level in SPECS and set(FRAMEWORK_KEYS) & set(siblings) and not known(name):
+    if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
     line = _sized(name, value, level, siblings, known(name)) if amount else ""
     if line and not line.startswith(f"write '{known(name)}: {_written(value)}'"):  # that is only misspelt
@@ -258,7 +262,18 @@ def _advice(
     return "remove it", (), False
 
 
-FRAMEWORK_KEYS = ("share", "limit")
+_BOUNDS = {
+    **dict.fromkeys(("minimum", "least", "at_least", "floor", "low", "lower", "guarantee", "guaranteed"), "min"),
+    **dict.fromkeys(("maximum", "most", "at_most", "up_to", "ceiling", "high", "upper", "burst"), "max"),
+}
+
+
+def _bound(name: str, siblings: Mapping[str, Any]) -> str:
+    """The bound of an elastic share that a word stands for, where the other bound stands beside it; "" if none."""
+    bound = _BOUNDS.get(meant.normal(name), "")
+    words = [meant.normal(key) for key in siblings if key != name]
+    others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}
+    return bound if bound not in others and {"min", "max"} - {bound} <= others and not others & {*SIZES[:2]} else ""
 
 
 def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str:
@@ -270,9 +285,9 @@ def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str
 
 
 def _exactly_elsewhere(name: str, fields: Fields) -> bool:
-    """Whether a key belongs to another level as it is written; share and limit belong to two."""
+    """Whether a key belongs to another level as it is written; amounts may belong to several."""
     normal = meant.normal(name)
-    return normal not in FRAMEWORK_KEYS and any(normal in level for level in fields.values())
+    return normal not in SIZES and any(normal in level for level in fields.values())
 
 
 def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], near: str) -> str:
@@ -282,7 +297,7 @@ def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], ne
     """
     if level not in ("", "device", *SPECS) or ("device" if level == "" else "limit") in siblings:
         return ""
-    if level == "" and name in FRAMEWORK_KEYS:
+    if level == "" and name in SIZES[:2]:
         return ""
     line = meant.sized(value, meant.bare_unit(name), "framework" if level in SPECS else "device")
     below = " (a share is written below a framework)" if name == "share" else ""
@@ -326,7 +341,7 @@ def _home(name: str, value: object, fields: Fields, data: object) -> str:
     """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
     for level in ("frameworks", "device", "monitor", "doctor", *SPECS):
         if name in fields[level]:
-            if level in SPECS and name in FRAMEWORK_KEYS:
+            if level in SPECS and name in SIZES:
                 owner = next(meant.unsized(data), "torch")
                 short = isinstance(value, (str, int)) and 0 < len(_written(value)) < 20
                 written = meant.flow(value) if short else "50%"

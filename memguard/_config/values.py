@@ -114,13 +114,34 @@ def limit(value: object) -> int:
 
 def device_limit(value: object) -> Fraction | int:
     """A part of what CUDA can give, or bytes."""
+    if isinstance(value, str) and value.strip().lower() in _ALL:
+        raise ValueError(f"{found(value)} is no limit; write '100%' for all that CUDA can give")
+    return _part_or_bytes(value, "40GiB")
+
+
+def least(value: object) -> Fraction | int:
+    """What an elastic framework can have at any time: a part of (limit − reserve), or bytes."""
+    if re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", found(value).strip("' ").lower()):
+        raise ValueError(f"a min of {found(value)} guarantees nothing; write '{size_text(GRANULE)}', the smallest cap")
+    return _part_or_bytes(value, "4GiB")
+
+
+def most(value: object) -> Fraction | int:
+    """What the cap of an elastic framework may rise to: a part of (limit − reserve), or bytes."""
+    if isinstance(value, str) and value.strip().lower() in _ALL:
+        raise ValueError(f"{found(value)} is no max; write '100%' for all that others leave")
+    return _part_or_bytes(value, "4GiB")
+
+
+_ALL = ("all", "max", "none", "unlimited", "full")
+
+
+def _part_or_bytes(value: object, example: str) -> Fraction | int:
     if isinstance(value, Fraction) or _is_part(value):
         return percent(value)
     bare = found(value).strip("' ")
     if re.fullmatch("100|[1-9][0-9]?", bare):
-        raise ValueError(f"{found(value)} has no unit; write '{bare}%', or a size such as '40GiB'")
-    if isinstance(value, str) and value.strip().lower() in ("all", "max", "none", "unlimited", "full"):
-        raise ValueError(f"{found(value)} is no limit; write '100%' for all that CUDA can give")
+        raise ValueError(f"{found(value)} has no unit; write '{bare}%', or a size such as '{example}'")
     return size(value)
 
 
@@ -331,6 +352,8 @@ Percent = Annotated[Fraction, Value(percent, text, _PERCENT)]
 Share = Annotated[Fraction, Value(share, text, _PERCENT)]
 Limit = Annotated[int, Value(limit, text, *_sizes(GRANULE))]
 DeviceLimit = Annotated[Fraction | int, Value(device_limit, text, _PERCENT, *_sizes(GRANULE))]
+Least = Annotated[Fraction | int, Value(least, text, _PERCENT, *_sizes(GRANULE))]
+Most = Annotated[Fraction | int, Value(most, text, _PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))]
 Interval = Annotated[float, Value(lambda value: duration(value, *INTERVAL), duration_text, *_seconds(*INTERVAL))]
 Forecast = Annotated[

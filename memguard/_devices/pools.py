@@ -150,3 +150,11 @@ class DefaultPool(_Pool):
             self._set_threshold(self._threshold)
         if self._before != self._pool and self._current() == self._pool:
             check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
+
+
+def trim_to(pool: int, keep: int) -> None:
+    """Have a pool, given by its handle, give back what idles, until it holds no more than `keep` bytes.
+
+    Raises DeviceError if CUDA is not initialised or refuses.
+    """
+    check("cuMemPoolTrimTo", contexts.driver().cuMemPoolTrimTo(pool, keep))

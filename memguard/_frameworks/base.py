@@ -55,6 +55,8 @@ class Framework(ABC):
     """Whether a cap can change at run time. Not TensorFlow's and JAX's: what they have taken never comes back."""
     pooled = False
     """Whether it draws from the pool that several frameworks share: its usage is then what is live, without a cache."""
+    asks = False
+    """Whether its allocator calls `_short` before it refuses a request: those that memguard owns."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -81,6 +81,11 @@ class Slabs:
             if slab.known:
                 self.gaps -= change
 
+    def pieces(self, address: int) -> int:
+        """How many pieces are counted in the slab of this address."""
+        slab = self._slabs.get(address // GRANULE)
+        return slab.pieces if slab is not None else 0
+
     def leave(self, address: int) -> None:
         """Count one piece less. With its last piece the slab is forgotten."""
         with self._lock:
@@ -244,6 +249,24 @@ class DriverPages:
         for place, count in small.items():
             if (slab := self._slabs.get(place)) is not None and count == slab.pieces:
                 found += GRANULE
+        return found
+
+    def parts(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+        """What of these allocations goes back to the driver at once: its bytes, and its addresses.
+
+        Without pieces in slabs that others hold open, which give nothing back by themselves.
+        """
+        found: list[tuple[int, list[int]]] = []
+        small: dict[int, list[int]] = {}
+        for address, size in blocks:
+            if size > SMALL:
+                found.append((round_up(size), [address]))
+            else:
+                small.setdefault(address // GRANULE, []).append(address)
+        for place, inside in small.items():
+            slab = self._slabs.get(place)
+            if slab is not None and slab.whole and slab.pieces == len(inside):
+                found.append((GRANULE, inside))
         return found
 
     def _change(self, slab: _Own, address: int, pieces: int, size: int, coming: int = 0) -> None:

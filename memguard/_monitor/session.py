@@ -244,6 +244,7 @@ class Session:
         self._here.monitor, _thread.session = True, self
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = contexts.relax()
+        self.guard.settle()
         return self.guard.sample()
 
     def _act(self, action: pressure.Action) -> None:
@@ -260,12 +261,14 @@ class Session:
             self._call(event)
 
     def _record(self, sample: Sample, events: list[Event]) -> None:
-        writer = self._writer
+        writer, moved = self._writer, self.guard.moved()
         if writer is not None:
             writer.sample(sample)
             self._write_refusals()
-            for event in events:
+            for event in [*events, *moved]:
                 writer.event(event)
+        for event in moved:
+            self._call(event)
 
     # any thread
 

@@ -304,39 +304,75 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         wanted = max(wanted, round_up(cap + WORKSPACE))
     least, gain = ("at least ", None) if asked is None else ("", wanted - cap)
     # A share may be rounded down by a granule: that much is kept for each of the others.
-    spare = {p.device.uuid: p.unallocated + p.caps[name] - GRANULE * (len(p.caps) - 1) for p in plan.devices}
+    spare = {p.device.uuid: _reach(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
+    if name in part.elastic and wanted <= min(spare.values()):
+        yield from _wider(part, name, wanted, least, gain)
+        return
     if wanted <= min(spare.values()):
-        later = (
-            " and restart: its pool is fixed"
-            if name in NEVER_GIVE_BACK
-            else f", or memguard.resize({name!r}, '{wanted // MIB}MiB')"
-        )
+        later = " and restart: its pool is fixed"
+        if name not in NEVER_GIVE_BACK:
+            now = wanted <= min(p.unallocated + p.caps[name] for p in plan.devices)  # not lent to elastic frameworks
+            later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
         setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
+        if case.budget is not None and case.budget.frameworks[name].min is not None:  # it gets its min, and no more
+            setting = f"min to {least}{wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", gain)
         return
     missing = wanted - min(spare.values())
     idle = {
-        r.name: (r.cap - r.bytes, r)
+        r.name: (_guaranteed(part, r.name) - r.bytes, r)
         for r in case.frameworks
-        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name not in part.joined
+        if r is not row
+        and r.cap
+        and r.bytes is not None
+        and r.at_least is None
+        and r.name in part.caps
+        and r.name not in part.joined
     }
     other = max(idle, key=lambda key: idle[key][0], default=None)
     size = f"{least}{format_size(wanted)}"
     text = f"{name} would need a cap of {size}, {format_size(missing)} more than the budget has left: "
     if other is not None and idle[other][0] >= missing:
-        used, most = format_size(idle[other][1].bytes), format_size(idle[other][1].cap)
-        less = round_down(part.caps[other] - missing)
+        used, most = format_size(idle[other][1].bytes), format_size(_guaranteed(part, other))
+        less = round_down(_guaranteed(part, other) - missing)
         settings = {name: wanted, other: less}
         if case.budget is None or _gives(case, wanted, settings) is not None:
-            limits = f"to {less // MIB}MiB and raise frameworks.{name} to {wanted // MIB}MiB"
-            yield Remedy(f"{text}lower frameworks.{other}, which holds {used} of its {most}, {limits}", gain)
+            limits = f"to {less // MIB}MiB and raise {_key(part, name, 'max')} to {wanted // MIB}MiB"
+            yield Remedy(f"{text}lower {_key(part, other, 'min')}, which holds {used} of its {most}, {limits}", gain)
             return
     if case.budget is None:
         yield Remedy(f"{text}lower another cap, or raise device.limit if the GPU has that to spare")
         return
     yield from _higher_limit(case, wanted, text)
+
+
+def _guaranteed(part: DevicePlan, name: str) -> int:
+    """What a framework can have on one GPU whatever others do: its min if it is elastic."""
+    return part.elastic.get(name, (part.caps[name], 0))[0]
+
+
+def _reach(part: DevicePlan, name: str) -> int:
+    """The highest cap of a framework that leaves the others what is theirs for good."""
+    return part.limit - part.reserve - sum(_guaranteed(part, other) for other in part.caps if other != name)
+
+
+def _key(part: DevicePlan, name: str, bound: str) -> str:
+    return f"frameworks.{name}.{bound}" if name in part.elastic else f"frameworks.{name}"
+
+
+def _wider(part: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
+    """Other bounds for an elastic share. Within its max it has nothing to come if others use what is spare."""
+    size = f"{least}{wanted // MIB}MiB"
+    if wanted > part.elastic[name][1]:
+        yield Remedy(f"raise frameworks.{name}.max to {size}", gain)
+        return
+    others = [one for one, (low, _) in part.elastic.items() if one != name and part.caps[one] > low]
+    if others:
+        who = " and ".join(f"{one} has {format_size(part.caps[one] - part.elastic[one][0])}" for one in others)
+        lower = " or ".join(f"frameworks.{one}.max" for one in others)
+        yield Remedy(f"{who} more than its min: raise frameworks.{name}.min to {size}, or lower {lower}", gain)
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
@@ -345,8 +381,9 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     assert budget is not None and part is not None and row is not None
     name, cap = row.name, part.caps[row.name]
     others = [one for other, one in budget.frameworks.items() if other != name]
-    shares = sum((one.share for one in others if one.share is not None), Fraction(0))
-    fixed = sum(round_down(one.limit) for one in others if one.limit is not None)
+    parts = [one.guaranteed for one in others]
+    shares = sum((one for one in parts if isinstance(one, Fraction)), Fraction(0))
+    fixed = sum(round_down(one) for one in parts if isinstance(one, int))
     own = budget.frameworks[name].share
     rooms: list[tuple[Fraction, dict[str, int]]] = []
     if own is not None:  # it grows with the limit by itself; a share may be rounded down by a granule
@@ -357,7 +394,7 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
         limit = -(-(ceil(room) + part.reserve) // MIB) * MIB
         more = _gives(case, wanted, settings, limit) if limit > part.limit else None
         if more is not None:
-            with_cap = f", and frameworks.{name} to {wanted // MIB}MiB" if settings else ""
+            with_cap = f", and {_key(part, name, 'max')} to {wanted // MIB}MiB" if settings else ""
             limits = f"from {format_size(part.limit)} to {limit // MIB}MiB{with_cap}"
             yield Remedy(f"{text}raise device.limit {limits}", None if case.verdict.requested is None else more - cap)
             return
@@ -370,15 +407,19 @@ def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None =
     assert budget is not None and part is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
     for name, size in caps.items():
-        entry = {key: value for key, value in written["frameworks"][name].items() if key != "share"}
-        written["frameworks"][name] = {**entry, "limit": size}
+        own, moves = written["frameworks"][name], name in part.elastic
+        kept = {key: value for key, value in own.items() if key not in ("share", *(() if moves else ("min", "max")))}
+        written["frameworks"][name] = {**kept, ("max" if name == row.name else "min") if moves else "limit": size}
     if limit is not None:
         written["device"] = {**written.get("device", {}), "limit": limit}
     try:
         changed = _policy.plan(type(budget).from_mapping(written), [one.device for one in plan.devices])
     except MemguardError:
         return None
-    given = changed.caps(row.name).get(part.device.uuid, 0)
+    here = next(one for one in changed.devices if one.device.uuid == part.device.uuid)
+    given = here.caps[row.name]
+    if row.name in here.elastic:
+        given = min(here.elastic[row.name][1], _reach(here, row.name))
     return given if given >= wanted else None
 
 

@@ -272,6 +272,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
             "reserve_source": part.reserve_source,
             "caps": dict(part.caps),
             "unallocated": part.unallocated,
+            "elastic": {name: list(bounds) for name, bounds in part.elastic.items()},
         }
         for part in plan.devices
     ]

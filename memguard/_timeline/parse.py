@@ -165,8 +165,12 @@ class Parser:
             sizes = {key: self._size(self._typed(part, key, *types)) for key, types in _PART.items()}
             self._size(device.total)
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
-            source = str(part["reserve_source"])
-            devices.append(DevicePlan(device, sizes["limit"], sizes["reserve"], caps, sizes["unallocated"], source))
+            source, elastic = str(part["reserve_source"]), {}
+            for name, (least, most) in part.get("elastic", {}).items():  # older files do not have it
+                elastic[str(name)] = self._size(least), self._size(most)
+            devices.append(
+                DevicePlan(device, sizes["limit"], sizes["reserve"], caps, sizes["unallocated"], source, elastic)
+            )
         options = {name: dict(about) for name, about in content["options"].items()}
         return Plan(tuple(devices), options, tuple(str(note) for note in content["notes"]))
 

@@ -72,7 +72,10 @@ class TimelineFramework:
 
 @dataclass(frozen=True)
 class TimelineDevice:
-    """One GPU. `overhead` is compared with the reserve; `outside` is the most bytes outside all frameworks."""
+    """One GPU. `overhead` is compared with the reserve; `outside` is the most bytes outside all frameworks.
+
+    `together`: elastic frameworks needed more at the same time than the others' caps and minima leave.
+    """
 
     device: int
     uuid: str
@@ -82,6 +85,7 @@ class TimelineDevice:
     peak_process: int | None
     outside: int
     overhead: Above
+    together: Above = Above()
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class TimelineOutcome:
         """Whether no framework would have been refused, with its arrays where they were."""
         return not any(
             row.refused.times or row.fragments.times or (row.requests and row.again) for row in self.frameworks
-        )
+        ) and not any(gpu.together.times for gpu in self.devices)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -154,6 +158,9 @@ class TimelineOutcome:
             lines += _wrap(f"GPU {gpu.device} {gpu.name}: {peak}")
             if gpu.overhead.times:
                 lines += _wrap(f"GPU {gpu.device}: {self._above('overhead is above the reserve', gpu.overhead)}")
+            if gpu.together.times:
+                what = "elastic frameworks would together have needed more than there is for them"
+                lines += _wrap(f"GPU {gpu.device}: {self._above(what, gpu.together)}")
         for row in self.frameworks:
             for what, above in _REFUSALS.items():
                 if (found := getattr(row, above)).times:
@@ -248,7 +255,8 @@ class _Cell:
         self.under: int | None = None  # the cap while recording
         self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
 
-    def see(self, time: float, usage: FrameworkSample) -> None:
+    def see(self, time: float, usage: FrameworkSample) -> int:
+        """Count one sample. Returns what the framework needed then."""
         held, in_use, reclaimable, self.under = usage
         if held is None:
             self.silent = True
@@ -256,7 +264,7 @@ class _Cell:
             self.held = held
         if in_use is None:
             if held is None:
-                return
+                return 0
             live = pinned = held - (reclaimable or 0)  # the best estimate there is
         else:
             if self.in_use is None or in_use > self.in_use:
@@ -268,7 +276,7 @@ class _Cell:
             self.needs = pinned
         cap = self.cap
         if cap is None:
-            return
+            return pinned
         if live > cap:
             self.refused.see(time, live - cap)
             self.fragments.now = self.cache.now = False
@@ -280,6 +288,7 @@ class _Cell:
             self.refused.now = self.fragments.now = False
         else:
             self.refused.now = self.fragments.now = self.cache.now = False
+        return pinned
 
 
 class _Gpu:
@@ -290,22 +299,31 @@ class _Gpu:
         self.cells: dict[str, _Cell] = {}
         self.process: int | None = None
         self.outside = 0
-        self.above = _Count()
+        self.above, self.together = _Count(), _Count()
+        self.least = {name: part.elastic.get(name, (cap, 0))[0] for name, cap in part.caps.items()}
+        self.spare = part.limit - part.reserve - sum(self.least.values())
 
     def see(self, time: float, device: DeviceSample) -> None:
         if device.process is not None and (self.process is None or device.process > self.process):
             self.process = device.process
         outside = overhead = device.overhead
         known = True
+        more = 0  # what elastic frameworks needed beyond their min
         for name, usage in device.frameworks.items():
             if name == EXCHANGE:  # belongs to no framework and has no cap: the reserve must hold it
                 outside += usage.held or 0
                 continue
-            self.cell(name).see(time, usage)
+            needed = self.cell(name).see(time, usage)
+            if name in self.part.elastic:
+                more += max(needed - self.least[name], 0)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
             outside += device.unaccounted  # else it may contain memory of a framework that does not say what it holds
         self.outside = max(self.outside, outside)
+        if more > self.spare:
+            self.together.see(time, more - self.spare)
+        else:
+            self.together.now = False
         if overhead > self.part.reserve:
             self.above.see(time, overhead - self.part.reserve)
         else:
@@ -313,7 +331,11 @@ class _Gpu:
 
     def cell(self, name: str) -> _Cell:
         if name not in self.cells:
-            self.cells[name] = _Cell(name, self.part.caps.get(name))
+            cap = self.part.caps.get(name)
+            if name in self.part.elastic:  # it may rise while the others use no more than is theirs for good
+                least, most = self.part.elastic[name]
+                cap = min(most, least + self.spare)
+            self.cells[name] = _Cell(name, cap)
         return self.cells[name]
 
 
@@ -363,6 +385,7 @@ class _Run:
                 gpu.process,
                 gpu.outside,
                 gpu.above.done(),
+                gpu.together.done(),
             )
             for uuid, gpu in self.gpus.items()
         ]
@@ -402,6 +425,9 @@ class _Run:
             yield f"{name} does not always say what it holds: it is judged by its live arrays"
         for name in dict.fromkeys(row.framework for row in rows if row.cap is None):
             yield f"the budget does not name {name}, so it would have had no cap"
+        elastic = dict.fromkeys(name for gpu in self.gpus.values() for name in gpu.cells if name in gpu.part.elastic)
+        if elastic:
+            yield f"{' and '.join(elastic)} could take what is spare: the cap is the most that it could rise to"
         if self.others:
             yield f"GPUs that are not in the budget's plan are left out: {', '.join(sorted(self.others))}"
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from memguard._config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig
 
 
@@ -87,13 +89,24 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(name: str, framework: FrameworkBudget) -> str:
-    from memguard._config.values import text
     from memguard._specs import SPECS
 
-    share = None if framework.share is None else f"{text(framework.share)} of (limit − reserve)"
     options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
     written = (f"{key}: {str(value).lower()}" for key, value in options.items())
-    return ", ".join([share or f"{text(framework.limit)}", *written])
+    size = _part(framework.guaranteed)
+    if framework.max is not None:
+        most = _part(framework.max)
+        head, of, _ = size.partition(" of ")
+        size = f"min {head if of and of in most else size}, max {most}"
+    return ", ".join([size, *written])
+
+
+def _part(part: Fraction | int) -> str:
+    from fractions import Fraction
+
+    from memguard._config.values import text
+
+    return f"{text(part)} of (limit − reserve)" if isinstance(part, Fraction) else f"{text(part)}"
 
 
 def _rest(budget: Budget) -> str:
@@ -101,9 +114,16 @@ def _rest(budget: Budget) -> str:
 
     from memguard._config.values import text
 
-    frameworks = budget.frameworks.values()
-    share = 1 - sum((f.share for f in frameworks if f.share is not None), Fraction(0))
-    size = sum(f.limit for f in frameworks if f.limit is not None)
+    parts = [framework.guaranteed for framework in budget.frameworks.values()]
+    share = 1 - sum((part for part in parts if isinstance(part, Fraction)), Fraction(0))
+    size = sum(part for part in parts if isinstance(part, int))
     if not share:
         return "nothing"
-    return f"{text(share)} of (limit − reserve)" + (f" − {text(size)}" if size else "")
+    lent = ", of which elastic shares get what they ask for, up to their max" if _elastic(budget) else ""
+    return f"{text(share)} of (limit − reserve)" + (f" − {text(size)}" if size else "") + lent
+
+
+def _elastic(budget: Budget) -> bool:
+    from memguard._specs import NEVER_GIVE_BACK
+
+    return any(part.min is not None and name not in NEVER_GIVE_BACK for name, part in budget.frameworks.items())

@@ -64,7 +64,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
 
     from memguard import _joint
     from memguard._specs import SPECS
-    from memguard._units import format_size
+    from memguard._units import GRANULE, format_size
 
     tables: list[object] = []
     for part in resolved.devices:
@@ -81,10 +81,15 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
             how = _joint.how(part, name) if name in part.joined else SPECS[name].cap_is
+            if name in part.elastic:
+                least, most = part.elastic[name]
+                how = f"now; min {format_size(least)}, max {format_size(most)}: {how}"
             table.add_row(name, format_size(cap), f"{how}; taken whole at once" if growth is False else how)
         table.add_section()
         table.add_row("reserve", format_size(part.reserve), _reserve(part.reserve_source, budget))
-        table.add_row("unallocated", format_size(part.unallocated), "no framework may take it")
+        lent = any(part.caps[name] < most for name, (_, most) in part.elastic.items())
+        rest = "elastic frameworks may take it" if lent and part.unallocated >= GRANULE else "no framework may take it"
+        table.add_row("unallocated", format_size(part.unallocated), rest)
         table.add_row("limit", format_size(part.limit), f"of {format_size(part.device.usable)} that CUDA can give")
         tables.append(table)
     return tables
@@ -114,6 +119,7 @@ def _as_dict(resolved: Plan) -> dict[str, object]:
                 "reserve_source": part.reserve_source,
                 "caps": dict(part.caps),
                 "joined": list(part.joined),
+                "elastic": {name: {"min": least, "max": most} for name, (least, most) in part.elastic.items()},
                 "unallocated": part.unallocated,
             }
             for part in resolved.devices

@@ -35,7 +35,7 @@ def would_fit(setting: Setting, size: int, cap: int) -> str:
     """Why a request would have been served within the cap, once idle blocks were given back; empty if not."""
     asked = -(-size // UNIT) * UNIT
     pool = setting.pool._here()
-    if any(chunk.size >= asked for chunk in pool._idle):
+    if any(chunk.size >= asked for chunk in pool.idle):
         return "an idle piece of a block that is in use"
     card = setting.card.gpus[0].card
     gap = size <= MIB and any(end - start >= asked for gaps in card._slabs.values() for start, end in gaps)

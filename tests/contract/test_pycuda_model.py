@@ -742,18 +742,21 @@ def test_it_is_live_on_every_thread_once_it_holds_memory(model: Model, way: str)
     del array
 
 
-def test_trimming_on_a_thread_without_a_context_does_nothing(model: Model) -> None:
+def test_trimming_on_a_thread_without_a_context_frees_what_can_be_freed_there(model: Model) -> None:
+    """Memguard's own pool, in its context. The user's gives back on its own thread alone."""
     setting = model()
     setting.apply(64 * MIB)
-    array = setting.drv.mem_alloc(24 * MIB)
-    del array
-    taken = setting.taken
+    pool = setting.drv.DeviceMemoryPool()
+    arrays = [setting.drv.mem_alloc(24 * MIB), pool.allocate(9 * MIB)]
+    del arrays
+    own = setting.usage().held
     thread = threading.Thread(target=setting.framework.trim, args=(setting.gpu,))
     thread.start()
     thread.join()
-    assert setting.taken == taken
+    assert setting.drv._stacks.keys() == {threading.get_ident()} and setting.drv.counters["leaked"] == 0
+    assert own > 33 * MIB and 8 * MIB < setting.taken == setting.usage().held < 14 * MIB
     setting.framework.trim(setting.gpu)
-    assert setting.taken < taken
+    assert setting.taken == setting.usage().held == 0
 
 
 def test_threads_with_the_context_share_the_cap(model: Model) -> None:

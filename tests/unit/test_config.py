@@ -328,7 +328,7 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
     )
     assert run.returncode == 0, run.stderr
     problems, schema = json.loads(run.stdout)
-    choice = "allowed: share, limit, lazy, streams, mode"
+    choice = "allowed: share, limit, min, max, lazy, streams, mode"
     assert [tuple(problem) for problem in problems] == [
         (
             "frameworks.toybox",
@@ -506,7 +506,8 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     assert tuple(properties["frameworks"]["properties"]) == FRAMEWORKS
     frameworks = {name: resolved(entry) for name, entry in properties["frameworks"]["properties"].items()}
     for name, spec in SPECS.items():
-        assert list(frameworks[name]["properties"]) == ["share", "limit", *(option.name for option in spec.options)]
+        amounts = ["share", "limit", "min", "max"]
+        assert list(frameworks[name]["properties"]) == [*amounts, *(option.name for option in spec.options)]
         assert spec.title in frameworks[name]["description"]
         for option in spec.options:
             written = frameworks[name]["properties"][option.name]
@@ -597,7 +598,7 @@ def test_check_shows_what_the_doctor_ignores(tmp_path: Path) -> None:
 def test_the_reference_shows_what_is_really_printed() -> None:
     document = (CONFIGS.parent / "docs" / "budget.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```\n(?:```text\n(.*?)```)?", document, re.DOTALL)
-    assert [bool(output) for _, output in blocks] == [False, True, True, True, True]
+    assert [bool(output) for _, output in blocks] == [False, False, True, True, True, True]
     for text, output in blocks:
         try:
             parse(text, "budget.yaml")

@@ -72,10 +72,7 @@ def follow(data: dict[str, Any], problem: Problem) -> None:
     elif found := re.search(r"raise critical.*'critical: (.*)'|'warn: (.*)'", fix):
         parent["critical" if found[1] else "warn"] = found[1] or found[2]
     elif found := re.search(r"for example to (.+)$", fix):
-        for name, part in (one.split() for one in found[1].split(", ")):
-            kind = "share" if part.endswith("%") else "limit"
-            assert kind in data["frameworks"][name], "a share stays a share, a size a size"
-            data["frameworks"][name][kind] = part
+        lower(data, found[1])
     elif found := re.match(r"move it below '(\w+):'", fix):
         home = data.setdefault("frameworks", {}) if found[1] in SPECS else data
         if found[1] in SPECS and found[1] not in home:
@@ -109,6 +106,16 @@ def follow(data: dict[str, Any], problem: Problem) -> None:
         parent.pop(last)
     else:
         raise AssertionError(f"nobody can follow this: {fix!r} for {problem.path}: {problem.message}")
+
+
+def lower(data: dict[str, Any], numbers: str) -> None:
+    """Write the numbers that a fix names: `torch 50%, cupy.min 5%`."""
+    for one, part in (one.split() for one in numbers.split(", ")):
+        name, _, key = one.partition(".")
+        kind = key or ("share" if part.endswith("%") else "limit")
+        assert kind in data["frameworks"][name], "a share stays a share, a size a size"
+        assert ("%" in str(data["frameworks"][name][kind])) is part.endswith("%")
+        data["frameworks"][name][kind] = part
 
 
 def errors_of(data: dict[str, Any]) -> tuple[Problem, ...]:
@@ -158,6 +165,7 @@ WHOLE: dict[str, Any] = {
         "tensorflow": {"share": "20%", "growth": False},
         "cupy": {"limit": "1GiB"},
         "pycuda": {"limit": "512MiB", "context": "own"},
+        "numba": {"min": "5%", "max": "15%"},
     },
     "on_busy": "raise",
     "monitor": {
@@ -240,7 +248,7 @@ HOMES = {
     key: level
     for level in LEVELS
     for key in at(WHOLE, level)
-    if level not in ((), ("devices", "0"), ("frameworks",)) and key not in ("limit", "share")
+    if level not in ((), ("devices", "0"), ("frameworks",)) and key not in ("limit", "share", "min", "max")
 }
 
 
@@ -444,6 +452,32 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     *(({"version": 1, "frameworks": {alias: {"share": "60%"}}}, {"version": 1, "frameworks": {name: {"share": "60%"}}})
       for name, spec in SPECS.items() for alias in (*spec.aliases, name.upper(), name.title(), f" {name}", f"{name}s")),
 ]  # fmt: skip
+BOTH = torch({"min": "5%", "max": "15%"})
+WRONG += [
+    *((torch({low: "5%", high: "15%"}), BOTH) for low in ("min", "Min", "minimum", "at_least", "floor", "mins", " min")
+      for high in ("max", "MAX", "maximum", "at-most", "up to", "ceiling", "maxx")),
+    *((torch({low: "5%", high: "15%"}), BOTH) for low, high in
+      (("minn", "max"), ("min", "mx"), ("mn", "max"), ("mix", "max"), ("min", "mix"), ("min", "share"))),
+    *((torch({"min": one, "max": "15%"}), BOTH) for one in ("5", 5, 0.05, "0.05", "5 %", "5 percent")),
+    *((torch({"min": "5%", "max": one}), BOTH) for one in ("15", 15, 0.15, "15pct", "１５%")),
+    *((torch({"min": "1GiB", "max": one}), torch({"min": "1GiB", "max": "4GiB"})) for one in SIZES),
+    *((torch({"min": one, "max": "100%"}), torch({"min": "4GiB", "max": "100%"})) for one in SIZES),
+    *((torch({"min": "5%", "max": one}), torch({"min": "5%", "max": "100%"})) for one in ("all", "full", "unlimited")),
+    *((torch({"min": one, "max": "15%"}), torch({"min": "2MiB", "max": "15%"})) for one in (0, "0", "0%", "0GiB")),
+    *((torch({"min": one}), torch({"min": "5%", "max": "100%"})) for one in ("5%", 5, "5", 0.05)),
+    (torch({"min": "5%", "nccl": 1}), torch({"min": "5%", "max": "100%", "nccl": 1})),
+    (torch({"max": "4GiB", "nccl": 1}), torch({"limit": "4GiB", "nccl": 1})),
+    (torch({"min": "1GiB", "limit": "4GiB"}), torch({"min": "1GiB", "max": "4GiB"})),
+    (torch({"limit": "1GiB", "max": "4GiB"}), torch({"min": "1GiB", "max": "4GiB"})),
+    (torch({"share": "60%", "max": "4GiB"}), torch({"min": "60%", "max": "4GiB"})),
+    (torch({"share": "60%", "max": "40%"}), SHARE), (torch({"limit": "4GiB", "min": "5GiB"}), SIZE),
+    (torch({"min": "5%", "max": "15%", "share": "60%"}), BOTH),
+    (torch({"min": "15%", "max": "5%"}), torch({"min": "15%", "max": "15%"})),
+    (torch({"min 5%": None, "max 15%": None}), BOTH),
+    (torch([{"min": "5%"}, {"max": "15%"}]), BOTH),
+    ({"version": 1, "frameworks": {"torch": {"min": "80%", "max": "90%"}, "jax": {}}},
+     {"version": 1, "frameworks": {"torch": {"min": "80%", "max": "90%"}, "jax": {"share": "10%"}}}),
+]  # fmt: skip
 GPUS = {
     "0": ["gpu0", "GPU0", "gpu:0", "gpu 0", "GPU-0", "gpu_0", "device0", "cuda 0", "cuda0", "00", "card0", "０", "٠",
           "०", "nvidia0", "#0", "index 0", "cuda:００", "gpu[0]", "GPU[00]"],
@@ -500,7 +534,9 @@ SUMS = st.fixed_dictionaries(
         "version": st.just(1),
         "frameworks": st.dictionaries(
             st.sampled_from(FRAMEWORKS),
-            SHARES.map(lambda share: {"share": share}) | BYTES.map(lambda size: {"limit": size}),
+            SHARES.map(lambda share: {"share": share})
+            | BYTES.map(lambda size: {"limit": size})
+            | (SHARES | BYTES).map(lambda least: {"min": least, "max": least}),
             min_size=1,
         ),
     },
@@ -518,7 +554,8 @@ def test_sums_that_do_not_fit_take_one_round(data: dict[str, Any]) -> None:
         asked = data["frameworks"][name]
         assert (entry.share is None) == ("share" not in asked), "a share stays a share, a size a size"
         before = from_mapping({"version": 1, "frameworks": {name: asked}}).frameworks[name]
-        assert (entry.share or 0) <= (before.share or 0) and (entry.limit or 0) <= (before.limit or 0)
+        assert type(entry.guaranteed) is type(before.guaranteed) and entry.guaranteed <= before.guaranteed
+        assert entry.max == before.max
     if not problems:
         assert wrong == data
 
@@ -537,8 +574,7 @@ def test_lowering_the_frameworks_fits_as_well_as_raising_the_limit(data: dict[st
     for problem in errors_of(data):
         if "raise the limit to" in problem.fix and "for example to" in problem.fix:
             lowered = copy.deepcopy(data)
-            for name, part in (one.split() for one in problem.fix.partition("for example to ")[2].split(", ")):
-                lowered["frameworks"][name]["share" if "%" in part else "limit"] = part
+            lower(lowered, problem.fix.partition("for example to ")[2])
             assert lowered != data
             left = [p for p in errors_of(lowered) if "leaves nothing" not in p.message]
             assert left == [], (problem.fix, left)
@@ -553,7 +589,12 @@ EXTRAS = st.fixed_dictionaries({}, optional={"nccl": st.integers(1, 3)})
     LARGE,
     st.dictionaries(
         st.sampled_from(FRAMEWORKS),
-        st.tuples(SHARES.map(lambda share: {"share": share}) | LARGE.map(lambda size: {"limit": size}), EXTRAS),
+        st.tuples(
+            SHARES.map(lambda share: {"share": share})
+            | LARGE.map(lambda size: {"limit": size})
+            | SHARES.map(lambda share: {"min": share, "max": "100%"}),
+            EXTRAS,
+        ),
         min_size=1,
     ),
 )
@@ -570,8 +611,7 @@ def test_with_the_default_reserve_a_sum_takes_one_round_of_check_and_plan(
         follow(ways[0], problem)
         if "for example to" in problem.fix:
             ways.append(copy.deepcopy(data))
-            for name, part in (one.split() for one in problem.fix.partition("for example to ")[2].split(", ")):
-                ways[1]["frameworks"][name]["share" if "%" in part else "limit"] = part
+            lower(ways[1], problem.fix.partition("for example to ")[2])
         for way in ways:
             found = from_mapping(way)
             for architecture in ("turing", "hopper", "unknown"):

@@ -47,9 +47,14 @@ def invariants(budget: Budget) -> None:
     """What the plan relies on."""
     assert budget.frameworks
     assert set(budget.frameworks) <= set(FRAMEWORKS)
-    assert sum((f.share or Fraction(0)) for f in budget.frameworks.values()) <= 1
+    parts = [framework.guaranteed for framework in budget.frameworks.values()]
+    assert sum(part for part in parts if isinstance(part, Fraction)) <= 1
     for name, framework in budget.frameworks.items():
-        assert (framework.share is None) != (framework.limit is None)
+        assert [framework.share, framework.limit, framework.min].count(None) == 2
+        assert (framework.min is None) == (framework.max is None)
+        if framework.min is not None and framework.max is not None and type(framework.min) is type(framework.max):
+            assert framework.min <= framework.max
+        assert not isinstance(framework.min, int) or framework.min >= GRANULE
         assert framework.limit is None or framework.limit >= GRANULE
         assert (framework.growth is None) == (name != "tensorflow")
         assert (framework.nccl is None) == (name != "torch")
@@ -72,7 +77,7 @@ def invariants(budget: Budget) -> None:
     assert limit <= 1 if isinstance(limit, Fraction) else limit >= GRANULE
     if not isinstance(limit, Fraction):
         kept = limit - (0 if reserve == "auto" else reserve)
-        assert sum(f.limit or (f.share or 0) * kept for f in budget.frameworks.values()) <= kept
+        assert sum(part * kept if isinstance(part, Fraction) else part for part in parts) <= kept
     again = from_mapping(budget.model_dump(exclude_none=True))
     assert again == budget == pickle.loads(pickle.dumps(budget))
     assert hash(again) == hash(budget)
@@ -95,7 +100,7 @@ WORDS = [
     "monitor", "on_pressure", "interval", "warn", "critical", "forecast", "timeline", "timeline_size", "trim", "500ms",
     "doctor", "ignore",
     "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
-    "context", "primary", "own",
+    "context", "primary", "own", "max",
     "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~", "mig", "second-context",
     "1:30", "GPU-1", "A*", "&a", "*a", "!x", "<<", "---", "...", "- ", "? ", ": ", ":", ", ", "{", "}", "[", "]", "'",
     '"', "\\x", "#", "|", ">", "%", "@", "\n", "\n  ", "\n    ", "\t", " ", "\r\n", "\ufeff", "\x85", "\u2028", "é",
@@ -152,8 +157,11 @@ SIZES = st.sampled_from(["512MiB", "1GiB", "4GiB", "40GiB", 3 * GIB])
 PERCENTS = st.sampled_from(["10%", "25%", "33.3%", "50%", "100%"])
 DURATIONS = st.sampled_from(["500ms", "2s", "1.5 s", "1min", "0", "1h"]) | st.floats(0.04, 3601) | st.integers(0, 3601)
 PATHS = st.sampled_from(["a.jsonl", "/x/{pid}-{rank}", "a/", "{x}"]) | st.text(max_size=6)
+AMOUNTS = PERCENTS | SIZES
 ENTRY = st.one_of(
     entries(share=PERCENTS),
+    entries(min=AMOUNTS, max=AMOUNTS),
+    entries(min=AMOUNTS, max=AMOUNTS, share=PERCENTS, limit=SIZES),
     entries(limit=SIZES),
     entries(share=PERCENTS, limit=SIZES, growth=st.booleans(), nccl=st.integers(-1, 65)),
     entries(share=PERCENTS, context=st.sampled_from(["primary", "own"]) | SCALARS),
@@ -201,7 +209,9 @@ OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 
 def defined(name: str) -> st.SearchStrategy[dict[str, Any]]:
     """What a framework may be given, its own setting with it or not."""
-    sizes: list[dict[str, st.SearchStrategy[Any]]] = [{"share": PERCENTS}, {"limit": SIZES}]
+    sizes: list[dict[str, st.SearchStrategy[Any]]] = [
+        {"share": PERCENTS}, {"limit": SIZES}, {"min": AMOUNTS, "max": AMOUNTS},
+    ]  # fmt: skip
     return st.one_of(st.fixed_dictionaries(size, optional=OWN.get(name, {})) for size in sizes)
 
 
@@ -250,6 +260,7 @@ def test_what_is_a_budget_passes_the_schema_and_only_sums_can_fail(mapping: dict
                 word in problem.message
                 for word in (
                     "add up to",
+                    "is less than the min of",
                     "take 100%",
                     "more than this limit",
                     "leaves nothing",
@@ -306,3 +317,28 @@ def test_mutations_that_parse_pass_the_schema() -> None:
         text = mutated(SAMPLE, rng)
         if isinstance(outcome(text), Budget):
             SCHEMA.validate(read(text).data)
+
+
+LESS, MORE = ("2MiB", "1GiB", "5%", "10%"), ("2GiB", "40GiB", "50%", "100%")
+AMOUNT_KEYS = ("share", "limit", "min", "max")
+RIGHT = ({"share"}, {"limit"}, {"min", "max"})
+
+
+@more
+@given(
+    st.sampled_from(FRAMEWORKS),
+    st.permutations(AMOUNT_KEYS).flatmap(lambda keys: st.integers(0, 4).map(lambda count: keys[:count])),
+    st.sampled_from(LESS),
+    st.sampled_from(MORE),
+)
+def test_each_set_of_amounts_is_a_budget_or_has_a_line_and_a_fix(
+    name: str, keys: list[str], less: str, more: str
+) -> None:
+    """And the schema says the same."""
+    values = {"share": "20%", "limit": "3GiB", "min": less, "max": more}
+    text = f"version: 1\nframeworks:\n  {name}: {{{', '.join(f'{key}: {values[key]}' for key in keys)}}}\n"
+    found = outcome(text)
+    assert isinstance(found, Budget) is (set(keys) in RIGHT) is SCHEMA.is_valid(read(text).data)
+    if isinstance(found, ConfigError):
+        (problem,) = found.problems
+        assert problem.line == 3 and problem.path.startswith(f"frameworks.{name}")

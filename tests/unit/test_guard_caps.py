@@ -57,6 +57,33 @@ def test_a_cap_is_raised_and_lowered_at_run_time() -> None:
     assert memguard.ledger().devices[0].row("torch").cap == 3 * GIB
 
 
+def elastic(**frameworks: Any) -> memguard.Guard:
+    return start({"version": 1, "device": {"limit": "16GiB", "reserve": "2GiB"}, "frameworks": frameworks})
+
+
+def test_the_cap_of_an_elastic_share_is_not_resized_by_hand() -> None:
+    guard = elastic(torch={"min": "4GiB", "max": "8GiB"}, cupy={"limit": "2GiB"})
+    with pytest.raises(CapNotApplied, match="its cap moves between min and max by itself") as caught:
+        memguard.resize("torch", "5GiB")
+    assert "fix: change frameworks.torch.min or .max in the budget" in str(caught.value)
+    assert guard.plan.devices[0].caps["torch"] == 8 * GIB
+    memguard.resize("cupy", "3GiB")
+
+
+def test_what_is_lent_is_not_taken_for_a_fixed_cap() -> None:
+    elastic(torch={"min": "4GiB", "max": "100%"}, cupy={"limit": "2GiB"}, numba={"min": "1GiB", "max": "2GiB"})
+    with pytest.raises(PlanError) as caught:
+        memguard.resize("cupy", "3GiB")
+    assert str(caught.value).endswith(", or lower the max of torch in the budget, which has what is left")
+
+
+def test_a_guard_prints_the_bounds_of_an_elastic_share() -> None:
+    lines = str(elastic(torch={"min": "4GiB", "max": "8GiB"}, tensorflow={"min": "1GiB", "max": "2GiB"})).splitlines()
+    assert lines[1].split() == ["torch", "8.00", "GiB", "pending,", "min", "4.00", "GiB,", "max", "8.00", "GiB"]
+    assert lines[2].split() == ["tensorflow", "1.00", "GiB", "pending"]
+    assert lines[3].startswith("note: tensorflow: its limit cannot change while it runs")
+
+
 def test_lowering_onto_what_is_in_use_has_nothing_to_report() -> None:
     guard = start()
     torch = simulated(guard, "torch")
@@ -461,6 +488,10 @@ class Capturing(SimulatedFramework):
     def trim(self, device: Device) -> None:
         self.trimmed.append(bool(self.beside))
         super().trim(device)
+
+    def give_back(self, device: Device, needed: int) -> None:
+        self.trimmed.append(bool(self.beside))
+        super().give_back(device, needed)
 
 
 @pytest.fixture

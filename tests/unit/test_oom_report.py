@@ -114,6 +114,77 @@ def test_a_cap_that_cannot_be_raised_names_who_could_give_way() -> None:
     assert "lower frameworks.cupy, which holds 1.00 GiB of its 49.82 GiB" in found.remedies[0].text
 
 
+ELASTIC = {"torch": {"min": "20%", "max": "50%"}, "cupy": {"min": "10%", "max": "60%"}, "jax": {"share": "20%"}}
+
+
+def first_remedy(usages: Mapping[str, Usage | None], plan: Plan, **more: Any) -> str:
+    found = report(usages, plan=plan, facts=torch_error("Tried to allocate 6.00 GiB. GPU 0"), **more)
+    assert found.reason == "cap"
+    return found.remedies[0].text
+
+
+def test_an_elastic_share_at_its_max_is_told_to_raise_that() -> None:
+    plan = plan_of(ELASTIC)
+    cap, room = plan.devices[0].caps["torch"], plan.devices[0].limit - plan.devices[0].reserve
+    assert cap // (2 * MIB) == room // (4 * MIB)
+    text = first_remedy({"torch": Usage(cap - GIB, cap - GIB, 0), "cupy": Usage(0, 0, 0)}, plan)
+    found = re.fullmatch(r"raise frameworks\.torch\.max to (\d+MiB)", text)
+    assert found is not None, text
+    wider = plan_of({**ELASTIC, "torch": {"min": "20%", "max": found[1]}})
+    assert wider.devices[0].caps["torch"] - cap >= 5 * GIB
+
+
+def test_an_elastic_share_within_its_max_is_told_who_has_what_is_spare() -> None:
+    plan = plan_of({**ELASTIC, "torch": {"min": "20%", "max": "60%"}, "cupy": {"min": "10%", "max": "60%"}})
+    (part,) = plan.devices
+    caps = {**part.caps, "torch": 40 * GIB, "cupy": part.caps["torch"] + part.caps["cupy"] - 40 * GIB}
+    moved = replace(plan, devices=(replace(part, caps=caps),))
+    text = first_remedy({"torch": Usage(39 * GIB, 39 * GIB, 0), "cupy": Usage(GIB, GIB, 0)}, moved)
+    lent = (caps["cupy"] - part.elastic["cupy"][0]) / GIB
+    assert text.startswith(f"cupy has {lent:.2f} GiB more than its min: raise frameworks.torch.min to ")
+    assert text.endswith("MiB, or lower frameworks.cupy.max")
+
+
+def test_a_fixed_cap_may_grow_by_what_is_lent_but_not_at_once() -> None:
+    frameworks = {"torch": {"share": "20%"}, "cupy": {"min": "10%", "max": "100%"}}
+    plan = plan_of(frameworks)
+    assert plan.devices[0].unallocated < 2 * MIB
+    cap = plan.devices[0].caps["torch"]
+    text = first_remedy({"torch": Usage(cap - GIB, cap - GIB, 0), "cupy": Usage(0, 0, 0)}, plan)
+    found = re.fullmatch(r"raise frameworks\.torch\.share to (\d+%) \([\d.]+ GiB\)", text)
+    assert found is not None, text
+    assert plan_of({**frameworks, "torch": {"share": found[1]}}).devices[0].caps["torch"] - cap >= 5 * GIB
+
+
+def test_minima_that_leave_no_room_name_the_min_that_could_give_way() -> None:
+    frameworks = {"torch": {"min": "40%", "max": "60%"}, "cupy": {"min": "60%", "max": "80%"}}
+    budget = from_mapping({"version": 1, "frameworks": frameworks})
+    plan = _policy.plan(budget, [H200])
+    cap = plan.devices[0].caps["torch"]
+    usages = {"torch": Usage(cap - GIB, cap - GIB, 0), "cupy": Usage(GIB, GIB, 0)}
+    text = first_remedy(usages, plan, budget=budget)
+    found = re.search(r"lower frameworks\.cupy\.min, .* to (\d+MiB) and raise frameworks\.torch\.max to (\d+MiB)", text)
+    assert found is not None, text
+    changed = {"torch": {"min": "40%", "max": found[2]}, "cupy": {"min": found[1], "max": "80%"}}
+    assert plan_of(changed).devices[0].caps["torch"] - cap >= 5 * GIB
+
+
+def test_a_min_that_cannot_move_is_raised_itself() -> None:
+    frameworks = {"tensorflow": {"min": "20%", "max": "50%"}, "cupy": {"share": "10%"}}
+    budget = from_mapping({"version": 1, "frameworks": frameworks})
+    plan = _policy.plan(budget, [H200])
+    cap = plan.devices[0].caps["tensorflow"]
+    mro = ("tensorflow.python.framework.errors_impl.ResourceExhaustedError", "builtins.Exception")
+    facts = ErrorFacts(
+        mro[0], mro, "OOM when allocating tensor with shape[6,1024,1024,256] and type float on GPU:0", {}
+    )
+    usages = {"tensorflow": Usage(cap - GIB, cap - GIB, 0), "cupy": Usage(0, 0, 0)}
+    texts = [remedy.text for remedy in report(usages, plan=plan, facts=facts, budget=budget).remedies]
+    assert any(
+        re.fullmatch(r"raise frameworks\.tensorflow\.min to \d+MiB and restart: its pool is fixed", t) for t in texts
+    )
+
+
 def test_fragmentation_is_told_from_a_cap_that_is_too_small() -> None:
     pieces = {"torch": Usage(48 * GIB, 30 * GIB, 0)}
     found = report(pieces, recorded=told("torch", pieces["torch"]))

@@ -212,7 +212,7 @@ def test_it_is_in_the_schema_and_in_the_errors_that_name_the_frameworks(seventh:
     frameworks = schema["properties"]["frameworks"]["properties"]
     assert list(frameworks)[-1] == "toy"
     settings = schema["$defs"][frameworks["toy"]["$ref"].removeprefix("#/$defs/")]["properties"]
-    assert list(settings) == ["share", "limit", "tidy"]
+    assert list(settings) == ["share", "limit", "min", "max", "tidy"]
     tidy = settings["tidy"]
     assert tidy["type"] == "boolean" and tidy["default"] is False and "frees its cache" in tidy["description"]
     assert "theano" in refused(seventh, "theano: {share: 50%}", "numba, toy")

@@ -11,6 +11,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -661,6 +662,24 @@ def test_wrong_headers_are_named(tmp_path: Path, change: dict[str, Any], message
     with pytest.raises(TimelineError, match=message) as caught:
         load_timeline(path)
     assert str(caught.value).startswith(f"{path}:1: ") and "\n    fix: " in str(caught.value)
+
+
+def test_bounds_of_elastic_shares_are_read_back_and_older_files_have_none(tmp_path: Path) -> None:
+    moving = {"torch": (2 * GIB, 8 * GIB), "cupy": (GIB, 4 * GIB)}
+    plan = replace(PLAN, devices=(replace(PLAN.devices[0], elastic=moving),))
+    with Writer(tmp_path / "0.jsonl", plan, clock=Clock()) as out:
+        pass
+    assert load_timeline(out.path).plan == plan
+    change_header(Path(out.path), lambda header: header["plan"]["devices"][0].pop("elastic"))
+    assert load_timeline(out.path).plan == PLAN
+
+
+@pytest.mark.parametrize("bounds", [[1], [1, 2, 3], 7, None, [-1, 2], ["1", 2], {"min": 1}])
+def test_damaged_bounds_of_an_elastic_share_are_refused(tmp_path: Path, bounds: Any) -> None:
+    path = written(tmp_path)
+    change_header(path, lambda header: header["plan"]["devices"][0].update(elastic={"torch": bounds}))
+    with pytest.raises(TimelineError, match=r":1: the header is damaged: .*\n    fix: "):
+        load_timeline(path)
 
 
 @pytest.mark.parametrize(

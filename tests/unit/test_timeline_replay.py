@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from timelines import START, Clock, busy, plan_of, sample_of
 
 from memguard import _config, _policy
+from memguard._devices.simulated import SimulatedHost
 from memguard._timeline import Oom, Writer, load_timeline
 from memguard._timeline.replay import Above, TimelineOutcome, replay_timeline
-from memguard._types import Event, FrameworkSample, Sample
+from memguard._types import Event, FrameworkSample, Plan, Sample
 from memguard._units import GIB, MIB
 from memguard.cli.check import check
 from memguard.cli.replay import replay as command
@@ -115,6 +116,46 @@ def test_what_a_budget_does_not_name_has_no_cap() -> None:
     outcome = replay_timeline([sample_of(PLAN, START, numba=usage(30 * GIB, 30 * GIB, 0))], PLAN)
     assert outcome.fits and of(outcome, "numba").cap is None
     assert "the budget does not name numba, so it would have had no cap" in outcome.notes
+
+
+def elastic_plan(**bounds: tuple[int, int]) -> Plan:
+    """Elastic shares of 10 GiB in all: min and max in GiB."""
+    frameworks = {name: {"min": f"{least}GiB", "max": f"{most}GiB"} for name, (least, most) in bounds.items()}
+    budget = {"version": 1, "device": {"limit": "12GiB", "reserve": "2GiB"}, "frameworks": frameworks}
+    return _policy.plan(_config.from_mapping(budget), SimulatedHost(["h200"]).devices())
+
+
+def test_an_elastic_share_is_compared_with_the_most_that_it_could_have() -> None:
+    plan = elastic_plan(torch=(2, 6), cupy=(3, 10), numba=(1, 2))
+    samples = [
+        sample_of(plan, START, torch=usage(6 * GIB, 6 * GIB)),
+        sample_of(plan, START + 1, cupy=usage(8 * GIB, 7 * GIB, GIB)),
+        sample_of(plan, START + 2, cupy=usage(8 * GIB, 8 * GIB), torch=usage(GIB, GIB)),
+        sample_of(plan, START + 3, torch=usage(7 * GIB, 7 * GIB)),
+    ]
+    outcome = replay_timeline(samples[:2], plan)
+    assert outcome.fits and [of(outcome, name).cap for name in ("torch", "cupy")] == [6 * GIB, 7 * GIB]
+    assert of(outcome, "cupy").cache.times == 1
+    outcome = replay_timeline(samples, plan)
+    assert (of(outcome, "torch").refused.times, of(outcome, "cupy").refused.times) == (1, 1) and not outcome.fits
+    assert "torch and cupy could take what is spare: the cap is the most that it could rise to" in outcome.notes
+
+
+def test_elastic_shares_that_would_have_needed_the_same_bytes_do_not_fit() -> None:
+    plan = elastic_plan(torch=(2, 8), cupy=(2, 8))
+    needs = [(8, 2), (8, 1), (7, 4), (6, 6), (2, 8), (5, 6)]
+    samples = [
+        sample_of(plan, START + at, torch=usage(a * GIB, a * GIB), cupy=usage(b * GIB, b * GIB))
+        for at, (a, b) in enumerate(needs)
+    ]
+    outcome = replay_timeline(samples, plan)
+    assert not any(row.refused.times for row in outcome.frameworks)
+    together = outcome.devices[0].together
+    assert (together.first, together.times, together.samples, together.most) == (START + 2, 2, 3, 2 * GIB)
+    assert not outcome.fits
+    said = " ".join(outcome.render().split())
+    assert "GPU 0: elastic frameworks would together have needed more than there is for them 2 times, first" in said
+    assert replay_timeline(samples[:2], plan).fits
 
 
 def test_overhead_is_compared_with_the_reserve() -> None:

@@ -10,6 +10,9 @@ A limit that the user sets later is looked at with each allocation with which th
 pool's class cannot be changed. Another pool that `set_allocator` makes CuPy's allocator shares the cap with those
 before it.
 
+Before a request is refused, siblings are asked for room (`_short`), with no lock held. What a trim would give back is
+read from CuPy's own index of its idle blocks (`blocks.py`).
+
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and pools that are called
 directly.
 """
@@ -30,17 +33,20 @@ from typing import Any
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.pieces import Pieces
-from memguard._frameworks.driver_pages import SMALL, TINY, slabs, whole_share
+from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, Usage, usage_of
-from memguard._units import GRANULE, MIB, format_size
-from memguard.errors import CapNotApplied, ConflictingSetting
+from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
+from memguard._units import GRANULE, MIB, format_size, round_up
+from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 _LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _MOST_SIZES = 4096
 """So many sizes of requests are remembered with what they are rounded to."""
+_TRIES = 2
+"""A request may be short of its cap first, and of the GPU then."""
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
@@ -48,6 +54,7 @@ class CuPy(Framework):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
     spec = SPECS["cupy"]
+    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -55,6 +62,8 @@ class CuPy(Framework):
         self._caps: dict[str, int] = {}
         self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
         self._pieces: dict[int, Pieces] = {}
+        self._blocks = blocks.Blocks()
+        self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # by ordinal: held, used, when, what was found
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
@@ -119,7 +128,7 @@ class CuPy(Framework):
         return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
-        """From `total_bytes` (0.15 µs) and `used_bytes` of the pool. CuPy does not say which free blocks are split."""
+        """From `total_bytes` (0.15 µs) and `used_bytes` of the pool, and its idle blocks if there are any."""
         cupy: Any = sys.modules.get("cupy")
         if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # as `_imported`
             return None
@@ -135,7 +144,68 @@ class CuPy(Framework):
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)
-        return None if total is None else usage_of((*total, None, None, None, None))
+        if total is None:
+            return None
+        held, used = total
+        idle = 0 if held == used else self._reclaimable(device.uuid, ordinal, held, used)
+        return usage_of((held, used, idle, None, None, None))
+
+    def _reclaimable(self, uuid: str, ordinal: int, held: int, used: int) -> int | None:
+        """What a trim would give back of what is cached, in bytes; None if CuPy or the driver does not say."""
+        now, last = time.monotonic(), self._idle.get(ordinal)
+        if last is not None and last[0] == held and last[1] == used and now - last[2] < blocks.FRESH:
+            return last[3]
+        found = self._given_back(uuid, ordinal)
+        if found is not None:
+            found = min(found, max(held - used, 0))  # pages that CuPy does not count are no part of what it caches
+        self._idle[ordinal] = held, used, now, found
+        return found
+
+    def _given_back(self, uuid: str, ordinal: int) -> int | None:
+        """What the driver would get back by a trim."""
+        found = 0
+        known = slabs[uuid].pieces if ordinal in self._pieces else None
+        with contexts.pushed(ordinal) as there:
+            for pool in (self._asked(sys.modules["cupy"]), *(former for former, _ in self._former)) if there else ():
+                if isinstance(pool, sys.modules["cupy"].cuda.MemoryAsyncPool):
+                    part = blocks.returned_by_driver(int(pool.total_bytes()), int(pool.used_bytes()))
+                else:
+                    part = self._blocks.reclaimable(pool, ordinal, known)
+                if part is None:
+                    return None
+                found += part
+        return found
+
+    def give_back(self, device: Device, needed: int) -> None:
+        """As `trim`; the blocks of some streams only, and a part of the driver's own pool, where that is enough."""
+        cupy = _imported()
+        ordinal = self._by_uuid().get(device.uuid) if cupy is not None and contexts.initialised() else None
+        if ordinal is None:
+            return
+        if self._rmm is None and not self._former:
+            with contexts.beside_captures(), contexts.pushed(ordinal) as there:
+                pool = self._asked(cupy) if there else None
+                if isinstance(pool, cupy.cuda.MemoryAsyncPool):
+                    if self._trim_to(cupy, pool, ordinal, needed):
+                        return
+                elif pool is not None and self._blocks.free(pool, ordinal, needed):
+                    return
+        with contexts.beside_captures():
+            self.trim(device)
+
+    def _trim_to(self, cupy: Any, pool: Any, ordinal: int, needed: int) -> bool:
+        """Whether the driver's own pool could be asked to give back no more than that, on the current GPU."""
+        handles = getattr(pool, "_pools", None)  # the driver's handles, by ordinal
+        if not isinstance(handles, list) or ordinal >= len(handles):
+            return False
+        from memguard._devices import pools
+
+        cupy.cuda.get_current_stream().synchronize()  # as CuPy's own trim: what was freed there counts then
+        try:
+            pools.trim_to(handles[ordinal], max(int(pool.total_bytes()) - needed, 0))
+        except DeviceError:
+            return False
+        return True
 
     def trim(self, device: Device) -> None:
         """`free_all_blocks()`: frees every block of this device that is not split."""
@@ -227,6 +297,7 @@ class CuPy(Framework):
 
     def forked(self) -> None:
         self._lock, self._caps, self._limited = threading.RLock(), {}, {}
+        self._blocks = blocks.Blocks()
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         malloc, total_bytes, get_limit, shares = pool.malloc, pool.total_bytes, pool.get_limit, self._shares
@@ -259,6 +330,8 @@ class CuPy(Framework):
             if get_limit() != self._limit:
                 self._hold(ordinal)
             memory = self._once_more(ordinal, pool, size, rounded, refusal)
+            if memory is None and self.on_shortage is not None:
+                memory = self._with_room(ordinal, pool, size, rounded, refusal)
             if memory is None:
                 self._tell(with_size(error, size), ordinal, size)
             return memory
@@ -333,6 +406,33 @@ class CuPy(Framework):
         del memory  # it opened a slab, or took whole pages, for which no room is left
         pool.free_all_blocks()
         return None
+
+    def _with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
+        """The memory of a request that the pool refused, if others make room for it or its cap rises. None if not."""
+        for _ in range(_TRIES):
+            shortage = self._shortage(ordinal, pool, size, rounded)
+            if shortage is None or self.capturing() or not self._short(shortage):
+                return None
+            with contextlib.suppress(refusal):
+                return pool.malloc(rounded)
+            memory = self._once_more(ordinal, pool, size, rounded, refusal)
+            if memory is not None:
+                return memory
+        return None
+
+    def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int) -> Shortage | None:
+        """Why the pool refused; None where nobody can help: no cap is set here, or the user's own limit is stricter.
+
+        It has freed what is not split before.
+        """
+        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), "")
+        own, limit = self._limited.get(ordinal, (0, 0))
+        if uuid not in self._caps or not limit:
+            return None
+        full = int(pool.total_bytes()) + round_up(rounded, UNIT) <= limit
+        if not full and 0 < own <= limit:
+            return None
+        return Shortage(self.name, uuid, size, round_up(rounded), full)
 
     def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
         """Tell of a request that the pool refused. It has freed what is not split before: nothing is reclaimable."""
@@ -552,6 +652,7 @@ class CuPy(Framework):
                     if self._on(ordinal, _get_limit, pool) == cap:
                         self._on(ordinal, functools.partial(_set_limit, before), pool)
             self._limited.clear()
+            self._idle.clear()
             for pieces in self._pieces.values():
                 pieces.forget()
             self._pieces.clear()

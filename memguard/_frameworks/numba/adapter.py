@@ -28,6 +28,7 @@ from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
+from memguard._frameworks.shortages import shortage_of
 from memguard._logs import log as _log
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, State, Usage, usage_of
@@ -42,6 +43,7 @@ class Numba(Framework):
     """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
 
     spec = SPECS["numba"]
+    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -170,6 +172,15 @@ class Numba(Framework):
 
     def trim(self, device: Device) -> None:
         """Flush the frees that are pending on the device, and give back its pool."""
+        self._shrink(device, None)
+
+    def give_back(self, device: Device, needed: int) -> None:
+        """Flush the pending frees, then pooled blocks of at least `needed` bytes in the driver's pages, and none that
+        could stay. The driver waits for the GPU before it takes a block back."""
+        self._shrink(device, needed)
+
+    def _shrink(self, device: Device, needed: int | None) -> None:
+        """`needed`: bytes; None for all."""
         for context in numba_contexts():
             manager = context.memory_manager
             pending = getattr(manager, "deallocations", None)
@@ -177,11 +188,16 @@ class Numba(Framework):
                 with contexts.pushed(int(context.device.id)) as there:
                     if there and isinstance(manager, self._manager or ()):
                         with manager.bank.lock:  # an allocation may flush them at the same time
-                            manager.give_back()
+                            got = manager.give_back(needed)
+                        needed = None if needed is None else needed - got
                     elif there:
                         pending.clear()
+                if needed is not None and needed <= 0:
+                    return
 
     def resize(self, caps: Mapping[str, int]) -> None:
+        """The next look at the cap finds the new one, also that of a request which just failed. Above a lower cap
+        pooled blocks serve no request: they have to go back."""
         if self._rmm is not None:
             return super().resize(caps)
         self.caps = dict(caps)
@@ -217,6 +233,11 @@ class Numba(Framework):
         self._manager.pooling = False
         for bank in self._manager.banks.values():
             bank.lock = threading.RLock()  # another thread of the parent may have held the old one
+
+    def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
+        """Whether room was made for a request that was short, when the count's lock is free again."""
+        shortage = shortage_of(error, self.name, uuid, size)
+        return shortage is not None and uuid in self.caps and not self.capturing() and self._short(shortage)
 
     def tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the count's lock is free again."""

@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from memguard._devices import contexts, streams
-from memguard._frameworks.base import with_size
 from memguard._frameworks.driver_pages import whole
+from memguard._frameworks.least import addresses
 from memguard._frameworks.numba.bank import Bank
 from memguard._frameworks.numba.figures import Figures
 from memguard._frameworks.numba.memory import memories
 from memguard._frameworks.numba.places import current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
 from memguard._frameworks.numba.watch import default_alone, ended
+from memguard._frameworks.shortages import TRIES, short_of, within
 from memguard._units import format_size, round_up
 from memguard.errors import DeviceError
 
@@ -35,6 +36,7 @@ class Owner(Protocol):
 
     caps: dict[str, int]
 
+    def room_for(self, error: BaseException, uuid: str, size: int) -> bool: ...
     def tell(self, error: BaseException, uuid: str, size: int) -> None: ...
 
 
@@ -85,16 +87,20 @@ def capped(driver: Any) -> type:
         def memalloc(self, size: int) -> Any:
             if not self.uuid and (here := current_uuid()):
                 self._attach(here)
-            memory = Memory(self, size)
-            try:
-                with self.bank.lock:
-                    self._serve(memory, size)
-            except driver.CudaAPIError as error:
-                framework = self.memguard
-                if framework is not None and "OUT_OF_MEMORY" in str(error):
-                    framework.tell(error, self.uuid, size)
-                raise
-            return memory
+            memory, more = Memory(self, size), TRIES
+            while True:
+                try:
+                    with self.bank.lock:
+                        self._serve(memory, size)
+                    return memory
+                except driver.CudaAPIError as error:
+                    framework = self.memguard
+                    if framework is None or "OUT_OF_MEMORY" not in str(error):
+                        raise
+                    if more <= 0 or within(self.bank.lock) or not framework.room_for(error, self.uuid, size):
+                        framework.tell(error, self.uuid, size)
+                        raise
+                more -= 1  # with the error gone, and what its frames kept
 
         def _serve(self, memory: Taker, size: int) -> None:
             framework = self.memguard
@@ -144,7 +150,8 @@ def capped(driver: Any) -> type:
                 except driver.CudaAPIError as error:  # its text names no size
                     if int(error.code) == _OUT_OF_MEMORY and not last:
                         return False
-                    with_size(error, size)
+                    if int(error.code) == _OUT_OF_MEMORY:
+                        short_of(error, size, round_up(taken), full=True)
                     raise
                 block.address = int(getattr(block.pointer, "value", block.pointer))
                 block.buffer = contexts.buffer(block.address)
@@ -177,13 +184,15 @@ def capped(driver: Any) -> type:
             if self._from_driver(memory, size, cap, last=True):
                 return
             held = sum(manager.held() for manager in members)
-            raise with_size(
+            raise short_of(
                 driver.CudaAPIError(
                     driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else _OUT_OF_MEMORY,
                     f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "
                     f"{format_size(held)} of the {format_size(cap)} that the memguard budget gives numba",
                 ),
                 size,
+                round_up(size),
+                full=False,
             )
 
         def _pools(self, cap: int | None) -> bool:
@@ -237,10 +246,23 @@ def capped(driver: Any) -> type:
                         self._freed.append((None, block))  # what is noted twice counts once
                 raise
 
-        def give_back(self) -> None:
-            """Flush the pending frees and give every pooled block to the driver, with the lock held."""
+        def give_back(self, needed: int | None = None) -> int:
+            """Flush the pending frees and give every pooled block to the driver, with the lock held.
+
+            With `needed` only so many that the driver gets these bytes back. Returns what it got.
+            """
+            before = self.held()
             self.deallocations.clear()
-            self.drain()
+            if needed is None:
+                self.drain()
+            elif (missing := needed - before + self.held()) > 0:
+                idle = list(self.pool.drain())
+                go = addresses(self.figures.pages, [(block.address, block.size) for block, _ in idle], missing)
+                for block, state in idle:
+                    if go is None or block.address in go:
+                        self._to_driver(block, state)
+                self.pool.tidy()
+            return int(before - self.held())
 
         def drain(self) -> None:
             """Give every pooled block to the driver, which needs no current context, with the lock held."""

@@ -180,6 +180,11 @@ class Pool:
         except IndexError:
             pass
 
+    def tidy(self) -> None:
+        """After some blocks were taken out: the queues let go of them, which otherwise a request of their size does."""
+        for queue in list(self._ready.values()):
+            queue[:] = [block for block in queue if block.state is READY]
+
     def _collect(self, wait: bool = False) -> None:
         """Make ready what is done. With `wait`, wait for the oldest marks."""
         while True:

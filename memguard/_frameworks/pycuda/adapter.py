@@ -24,16 +24,17 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from memguard._devices import contexts
-from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
 from memguard._frameworks.pycuda.pitched import Pitched
 from memguard._frameworks.pycuda.pool import Pool, RawPool
 from memguard._frameworks.replacements import Replacements
+from memguard._frameworks.shortages import TRIES, short_of, shortage_of, within
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
-from memguard._units import format_size, round_up
+from memguard._units import GRANULE, format_size, round_up
 from memguard.errors import CapNotApplied
 
 _Taken = TypeVar("_Taken")
@@ -44,6 +45,7 @@ class PyCUDA(Framework):
     """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
     spec = SPECS["pycuda"]
+    asks = True
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -61,6 +63,7 @@ class PyCUDA(Framework):
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
+        self._wanting = False  # whether a pool has something `wanted`
         self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
@@ -117,18 +120,53 @@ class PyCUDA(Framework):
         return usage_of((held, in_use, idle, None, None, peak))
 
     def trim(self, device: Device) -> None:
-        """`free_held()` of the pools whose context is current on this thread. Others can only be freed in theirs."""
+        """`free_held()` of the pools that can be freed by this thread."""
+        self._shrink(device.uuid, None)
+
+    def give_back(self, device: Device, needed: int) -> None:
+        """Idle blocks of at least `needed` bytes, in the driver's pages, and none that could stay.
+
+        Memguard's own pools give back on threads where PyCUDA has their context current, or none. Those of the user
+        (`DeviceMemoryPool`) give back on the thread that used them first. From elsewhere this notes what is needed, and
+        their next request where they can gives it back.
+        """
+        self._shrink(device.uuid, needed)
+
+    def _shrink(self, uuid: str, needed: int | None) -> None:
+        """`needed`: bytes; None for all."""
         drv = sys.modules.get("pycuda.driver")
-        current = current_context(drv) if drv is not None else None
-        if current is None:
+        if drv is None or not self._caps:
             return
+        nested = within(self._lock)
         with self._lock:
             self._settle()
-            for pool in self._pools(device.uuid):
-                if pool.context == current.handle:
-                    pool.free_held()
+            current = current_context(drv)
+            here = None if current is None else current.handle
+            pools, before = self._pools(uuid), self._counted_bytes(uuid)
+            for pool in pools if needed is None else sorted(pools, key=_idle_bytes, reverse=True):
+                missing = sys.maxsize if needed is None else needed - before + self._counted_bytes(uuid)
+                if missing <= 0:
+                    return
+                if pool.reachable(here):
+                    pool.free_held(needed=None if needed is None or nested else missing)
+                elif needed is not None and _idle_bytes(pool):
+                    pool.wanted, self._wanting = max(pool.wanted, missing), True
+                    pool.close()  # else a `hit` would not look
+
+    def _give_wanted(self, drv: Any) -> None:
+        """What another thread needed of the pools of this one. With the lock held."""
+        current = current_context(drv)
+        self._wanting = False
+        for pool in self._all():
+            if pool.wanted and current is not None and pool.reachable(current.handle):
+                needed, pool.wanted = pool.wanted, 0
+                pool.free_held(needed=needed)
+            elif pool.wanted:
+                self._wanting = True
 
     def resize(self, caps: Mapping[str, int]) -> None:
+        """The next look at the cap finds the new one, also that of a request which just failed. Above a lower cap idle
+        blocks go on serving; the driver is asked for nothing more."""
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
@@ -197,12 +235,15 @@ class PyCUDA(Framework):
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
-            uuid = self._uuid(drv, current)
-            try:
-                return pitched_within_cap(uuid, width, height, access_size)
-            except drv.MemoryError as error:
-                self._tell(error, uuid, round_up(width, 512) * height)
-                raise
+            uuid, asked, more = self._uuid(drv, current), round_up(width, 512) * height, TRIES
+            while True:
+                try:
+                    return pitched_within_cap(uuid, width, height, access_size)
+                except drv.MemoryError as error:
+                    if more <= 0 or not self._room_for(error, uuid, asked):
+                        self._tell(error, uuid, asked)
+                        raise
+                more -= 1  # with the error gone, and what its frames kept
 
         def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
@@ -221,7 +262,7 @@ class PyCUDA(Framework):
 
                 asked = round_up(width, 512) * height
                 fits = functools.partial(pages.fits, asked)
-                allocation, pitch = self._within_cap(drv, uuid, asked, fits, take, give_back)
+                allocation, pitch = self._within_cap(drv, uuid, asked, round_up(asked), fits, take, give_back)
                 self._note_peak(uuid)
             gone = pitched, int(allocation), pitch * height
             weakref.finalize(allocation, self._gone.append, gone).atexit = False
@@ -351,15 +392,28 @@ class PyCUDA(Framework):
 
     def _allocate(self, drv: Any, find: Callable[[], Pool], size: int) -> Any:
         """From the pool that `find` gives, with the lock held."""
-        uuid = ""
-        try:
-            with self._lock:
-                pool = find()
-                uuid = pool.uuid
-                return self._counted(drv, pool, size)
-        except drv.MemoryError as error:
-            self._tell(error, uuid, size)
-            raise
+        uuid, more = "", TRIES
+        while True:
+            try:
+                with self._lock:
+                    pool = find()
+                    uuid = pool.uuid
+                    allocation = self._counted(drv, pool, size)
+                    if self._wanting:
+                        self._give_wanted(drv)
+                    return allocation
+            except drv.MemoryError as error:
+                if more <= 0 or not self._room_for(error, uuid, size):
+                    self._tell(error, uuid, size)
+                    raise
+            more -= 1  # with the error gone, and what its frames kept
+
+    def _room_for(self, error: BaseException, uuid: str, asked: int) -> bool:
+        """Whether room was made for a request that was short. Not within another call that has the lock."""
+        shortage = shortage_of(error, self.name, uuid, asked)
+        if shortage is None or uuid not in self._caps or self.capturing():
+            return False
+        return not within(self._lock) and self._short(shortage)
 
     def _tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the lock is free again."""
@@ -381,6 +435,7 @@ class PyCUDA(Framework):
             drv,
             pool.uuid,
             size,
+            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # with its first one it takes one to keep idle
             lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
             lambda: pool.take(size, bin_size),
             pool.give_back,
@@ -401,36 +456,42 @@ class PyCUDA(Framework):
         drv: Any,
         uuid: str,
         asked: int,
+        needed: int,
         fits: Callable[[int], bool],
         take: Callable[[], _Taken],
         give_back: Callable[[_Taken], None],
     ) -> _Taken:
-        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it, even with nothing idle."""
+        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it, even with nothing idle, or if
+        the driver refuses it."""
         cap = self._caps.get(uuid)
-        for _ in range(2):
+        for last in (False, True):
             held = self._counted_bytes(uuid)
             if cap is None or fits(cap):
                 try:
                     taken = take()
                 except drv.MemoryError as error:  # the driver's error, whose text names no size
-                    with_size(error, asked)
-                    raise
-                if cap is None or self._counted_bytes(uuid) <= max(cap, held):
-                    return taken
-                give_back(taken)  # it fitted no hole in a slab, so the driver opened another slab
-                del taken
+                    short_of(error, asked, needed, full=True)
+                    if last or cap is None:
+                        raise
+                else:
+                    if cap is None or self._counted_bytes(uuid) <= max(cap, held):
+                        return taken
+                    give_back(taken)  # it fitted no hole in a slab, so the driver opened another slab
+                    del taken
             self._settle()  # what the garbage collector has freed meanwhile
             current = current_context(drv)
             for pool in self._pools(uuid):
-                if current is not None and pool.context == current.handle:
+                if current is not None and pool.reachable(current.handle):
                     pool.free_held()
         held = self._counted_bytes(uuid)
-        raise with_size(
+        raise short_of(
             drv.MemoryError(
                 f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
                 f"{format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
             ),
             asked,
+            needed,
+            full=False,
         )
 
     def _pages_of(self, uuid: str) -> DriverPages:
@@ -530,6 +591,10 @@ class PyCUDA(Framework):
             if drv.Device(ordinal) == device:
                 return uuid
         raise CapNotApplied(self.name, "the current context's GPU is not in the budget", "name it, or use another GPU")
+
+
+def _idle_bytes(pool: Pool) -> int:
+    return sum([size for _, size in pool.looked_at()[1]])
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:

@@ -13,6 +13,7 @@ from weakref import ref
 
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
+from memguard._frameworks.pycuda.aside import Aside
 from memguard._logs import log as _log
 from memguard._units import GRANULE
 
@@ -98,6 +99,9 @@ class Pool:
         self.made_in, self._thread = made_in, threading.get_ident()
         self._raw, self._pages = raw, pages
         self._allocate = raw.allocate
+        self._aside = Aside(raw.allocate)
+        self.wanted = 0
+        """So many of its idle bytes somebody needed who could not give them back: the next request has to."""
         self._bins: dict[int, Bin] = {}
         self._where: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
@@ -192,6 +196,16 @@ class Pool:
         self._keep_one_idle()
         return allocation
 
+    def reachable(self, context: int | None) -> bool:
+        """Whether its idle blocks can be given back by this thread, on which PyCUDA has this context current.
+
+        PyCUDA leaks what is freed on another thread than the pool's, unless the very context object is current. That
+        object is known of memguard's own pools: on a thread without a context it is made current for that.
+        """
+        if context is not None:
+            return context == self.context and (self.made_in is not None or self._thread == threading.get_ident())
+        return self.made_in is not None and self._witness is not None and self.lives()
+
     def give_back(self, allocation: Any) -> None:
         """Free an allocation that was just taken and passes the cap, so that nobody else is served by its block."""
         self.free_held(allocation=allocation)
@@ -203,16 +217,19 @@ class Pool:
     def open(self, size: int, bin_size: int) -> None:
         """From now on requests of this size may be a `hit`, if the pool has blocks for it."""
         found = self._bins.get(bin_size)
-        if found is None or not self._holds or self._emptying or not _undisturbed():
+        if found is None or not self._holds or self._emptying or self.wanted or not _undisturbed():
             return
         if len(self._ready) >= _MOST_SIZES:
             self._ready = {}
         self._ready[size] = found
 
-    def free_held(self, call: Callable[[Any], None] | None = None, allocation: Any = None) -> None:
+    def free_held(
+        self, call: Callable[[Any], None] | None = None, allocation: Any = None, needed: int | None = None
+    ) -> None:
         """Give the idle blocks back, through `call` if it is not PyCUDA's own `free_held` that does so.
 
-        With `allocation` its block too. Until the end nothing that lies idle serves a request.
+        With `allocation` its block too. With `needed` only so many that the driver gets these bytes back. Until the end
+        nothing that lies idle serves a request.
         """
         pool = self.reference()
         if pool is None:
@@ -226,25 +243,42 @@ class Pool:
             self.close()
             self._free(allocation)
             with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
-                for _ in range(_MOST_TIMES):
-                    self._again = False
-                    self._within(self._empty, pool, call or self._raw.free_held)
-                    self._keep_one_idle()
-                    self._others = pool.managed_bytes - self._sum
-                    if not self._again:
-                        break
+                self._within(self._shrink, pool, call or self._raw.free_held, needed)
         finally:
             self._emptying = False
+
+    def _shrink(self, pool: Any, free_held: Callable[[Any], None], needed: int | None) -> None:
+        for _ in range(_MOST_TIMES):
+            self._again = False
+            self._empty(pool, free_held, needed)
+            self._keep_one_idle()
+            self._others = pool.managed_bytes - self._sum
+            if not self._again:
+                break
+            needed = None  # whoever came in between wants all
 
     def _free(self, allocation: Any) -> None:
         if allocation is not None:
             allocation.free()
             self.freed(index(allocation), allocation)
 
-    def _empty(self, pool: Any, free_held: Callable[[Any], None]) -> None:
-        """Give the idle blocks back. The small one stays if it lies in a slab of somebody else and there are live
-        ones: the one that takes its place might open a slab, and pass the cap."""
-        self.close()
+    def _empty(self, pool: Any, free_held: Callable[[Any], None], needed: int | None) -> None:
+        aside = self._aside
+        try:
+            try:
+                self.close()
+                aside.end()  # left by a Ctrl-C
+                if needed is not None and self._holds:
+                    aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
+                self._give_rest(pool, free_held)
+            finally:
+                aside.end()
+        finally:
+            aside.end()
+
+    def _give_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
+        """Give the idle blocks back. The small one stays if others do, or if it lies in a slab of somebody else and
+        there are live ones: the one that takes its place might open a slab, and pass the cap."""
         kept: Any = None
         if self._small and self._holds and pool.active_bytes:
             try:
@@ -253,7 +287,7 @@ class Pool:
                 _log.debug("pycuda: the pool's idle block goes too: %s", error)
         address = index(kept) if kept is not None else 0
         where = self._where.get(address)
-        if where is not None and self._pages.in_slab_of_others(address, where.size):
+        if where is not None and (self._aside or self._pages.in_slab_of_others(address, where.size)):
             where.hand_out(address, kept)
         else:
             kept = None
@@ -261,6 +295,7 @@ class Pool:
         try:
             free_held(pool)
             self._clear()
+            self._aside.end()
             self._forget_gone()
         finally:
             self._choose_witness()
@@ -304,11 +339,12 @@ class Pool:
             for address, allocation in list(found.held.items())
             if allocation is None or allocation() is None
         ]
-        return int(pool.active_bytes) if pool is not None else 0, unused
+        return self.active_bytes(), unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
-        return int(pool.active_bytes) if pool is not None else 0
+        active = int(pool.active_bytes) if pool is not None else 0
+        return active - self._aside.bytes() if self._aside else active
 
     def forget(self, *, unless_used: bool = False) -> None:
         """Stop counting its blocks; with `unless_used` only as long as the pool has none at all."""
@@ -356,14 +392,21 @@ class Pool:
     def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the pool. On a thread other than the pool's, PyCUDA refuses to take memory for it and leaks
         what it should give back, unless the very context object that the pool was made in is current. Another object
-        with the same handle is not enough."""
-        if self.made_in is None or self._thread == threading.get_ident():
+        with the same handle is not enough. Where none is current, the first idle block would end the process."""
+        ours = self.made_in
+        current = None if ours is None else type(ours).get_current()
+        if ours is None or current is ours or (current is not None and self._thread == threading.get_ident()):
             return call(*arguments)
-        self.made_in.push()
         try:
+            ours.push()
             return call(*arguments)
-        finally:
-            self.made_in.pop()
+        finally:  # left on the stack it would end the process, so a Ctrl-C must not come in between
+            try:
+                if type(ours).get_current() is ours:
+                    ours.pop()
+            finally:
+                if type(ours).get_current() is ours:
+                    ours.pop()
 
     def _keep_one_idle(self) -> None:
         pool = self.reference()

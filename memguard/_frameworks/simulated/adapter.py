@@ -13,65 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import whole_share
 from memguard._frameworks.import_hook import enter, leave
-from memguard._frameworks.simulated.allocators import (
-    AllocationRefused,
-    Allocator,
-    BFCAllocator,
-    PyCUDAPool,
-    TorchCachingAllocator,
-    alloc_size,
-    bin_number,
-    jax_default_limit,
-    tensorflow_default_limit,
-)
+from memguard._frameworks.simulated.allocators import AllocationRefused, Allocator, PyCUDAPool, TorchCachingAllocator
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
+from memguard._frameworks.simulated.starts import Start, bfc, bfc_footprint, pool_footprint, torch_footprint, xla
 from memguard._specs import SPECS, FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage
+from memguard._types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
 from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
+_MOST_ASKED = 2
+"""How often one request has room made for it before it is refused."""
 _NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
-
-
-class _Start(NamedTuple):
-    """What an allocator is made of when its framework begins to work on a GPU. `cap` is bytes; None: no cap."""
-
-    take: Callable[[int], None]
-    give: Callable[[int], None]
-    cap: int | None
-    gpu: Device
-    free: int
-    growth: bool
-
-
-def _bfc(start: _Start) -> Allocator:
-    limit = start.cap
-    if limit is None:
-        limit = tensorflow_default_limit(start.free, start.gpu.architecture)
-    return BFCAllocator(start.take, start.give, limit, start.growth)
-
-
-def _xla(start: _Start) -> Allocator:  # the budget switches its preallocation off
-    limit = jax_default_limit(start.gpu.usable) if start.cap is None else start.cap
-    return BFCAllocator(start.take, start.give, limit, growth=start.cap is not None, collects=False)
-
-
-def _torch_footprint(size: int) -> int:
-    return 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else round_up(size)
-
-
-def _bfc_footprint(size: int) -> int:
-    return round_up(size, 256)
-
-
-def _pool_footprint(size: int) -> int:
-    return round_up(alloc_size(bin_number(max(size, 1))))
 
 
 @dataclass(frozen=True)
@@ -82,33 +40,40 @@ class AllocatorModel:
     footprint   as `Framework.footprint`
     first_work  what the framework's own kernels take beside the shared context at its first work
     fixed       it takes its limit when it initialises, and keeps it
+    asks        memguard's allocator serves it, which has room made before it refuses a request
     reports     it reports single allocations; of the others the recorder samples the level
     silent      with growth it does not say what it holds (TensorFlow)
-    totals      it says neither what of its cache is split nor its peak (CuPy)
+    totals      it does not say its peak (CuPy)
     """
 
-    make: Callable[[_Start], Allocator]
+    make: Callable[[Start], Allocator]
     footprint: Callable[[int], int]
     first_work: int = 0
     fixed: bool = False
+    asks: bool = False
     reports: bool = False
     silent: bool = False
     totals: bool = False
 
 
 _GENERIC = AllocatorModel(
-    lambda start: TorchCachingAllocator(start.take, start.give, start.cap), _torch_footprint, reports=True
+    lambda start: TorchCachingAllocator(start.take, start.give, start.cap), torch_footprint, reports=True
 )
 MODELS: Mapping[str, AllocatorModel] = {
     "torch": replace(_GENERIC, first_work=94 * MIB),
-    "bfc": AllocatorModel(_bfc, _bfc_footprint, 4 * MIB, fixed=True, silent=True),
+    "bfc": AllocatorModel(bfc, bfc_footprint, 4 * MIB, fixed=True, silent=True),
     "cupy": AllocatorModel(
-        lambda start: CuPyPool(start.take, start.give, start.cap), whole_share, 94 * MIB, totals=True
+        lambda start: CuPyPool(start.take, start.give, start.cap), whole_share, 94 * MIB, asks=True, totals=True
     ),
-    "xla": AllocatorModel(_xla, _bfc_footprint, 34 * MIB, fixed=True),
-    "pool": AllocatorModel(lambda start: PyCUDAPool(start.take, start.give, start.cap), _pool_footprint, reports=True),
+    "xla": AllocatorModel(xla, bfc_footprint, 34 * MIB, fixed=True),
+    "pool": AllocatorModel(
+        lambda start: PyCUDAPool(start.take, start.give, start.cap), pool_footprint, asks=True, reports=True
+    ),
     "emm": AllocatorModel(
-        lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
+        lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable),
+        round_up,
+        2 * MIB,
+        asks=True,
     ),
 }
 """By the `allocator` of a row. A row that names no model gets the generic one: a caching pool like torch's."""
@@ -179,6 +144,7 @@ class SimulatedFramework(Framework):
         if allocator not in MODELS if allocator is not None else row is None:
             raise ValueError(f"no simulated allocator for {name!r}: give one of {', '.join(MODELS)}")
         self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
+        self.resizable, self.asks = not self.model.fixed, self.model.asks
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
         silent = row is not None and row.refuses_silently
@@ -195,7 +161,7 @@ class SimulatedFramework(Framework):
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
         self._lock = threading.RLock()
-        self._allocating = False
+        self._allocating = 0  # the thread that is within an allocation
 
     def state(self) -> State:
         if self._pools:
@@ -261,7 +227,7 @@ class SimulatedFramework(Framework):
             if pool is None:
                 return None
             if self.model.totals:
-                return Usage(pool.held, pool.in_use, None)
+                return Usage(pool.held, pool.in_use, pool.reclaimable)
             if not self.model.silent:
                 return Usage(pool.held, pool.in_use, pool.reclaimable, peak=pool.peak_in_use)
             cap = self._caps.get(device.uuid)
@@ -289,6 +255,11 @@ class SimulatedFramework(Framework):
             if device.uuid in self._pools and not self._allocating:  # else by a signal handler, within an allocation
                 self._pools[device.uuid].trim()
 
+    def give_back(self, device: Device, needed: int) -> None:
+        with self._lock:
+            if device.uuid in self._pools and not self._allocating:
+                self._pools[device.uuid].give_back(needed)
+
     def footprint(self, size: int) -> int:
         return self.model.footprint(size)
 
@@ -312,23 +283,42 @@ class SimulatedFramework(Framework):
         gpu = self._device(device)
         self.start_importing()
         try:
-            return self._allocate(gpu, nbytes, exact)
+            return self._served(gpu, nbytes, exact)
         except FrameworkOutOfMemory as error:
             if self.unseen() is None:
                 here = threading.get_ident()
                 self._refused(error, Moment(self.name, "refusal", time.time(), gpu.uuid, nbytes, thread=here))
             raise
 
+    def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
+        within = self._allocating == threading.get_ident()  # a signal handler's, or a finalizer's: nobody is asked
+        for left in reversed(range(_MOST_ASKED + 1 if self.model.asks and not within else 1)):
+            try:
+                return self._allocate(gpu, nbytes, exact)
+            except FrameworkOutOfMemory as error:
+                full = error.driver is not None
+                short = Shortage(self.name, gpu.uuid, nbytes, self._needed(gpu, nbytes, full), full)
+                if not left or not self._short(short):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _needed(self, gpu: Device, nbytes: int, full: bool) -> int:
+        """The most that the request takes from the driver; on a full GPU, with the framework's start if it has none."""
+        needed = round_up(self.footprint(nbytes))
+        if full and gpu.uuid not in self._pools:
+            needed += self.model.first_work + (0 if self._gpus.context_active(gpu) else CONTEXT)
+        return needed
+
     def _allocate(self, gpu: Device, nbytes: int, exact: bool) -> int:
         with self._lock:
-            outermost, self._allocating = not self._allocating, True
+            before, self._allocating = self._allocating, threading.get_ident()
             try:
                 block = self._pool(gpu, nbytes).allocate(nbytes, exact=exact)
             except AllocationRefused as refused:
                 free = self._gpus.memory(gpu).free
                 raise oom_type(self.name)(self.name, refused, free, unified=gpu.unified) from None
             finally:
-                self._allocating = not outermost
+                self._allocating = before
             array = next(self._ids)
             self._blocks[array] = gpu, block
             self._note("alloc", array, gpu, nbytes)
@@ -353,7 +343,7 @@ class SimulatedFramework(Framework):
             except SimulatedOutOfMemory as error:
                 raise AllocationRefused(nbytes, 0, cap, error.with_traceback(None)) from None
             take, give = functools.partial(self._gpus.take, gpu), functools.partial(self._gpus.give, gpu)
-            start = _Start(take, give, cap, gpu, self._gpus.memory(gpu).free, self._growth)
+            start = Start(take, give, cap, gpu, self._gpus.memory(gpu).free, self._growth)
             self._pools[gpu.uuid] = self.model.make(start)
         return self._pools[gpu.uuid]
 

@@ -9,10 +9,11 @@ bytes and touch no memory. Not modelled: streams, garbage-collection thresholds,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from memguard._devices.simulated import SimulatedOutOfMemory
+from memguard._frameworks.driver_pages import SMALL
 from memguard._frameworks.simulated.arena import Arena, Chunk
 from memguard._units import GIB, KIB, MIB, format_size, round_down, round_up
 
@@ -68,6 +69,10 @@ class Allocator(ABC):
     @abstractmethod
     def trim(self) -> int:
         """Give cached memory back to the driver; returns the bytes."""
+
+    def give_back(self, needed: int) -> None:
+        """As `trim`, but no more than `needed` bytes where the allocator can give a part."""
+        self.trim()
 
     @abstractmethod
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
@@ -239,6 +244,12 @@ class BFCAllocator(Allocator):
         return True
 
 
+def serving(sizes: Iterable[int], short: int) -> int:
+    """Of kept blocks of these sizes, the smallest that gives back `short` bytes by itself; else the largest."""
+    kept = sorted(sizes)
+    return next((size for size in kept if size > SMALL and round_up(size) >= short), kept[-1])
+
+
 def bin_number(nbytes: int) -> int:
     """PyCUDA's bin for a request: the exponent of two, and the four bits below the leading one."""
     exponent = max(nbytes.bit_length() - 1, 0)
@@ -285,6 +296,12 @@ class PyCUDAPool(Allocator):
         while self._bins:
             self._give_back(max(self._bins))
         return before - self.held
+
+    def give_back(self, needed: int) -> None:
+        """The fewest kept blocks that serve; pieces of slabs last, as a slab goes back with its last piece."""
+        before = self.held
+        while self._bins and (short := needed - before + self.held) > 0:
+            self._give_back(bin_number(serving(map(alloc_size, self._bins), short)))
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
         number = bin_number(nbytes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from memguard._frameworks.driver_pages import SMALL, whole, whole_share
-from memguard._frameworks.simulated.allocators import Allocator
+from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
 from memguard._units import GRANULE, round_up
 
@@ -171,6 +171,13 @@ class NumbaMemory(Allocator):
             pass
         return before - self.held
 
+    def give_back(self, needed: int) -> None:
+        """The fewest blocks of the pool that serve, once nothing is pending; pieces of slabs last."""
+        before = self.held
+        self._flush()
+        while self._pooled and (short := needed - before + self.held) > 0:
+            self._give_one_back(serving(self._pooled, short))
+
     def _flush(self) -> None:
         for piece in self._pending:
             if self.managed and self.cap is not None:
@@ -179,10 +186,11 @@ class NumbaMemory(Allocator):
                 self._pages.free(piece)
         self._pending, self._pending_bytes = [], 0
 
-    def _give_one_back(self) -> bool:
+    def _give_one_back(self, size: int | None = None) -> bool:
+        """A block of the pool: of this size, or of the one that was pooled last. False if there is none."""
         if not self._pooled:
             return False
-        size = next(reversed(self._pooled))
+        size = next(reversed(self._pooled)) if size is None else size
         self._pages.free(self._pooled[size].pop())
         if not self._pooled[size]:
             del self._pooled[size]

@@ -45,8 +45,10 @@ class Gpu:
     def free_async(self, size):
         self.pool_used -= size
 
-    def trim_pool(self):
-        self._grow_pool(-(-self.pool_used // STEP) * STEP - self.pool_held)
+    def trim_pool(self, keep=0):
+        """To the pieces that live blocks need, or somewhat more."""
+        left = max(-(-self.pool_used // STEP), keep // STEP) * STEP
+        self._grow_pool(min(left - self.pool_held, 0))
 
     def _grow_pool(self, size):
         self.card.set_aside(size)
@@ -118,9 +120,16 @@ def ordinals():
     return {gpu_uuid(gpu.uuid): number for number, gpu in enumerate(gpus)} if initialised else {}
 
 
+class _Driver:
+    def cuMemPoolTrimTo(self, pool, keep):  # noqa: N802
+        gpus[pool].trim_pool(keep)
+        return 0
+
+
 def stand_in(monkeypatch):
     from memguard._devices import contexts
 
+    monkeypatch.setattr(contexts, "driver", _Driver)
     monkeypatch.setattr(contexts, "pushed", pushed)
     monkeypatch.setattr(contexts, "current", current)
     monkeypatch.setattr(contexts, "initialised", lambda: initialised)

@@ -23,6 +23,7 @@ __all__ = [
     "MemoryPointer",
     "MemoryPool",
     "PythonFunctionAllocator",
+    "Stream",
     "UnownedMemory",
     "alloc",
     "get_allocator",
@@ -63,8 +64,20 @@ class Device:
         fake_card.use(self._before)
 
 
-class _Stream:
+class Stream:
+    """As a context manager: the current one of this thread. By default the null stream."""
+
+    def __init__(self, ptr=0):
+        self.ptr = ptr
+
+    def __enter__(self):
+        self._before, memory._thread.stream = getattr(memory._thread, "stream", 0), self.ptr
+
+    def __exit__(self, *_):
+        memory._thread.stream = self._before
+
     def synchronize(self):
+        fake_card.runtime()
         fake_card.synchronized += 1
 
     def is_capturing(self):
@@ -77,4 +90,4 @@ class _Stream:
 
 
 def get_current_stream(device_id=-1):
-    return _Stream()
+    return Stream(getattr(memory._thread, "stream", 0))

@@ -103,29 +103,36 @@ def alloc(size):
 class _Chunk:
     """A part of a block from the driver, between its neighbours."""
 
-    def __init__(self, block, offset, size):
-        self.block, self.offset, self.size = block, offset, size
-        self.before, self.behind, self.idle = None, None, False
+    def __init__(self, mem, offset, size, arena):
+        self.mem, self.offset, self.size, self.arena = mem, offset, size, arena
+        self.prev, self.next, self.idle = None, None, False
 
     def split(self, size):
-        rest = _Chunk(self.block, self.offset + size, self.size - size)
-        rest.before, rest.behind, self.behind, self.size = self, self.behind, rest, size
-        if rest.behind is not None:
-            rest.behind.before = rest
+        rest = _Chunk(self.mem, self.offset + size, self.size - size, self.arena)
+        rest.prev, rest.next, self.next, self.size = self, self.next, rest, size
+        if rest.next is not None:
+            rest.next.prev = rest
         return rest
 
     def swallow(self):
-        behind = self.behind
-        self.size, self.behind = self.size + behind.size, behind.behind
-        if self.behind is not None:
-            self.behind.before = self
+        behind = self.next
+        self.size, self.next = self.size + behind.size, behind.next
+        if self.next is not None:
+            self.next.prev = self
+
+
+class _Arena:
+    """What idles of one stream."""
+
+    def __init__(self):
+        self.idle = []
 
 
 class PooledMemory:
     def __init__(self, pool, chunk):
         self.pool = self._owner = weakref.ref(pool)
         self._chunk, self.size = chunk, chunk.size
-        self.ptr, self.device_id = chunk.block.ptr + chunk.offset, chunk.block.mem.device_id
+        self.ptr, self.device_id = chunk.mem.ptr + chunk.offset, chunk.mem.mem.device_id
 
     def __del__(self):
         pool = self._owner()
@@ -134,8 +141,11 @@ class PooledMemory:
 
 
 class _OfOneDevice:
+    __slots__ = ("__dict__", "__weakref__", "_arenas")  # Python's collector is told of its arenas, as CuPy tells it
+
     def __init__(self, allocator):
-        self._allocate, self._idle, self._used, self._total = allocator, [], 0, 0
+        self._allocate, self._used, self._total = allocator, 0, 0
+        self._arenas, self._kept = {}, []  # by stream, weakly: there it is the arena's own blocks that keep it
         text = os.environ.get("CUPY_GPU_MEMORY_LIMIT")
         if text is None:
             self.set_limit()
@@ -144,19 +154,34 @@ class _OfOneDevice:
         else:
             self.set_limit(size=int(text))
 
+    @property
+    def idle(self):
+        """Of all streams."""
+        return [chunk for arena in self._kept for chunk in arena.idle]
+
+    def _arena(self, stream):
+        if stream not in self._arenas:
+            self._kept.append(_Arena())
+            self._arenas[stream] = weakref.ref(self._kept[-1])
+        return self._arenas[stream]()
+
+    def _debug_arena_get_index(self, stream):
+        return sorted(((chunk.size, chunk) for chunk in self._arena(stream).idle), key=lambda entry: entry[0])
+
     def malloc(self, size):
         size = -(-size // _UNIT) * _UNIT
         if not size:
             return MemoryPointer(Memory(0), 0)
-        fitting = [chunk for chunk in self._idle if chunk.size >= size]
+        arena = self._arena(getattr(_thread, "stream", 0))
+        fitting = [chunk for chunk in arena.idle if chunk.size >= size]
         if fitting:
             chunk = min(fitting, key=lambda found: found.size)
-            self._idle.remove(chunk)
+            arena.idle.remove(chunk)
             chunk.idle = False
             if chunk.size > size:
                 self._keep(chunk.split(size))
         else:
-            chunk = _Chunk(self._from_driver(size), 0, size)
+            chunk = _Chunk(self._from_driver(size), 0, size, arena)
         self._used += chunk.size
         return MemoryPointer(PooledMemory(self, chunk), 0)
 
@@ -175,36 +200,44 @@ class _OfOneDevice:
                     raise
                 continue
             self._total += size
+            block.size = size
             return block
         raise OutOfMemoryError(size, self._total, self._limit)
 
     def free(self, chunk):
         self._used -= chunk.size
-        if chunk.behind is not None and chunk.behind.idle:
-            self._idle.remove(chunk.behind)
+        idle = chunk.arena.idle
+        if chunk.next is not None and chunk.next.idle:
+            idle.remove(chunk.next)
             chunk.swallow()
-        if chunk.before is not None and chunk.before.idle:
-            chunk = chunk.before
-            self._idle.remove(chunk)
+        if chunk.prev is not None and chunk.prev.idle:
+            chunk = chunk.prev
+            idle.remove(chunk)
             chunk.swallow()
         self._keep(chunk)
 
     def _keep(self, chunk):
         chunk.idle = True
-        self._idle.append(chunk)
+        chunk.arena.idle.append(chunk)
 
-    def free_all_blocks(self):
-        self._idle, whole = (
-            [chunk for chunk in self._idle if chunk.before or chunk.behind],
-            [chunk for chunk in self._idle if not (chunk.before or chunk.behind)],
-        )
-        self._total -= sum(chunk.size for chunk in whole)
+    def free_all_blocks(self, stream=None):
+        if stream is not None and stream.ptr not in self._arenas:
+            return
+        for arena in self._kept if stream is None else [self._arenas[stream.ptr]()]:
+            arena.idle, whole = (
+                [chunk for chunk in arena.idle if chunk.prev or chunk.next],
+                [chunk for chunk in arena.idle if not (chunk.prev or chunk.next)],
+            )
+            self._total -= sum(chunk.size for chunk in whole)
+
+    def n_free_blocks(self):
+        return len(self.idle)
 
     def used_bytes(self):
         return self._used
 
     def free_bytes(self):
-        return sum(chunk.size for chunk in self._idle)
+        return sum(chunk.size for chunk in self.idle)
 
     def total_bytes(self):
         return self._total
@@ -223,21 +256,26 @@ class _OfOneDevice:
 
 
 class MemoryPool:
+    __slots__ = ("__dict__", "_pools")
+
     def __init__(self, allocator=None):
-        self._allocator, self._pools, self._lock = allocator or _malloc, {}, threading.Lock()
+        self._allocator, self._pools, self._lock = allocator or _malloc, None, threading.Lock()
 
     def _here(self):
         ordinal = runtime.getDevice()
         with self._lock:
-            if ordinal not in self._pools:
-                self._pools[ordinal] = _OfOneDevice(self._allocator)
+            if self._pools is None:
+                self._pools = tuple(_OfOneDevice(self._allocator) for _ in fake_card.gpus)
             return self._pools[ordinal]
 
     def malloc(self, size):
         return self._here().malloc(size)
 
     def free_all_blocks(self, stream=None):
-        self._here().free_all_blocks()
+        self._here().free_all_blocks(stream)
+
+    def n_free_blocks(self):
+        return self._here().n_free_blocks()
 
     def used_bytes(self):
         return self._here().used_bytes()
@@ -257,6 +295,11 @@ class MemoryPool:
 
 class MemoryAsyncPool:
     """The limit of this one is the release threshold of the driver's pool."""
+
+    @property
+    def _pools(self):
+        """The driver's handles, by ordinal."""
+        return list(range(len(fake_card.gpus)))
 
     def malloc(self, size):
         return MemoryPointer(MemoryAsync(-(-size // _UNIT) * _UNIT), 0)

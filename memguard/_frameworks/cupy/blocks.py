@@ -1,0 +1,158 @@
+"""What CuPy's `MemoryPool` would give back: its idle blocks that are not split, stream by stream.
+
+`free_all_blocks` frees an idle block only as a whole. CuPy has no public figure for that, but since 14.1 its pool of
+one GPU gives an index of what idles, for its own tests (`_debug_arena_get_index`). It is looked for before use; without
+it, or if it is not as expected, the answer is None.
+
+As long as somebody refers to an idle block, it does not go back to the driver. So nothing here keeps one: sizes and
+addresses are read within one call of C, in which no other thread of Python runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import SimpleNamespace
+from typing import Any
+
+from memguard._frameworks.driver_pages import SMALL, UNIT
+from memguard._locks import Turn
+from memguard._logs import log as _log
+from memguard._units import GRANULE, MIB, round_up
+
+MOST = 4096
+"""With more idle blocks than this the answer is None: a reading of so many takes 1.3 ms (measured, CuPy 14.2)."""
+FRESH = 0.1
+"""Seconds for which a figure is used again while the pool's own figures stay, as its blocks may be others by then."""
+_WITHIN = 0.02
+"""Seconds to wait for another thread that reads them."""
+_FULL = GRANULE - 16 * UNIT
+"""A slab whose idle pieces add up to this much has no room for pieces of others that matter."""
+_PIECE = 32 * MIB
+"""The driver's own pools grow in such steps (measured)."""
+_INDEX = "_debug_arena_get_index"
+_block = itemgetter(1)
+_figures = attrgetter("size", "mem.size", "mem.ptr")
+_COLLECTS_ANYWHERE = sys.version_info < (3, 12)
+"""Whether Python may collect garbage within a call of C: a finalizer that allocates waits there for the lock
+of the pool, which its own thread has."""
+
+
+class Blocks:
+    """The idle blocks of CuPy's pools. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._turn = Turn()
+        self._unreadable = False
+
+    def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
+        """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy does not say.
+
+        `pieces` says how many pieces are known in the slab of an address. A slab counts if nothing in it is known to be
+        in use, or if nothing else has room in it: what others have in it may keep it with the driver, unseen.
+        """
+        one = self._of_one_gpu(pool, ordinal)
+        rows = self._rows(one) if one is not None and one.n_free_blocks() <= MOST else None
+        return None if rows is None else _returned(rows, pieces)
+
+    def free(self, pool: Any, ordinal: int, needed: int) -> bool:
+        """Free the blocks of those streams that together return `needed` bytes, the largest first, on the current GPU.
+
+        False, and nothing is freed, if it takes all streams or more, or if it is not known.
+        """
+        one = self._of_one_gpu(pool, ordinal)
+        streams = self._streams(one) if one is not None else ()
+        if one is None or len(streams) < 2 or one.n_free_blocks() > MOST:
+            return False
+        found = []
+        for stream in streams:
+            rows = self._rows(one, (stream,)) or ()
+            found.append((sum(round_up(size) for size, whole, _ in rows if size == whole > SMALL), stream))
+        chosen, got = [], 0
+        for size, stream in sorted(found, reverse=True):
+            if got >= needed:
+                break
+            chosen.append(stream)
+            got += size
+        if got < needed or len(chosen) == len(found):
+            return False
+        for stream in chosen:
+            pool.free_all_blocks(stream=SimpleNamespace(ptr=stream))
+        return True
+
+    def _of_one_gpu(self, pool: Any, ordinal: int) -> Any:
+        """The pool of that GPU within a `MemoryPool`; None if this CuPy has no index of its idle blocks."""
+        if self._unreadable:
+            return None
+        for part in gc.get_referents(pool):
+            if type(part) is tuple and ordinal < len(part) and callable(getattr(part[ordinal], _INDEX, None)):
+                return part[ordinal]
+        return None
+
+    def _streams(self, one: Any) -> list[int]:
+        """The numbers of the streams that it has blocks of. An index that is asked for another one would be made."""
+        for part in gc.get_referents(one):
+            if type(part) is dict:
+                refs = list(part.items())
+                if all(isinstance(ref, weakref.ref) for _, ref in refs):
+                    return [stream for stream, ref in refs if ref() is not None]
+        return []
+
+    def _rows(self, one: Any, streams: Iterable[int] | None = None) -> list[tuple[int, int, int]] | None:
+        """Size, size of the whole block and its address of all that idles; None if it cannot be read now."""
+        streams = self._streams(one) if streams is None else streams
+        try:
+            done = self._turn.take(_read, _WITHIN, getattr(one, _INDEX), streams)
+        except (AttributeError, TypeError, IndexError) as failure:
+            self._unreadable = True
+            _log.debug("cupy: what its pool would give back is unknown: %s", str(failure))
+            return None
+        return done[0] if done is not None else None
+
+
+def _read(index: Callable[[int], Any], streams: Iterable[int]) -> list[tuple[int, int, int]]:
+    collecting = _COLLECTS_ANYWHERE and gc.isenabled()
+    try:
+        try:
+            if collecting:
+                gc.disable()
+            return list(map(_figures, map(_block, chain.from_iterable(map(index, streams)))))
+        finally:
+            if collecting:
+                gc.enable()
+    finally:
+        if collecting:  # again: a Ctrl-C may have come into the one before
+            gc.enable()
+
+
+def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int] | None) -> int:
+    """What the driver gets back when those blocks are freed that are not split: whole pages, and whole slabs."""
+    found, slabs = 0, dict[int, tuple[int, int]]()
+    for size, whole, address in rows:
+        if size != whole:
+            continue
+        if size > SMALL:
+            found += round_up(size)
+        else:
+            number, filled = slabs.get(address // GRANULE, (0, 0))
+            slabs[address // GRANULE] = number + 1, filled + round_up(size, UNIT)
+    for slab, (number, filled) in slabs.items():
+        known = pieces(slab * GRANULE) if pieces is not None else 0
+        if known == number or (known < number and filled >= _FULL):
+            found += GRANULE
+    return found
+
+
+def returned_by_driver(total: int, used: int) -> int | None:
+    """What a trim of the driver's own pool gives back, which `MemoryAsyncPool` takes from.
+
+    Whole pieces come back, and the driver tells nobody which pieces have a live block. So it is known where nothing is
+    live, and where what idles is less than a piece; else None.
+    """
+    if not used:
+        return total
+    return 0 if total - used < _PIECE else None

@@ -1,0 +1,140 @@
+"""How the caps of elastic frameworks move between their min and their max. Pure: figures in, caps out.
+
+On each GPU the room is limit − reserve. What is above the sum of the minima is lent. The rules:
+
+- The caps never add up to more than the room, and no cap is below its min. So whatever others hold, a framework has its
+  min at once: it asks nobody for it.
+- A cap is lowered only to what its framework holds (or has promised to a block of work). So what is live is never
+  taken, and what is lent comes back as it becomes idle.
+- Who needs more gets, in this order: what is lent to nobody; what is lent and not used; what is lent and only cached,
+  most first, after it was given back to the driver. No cache goes that is not needed, and none if it would not suffice.
+- First come, first served. Those whose allocators cannot ask within a request (torch) keep some headroom: at a tick the
+  one that has the smallest part of what it may borrow is served first, from what nobody uses. They are the last whose
+  headroom is taken.
+
+Hysteresis: headroom is filled up to twice the level below which it is filled. So under a constant load a tick moves
+something once, and nothing after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from memguard._units import GRANULE, MIB, round_down, round_up
+
+_STEP = 16
+"""A cap rises by at least this part of its span (max − min), if nobody has that: a cap that rises by one request at a
+time would be asked for at each."""
+_LOW = 64 * MIB
+"""The least headroom that a framework which cannot ask is to have, and a sixteenth of its max if that is more."""
+
+
+class Part(NamedTuple):
+    """One framework's part of one GPU, in bytes.
+
+    `least` and `most` bound its cap; both are the cap if it cannot move. `held` is what it has of the driver, and what
+    was promised to a block of work beyond that. `idle` is the part of `held` that it could give back, at most. `asks`:
+    its allocator asks within a request that it cannot serve, so it needs no headroom.
+    """
+
+    least: int
+    most: int
+    cap: int
+    held: int = 0
+    idle: int = 0
+    asks: bool = True
+
+    @property
+    def unused(self) -> int:
+        """What the cap can be lowered by, with nothing given back."""
+        return max(self.cap - max(self.least, round_up(self.held)), 0)
+
+    @property
+    def cached(self) -> int:
+        """What it can be lowered by beyond that, once its cache was given back."""
+        stays = max(self.least, round_up(max(self.held - self.idle, 0)))
+        return max(min(round_up(self.held), self.cap) - stays, 0)
+
+
+class Loan(NamedTuple):
+    """What to do for a framework that needs a larger cap, in bytes.
+
+    `caps` are those that change, the lowered ones first: empty as long as something is missing. `calls` are siblings
+    whose cache has to go before that, with how much of it; then ask again. `missing` is what cannot be had. `live` is
+    what siblings hold above their min in live arrays.
+    """
+
+    caps: Mapping[str, int]
+    calls: tuple[tuple[str, int], ...] = ()
+    missing: int = 0
+    live: Mapping[str, int] = {}
+
+
+def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
+    """What has to change so that the cap of `who` is at least `wanted` bytes, in a room of so many."""
+    own, wanted = parts[who], round_up(wanted)
+    if wanted <= own.cap:
+        return Loan({})
+    if wanted > own.most:
+        return Loan({}, missing=wanted - own.most)
+    siblings = {name: part for name, part in parts.items() if name != who}
+    spare = room - sum(part.cap for part in parts.values())
+    need = wanted - own.cap - max(spare, 0)
+    caps: dict[str, int] = {}
+    for name, part in sorted(siblings.items(), key=lambda item: (not item[1].asks, -item[1].unused)):
+        if need > 0 and (taken := min(round_down(part.unused), round_up(need))) > 0:
+            caps[name] = part.cap - taken
+            need -= taken
+    if need <= 0:
+        step = min((own.most - own.least) // _STEP, own.most - wanted, spare - (wanted - own.cap))
+        caps[who] = wanted + max(round_down(step), 0) if spare > wanted - own.cap else wanted
+        return Loan(caps)
+    live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
+    calls = []
+    for name, part in sorted(siblings.items(), key=lambda item: -item[1].cached):
+        if need > 0 and part.cached > 0:
+            calls.append((name, min(part.cached, need)))
+            need -= part.cached
+    if need > 0:  # it would not suffice
+        return Loan({}, missing=need, live=live)
+    return Loan({}, tuple(calls), live=live)
+
+
+def settle(parts: Mapping[str, Part], room: int) -> dict[str, int]:
+    """The caps that change at a tick, the lowered ones first: headroom for those that cannot ask within a request.
+
+    It comes from what is lent to nobody, and from what those have unused that can ask for it again.
+    """
+    spare = max(room - sum(part.cap for part in parts.values()), 0)
+    lenders = {name: round_down(part.unused) for name, part in parts.items() if part.asks}
+    poor = {name: part for name, part in parts.items() if not part.asks and part.cap - part.held < _low(part)}
+    lowered: dict[str, int] = {}
+    raised: dict[str, int] = {}
+    for name, part in sorted(poor.items(), key=lambda item: _part_of_span(item[1])):
+        wanted = min(round_down(part.most), round_up(part.held + 2 * _low(part)))
+        need = round_up(wanted - part.cap) if wanted > part.cap else 0
+        got = min(round_down(spare), need)
+        spare -= got
+        for lender in sorted(lenders, key=lambda one: -lenders[one]):
+            taken = min(lenders[lender], need - got)
+            if taken > 0:
+                lenders[lender] -= taken
+                lowered[lender] = lowered.get(lender, parts[lender].cap) - taken
+                got += taken
+        if got:
+            raised[name] = part.cap + got
+    return {**lowered, **raised}
+
+
+def _live(part: Part) -> int:
+    """What it holds above its min that is no cache."""
+    return max(min(part.held, part.cap) - part.least - part.idle, 0)
+
+
+def _low(part: Part) -> int:
+    return max(part.most // _STEP, _LOW) if part.cap < part.most else 0
+
+
+def _part_of_span(part: Part) -> float:
+    return (part.cap - part.least) / max(part.most - part.least, GRANULE)

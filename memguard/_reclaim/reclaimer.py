@@ -1,0 +1,193 @@
+"""Makes room for one request: raises an elastic cap, and has siblings give back what idles.
+
+`lending` and `order` decide. It may run within the allocation that fails, on the user's thread, with no lock of the
+adapter that asks. What came back is what NVML says of this process before and after, never what was called:
+`torch.cuda.empty_cache()` does nothing, silently, in a capture or while a `MemPool` is in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from memguard._devices import contexts
+from memguard._devices.host import Host
+from memguard._frameworks.base import Framework
+from memguard._logs import log as _log
+from memguard._reclaim import lending, order
+from memguard._types import Device, DevicePlan, Event, Room, Usage
+from memguard._units import GRANULE, format_size
+from memguard.errors import CapNotApplied
+
+_KEPT = 64
+"""Events that wait for somebody who writes them down."""
+
+
+class Budgeted(Protocol):
+    """What the guard gives: what is capped, and how caps are set. All with its lock held."""
+
+    host: Host
+
+    @property
+    def frameworks(self) -> Mapping[str, Framework]: ...
+    def part(self, uuid: str) -> DevicePlan:
+        """The plan of this GPU, as it is now."""
+
+    def movable(self, name: str) -> bool:
+        """Whether its cap can be set now: it holds, or is set once the framework is imported."""
+
+    def set_cap(self, name: str, uuid: str, cap: int) -> None:
+        """Set one cap. Raises CapNotApplied."""
+
+    def promised(self, name: str, uuid: str) -> int:
+        """Bytes that running blocks of work of this framework have reserved and not taken yet."""
+
+
+class Reclaimer:
+    """The hands. Each call is made with the guard's lock held."""
+
+    def __init__(self, guard: Budgeted) -> None:
+        self._guard = guard
+        self._fixed: set[str] = set()
+        """Elastic by the budget, but their caps turned out not to change."""
+        self.events: deque[Event] = deque(maxlen=_KEPT)
+        """What was moved and given back. It is noted within allocations, where nobody may be called."""
+
+    def make_room(self, device: Device, who: str, needed: int, *, full: bool = False, asked: bool = False) -> Room:
+        """Room for `who` to take `needed` bytes more from the driver.
+
+        `asked`: its allocator could not serve a request, so it has given back its own cache. `full`: because the driver
+        refused, and not its cap.
+        """
+        uuid = device.uuid
+        returned: dict[str, int] = {}
+        before = self._guard.part(uuid).caps.get(who)
+        missing, live = (0, {}) if full else self._raise_cap(device, who, needed, asked, returned)
+        if not missing:
+            missing = self._empty(device, who, needed, full, asked, returned)
+        after = self._guard.part(uuid).caps.get(who)
+        moved = (before, after) if before is not None and after is not None and after != before else None
+        self._note(who, uuid, returned, moved)
+        return Room(returned, moved, max(missing, 0), live)
+
+    def settle(self, device: Device) -> None:
+        """At a tick: headroom for elastic frameworks that cannot ask within a request."""
+        part = self._guard.part(device.uuid)
+        caps = lending.settle(self._parts(device, self._usages(device)), part.limit - part.reserve)
+        if caps:
+            self._set(device, caps)
+
+    def _raise_cap(
+        self, device: Device, who: str, needed: int, asked: bool, returned: dict[str, int]
+    ) -> tuple[int, Mapping[str, int]]:
+        """What is missing under its cap, and what siblings hold that it may borrow when it is free."""
+        spent: set[str] = set()
+        for _ in range(2 * len(self._guard.frameworks) + 2):
+            usages = self._usages(device)
+            own = usages.get(who) or Usage(0, 0)
+            if own.held is None:  # TensorFlow with growth, whose cap is fixed
+                return 0, {}
+            part = self._guard.part(device.uuid)
+            parts = self._parts(device, usages, spent)
+            wanted = own.held + needed - (0 if asked else own.reclaimable or 0)
+            loan = lending.ask(parts, part.limit - part.reserve, who, wanted)
+            if loan.missing:
+                return loan.missing, loan.live
+            if not loan.calls:
+                # A cap that is large enough is set again: a Ctrl-C may have come before it was.
+                caps = loan.caps or ({who: part.caps[who]} if asked and who in part.elastic else {})
+                if self._set(device, caps):
+                    return 0, {}
+                continue
+            name, size = loan.calls[0]
+            if not self._give_back(name, device, size, returned):
+                spent.add(name)
+        return needed, {}
+
+    def _empty(self, device: Device, who: str, needed: int, full: bool, asked: bool, returned: dict[str, int]) -> int:
+        """What is missing on the GPU after siblings gave back what they could, as far as it was needed."""
+        spent: set[str] = set()
+        while True:
+            usages = self._usages(device)
+            own = usages.get(who) or Usage(0, 0)
+            short = needed - self._guard.host.memory(device).free - (0 if asked else own.reclaimable or 0)
+            if full and not returned:
+                short = max(short, GRANULE)  # it refused, whatever is free by now
+            if short <= 0:
+                return 0
+            offer = order.first([one for one in order.offers(usages, who) if one.name not in spent], short)
+            if offer is None:
+                return short
+            # Somewhat more: the driver keeps some for itself, for the tables of what it gives.
+            if not self._give_back(offer.name, device, short + GRANULE, returned):
+                spent.add(offer.name)
+
+    def _give_back(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:
+        """Have one sibling give back so much, and tell what this process really holds less by it."""
+        before = self.available(device)
+        try:
+            with contexts.beside_captures():
+                self._guard.frameworks[name].give_back(device, size)
+        except Exception as error:  # what others do wrong must not fail this request in another way
+            _log.debug("%s: nothing was given back: %s", name, str(error))
+        got = max(self.available(device) - before, 0)
+        if got:
+            returned[name] = returned.get(name, 0) + got
+        return got
+
+    def available(self, device: Device) -> int:
+        """What is free to this process, whatever others do meanwhile; what is free on the card if NVML omits it."""
+        host = self._guard.host
+        own = host.processes(device).get(host.pid)
+        return host.memory(device).free if own is None else device.total - own
+
+    def _usages(self, device: Device) -> dict[str, Usage | None]:
+        return {name: framework.usage(device) for name, framework in self._guard.frameworks.items()}
+
+    def _parts(
+        self, device: Device, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
+    ) -> dict[str, lending.Part]:
+        """The figures for `lending`. `spent`: their caches did not come back."""
+        plan, parts = self._guard.part(device.uuid), {}
+        offers = {one.name: one.most for one in order.offers(usages, "")}
+        for name, cap in plan.caps.items():
+            framework, usage = self._guard.frameworks[name], usages.get(name)
+            least, most = plan.elastic.get(name, (cap, cap))
+            if name in self._fixed or not framework.resizable or not self._guard.movable(name):
+                least = most = cap
+            held = usage.held if usage is not None else 0
+            held = cap if held is None else held + self._guard.promised(name, device.uuid)
+            idle = 0 if name in spent else offers.get(name, 0)
+            parts[name] = lending.Part(least, most, cap, held, idle, framework.asks)
+        return parts
+
+    def _set(self, device: Device, caps: Mapping[str, int]) -> bool:
+        """Set these caps, the lowered ones first. False if one could not be set, or was passed meanwhile."""
+        uuid, done = device.uuid, True
+        for name, cap in caps.items():
+            now = self._guard.part(uuid).caps[name]
+            if cap > now and not done:
+                return False
+            try:
+                self._guard.set_cap(name, uuid, cap)
+            except CapNotApplied as error:
+                _log.warning("%s: its cap stays at %s: %s", name, format_size(now), error.reason)
+                self._fixed.add(name)
+                done = False
+                continue
+            usage = self._guard.frameworks[name].usage(device) if cap < now else None
+            if usage is not None and usage.held is not None and usage.held > cap:
+                self._guard.set_cap(name, uuid, now)  # it has allocated meanwhile
+                done = False
+        return done
+
+    def _note(self, who: str, uuid: str, returned: Mapping[str, int], moved: tuple[int, int] | None) -> None:
+        gave = ", ".join(f"{name} gave back {format_size(size)}" for name, size in returned.items())
+        cap = "" if moved is None else f"its cap moved from {format_size(moved[0])} to {format_size(moved[1])}"
+        if gave or cap:
+            text = f"room for {who}: {'; '.join(part for part in (gave, cap) if part)}"
+            self.events.append(
+                Event(time.time(), "reclaim", text, uuid=uuid, framework=who, bytes=sum(returned.values()) or None)
+            )

@@ -1,0 +1,143 @@
+"""The caps of elastic frameworks: what always holds, whoever asks for what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memguard._reclaim.lending import Loan, Part, ask, settle
+from memguard._units import GIB, GRANULE, MIB, round_up
+
+NAMES = ("torch", "cupy", "pycuda", "numba", "jax")
+granules = st.integers(1, 400).map(lambda count: count * GRANULE)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[dict[str, Part], int, str]:
+    """Frameworks whose caps fit the room, in any state that the rules allow; and one of them."""
+    parts, room = {}, 0
+    for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True)):
+        least = draw(granules)
+        elastic = name != "jax" and draw(st.booleans())
+        most = least + (draw(granules) if elastic else 0)
+        cap = least + draw(st.integers(0, (most - least) // GRANULE)) * GRANULE
+        held = draw(st.integers(0, cap))
+        parts[name] = Part(least, most, cap, held, draw(st.integers(0, held)), name != "torch")
+        room += cap
+    return parts, room + draw(st.integers(0, 200)) * GRANULE, draw(st.sampled_from(sorted(parts)))
+
+
+def after(parts: Mapping[str, Part], caps: Mapping[str, int]) -> dict[str, Part]:
+    return {name: part._replace(cap=caps.get(name, part.cap)) for name, part in parts.items()}
+
+
+def holds(parts: Mapping[str, Part], room: int, caps: Mapping[str, int]) -> None:
+    """Each step of the change leaves caps that fit the room, none below a min or below what is held."""
+    now = dict(parts)
+    for name, cap in caps.items():
+        assert parts[name].least <= cap <= parts[name].most
+        assert cap >= min(round_up(parts[name].held), parts[name].cap)
+        assert cap % GRANULE == 0
+        now[name] = now[name]._replace(cap=cap)
+        assert sum(part.cap for part in now.values()) <= room
+
+
+@given(scenes(), granules)
+def test_what_is_lent_is_never_anybodys_min_nor_live(scene: tuple[dict[str, Part], int, str], more: int) -> None:
+    parts, room, who = scene
+    loan = ask(parts, room, who, parts[who].held + more)
+    holds(parts, room, loan.caps)
+    if loan.caps:
+        assert loan.caps[who] >= parts[who].held + more and not loan.calls and not loan.missing
+        assert all(cap < parts[name].cap for name, cap in loan.caps.items() if name != who)
+
+
+@given(scenes(), granules)
+def test_a_request_within_its_min_asks_nobody(scene: tuple[dict[str, Part], int, str], more: int) -> None:
+    parts, room, who = scene
+    assert ask(parts, room, who, min(more, parts[who].least)) == Loan({})
+
+
+@given(scenes(), granules)
+def test_it_is_refused_only_if_all_caches_together_would_not_serve(
+    scene: tuple[dict[str, Part], int, str], more: int
+) -> None:
+    parts, room, who = scene
+    wanted = parts[who].held + more
+    others = [part for name, part in parts.items() if name != who]
+    # What stays with a sibling whatever happens: its min, or what it has live above that.
+    stays = sum(
+        max(part.least, round_up(max(part.held - part.idle, 0))) if part.cap > part.least else part.cap
+        for part in others
+    )
+    loan = ask(parts, room, who, wanted)
+    if wanted <= parts[who].most and round_up(wanted) + stays <= room:
+        assert not loan.missing
+    if loan.missing:
+        assert not loan.caps and not loan.calls
+
+
+@given(scenes(), granules)
+def test_following_what_it_says_ends_served_and_calls_no_cache_in_vain(
+    scene: tuple[dict[str, Part], int, str], more: int
+) -> None:
+    parts, room, who = scene
+    wanted, called = parts[who].held + more, 0
+    for _ in range(3 * len(parts)):  # rounding may call the rest of a granule
+        loan = ask(parts, room, who, wanted)
+        assert not (called and loan.missing)
+        if not loan.calls:
+            break
+        name, size = loan.calls[0]
+        part = parts[name]
+        assert 0 < size <= part.idle
+        assert all(parts[other].cached <= part.cached for other in parts if other != who)
+        parts = {**parts, name: part._replace(held=part.held - size, idle=part.idle - size)}
+        called += size
+    assert not loan.calls
+    assert called == 0 or called < wanted + GRANULE * len(parts)
+
+
+@given(scenes())
+def test_a_tick_moves_something_once_under_a_constant_load(scene: tuple[dict[str, Part], int, str]) -> None:
+    parts, room, _ = scene
+    caps = settle(parts, room)
+    holds(parts, room, caps)
+    assert all(not parts[name].asks for name, cap in caps.items() if cap > parts[name].cap)
+    assert settle(after(parts, caps), room) == {}
+
+
+def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
+    gib = {
+        "torch": Part(2 * GIB, 12 * GIB, 6 * GIB, 5 * GIB, 3 * GIB, asks=False),
+        "cupy": Part(2 * GIB, 12 * GIB, 4 * GIB, 1 * GIB, 0),
+        "numba": Part(1 * GIB, 12 * GIB, 1 * GIB, 1 * GIB, 0),
+    }
+    room = 12 * GIB  # one is lent to nobody
+    first = ask(gib, room, "numba", 2 * GIB)
+    assert first.caps == {"numba": 2 * GIB}
+    second = ask(gib, room, "numba", 4 * GIB)  # what can ask again lends first, and torch keeps its headroom
+    assert second.caps == {"cupy": 2 * GIB, "numba": 4 * GIB}
+    third = ask(gib, room, "numba", 6 * GIB)
+    assert (third.caps, third.calls) == ({}, (("torch", GIB),))
+    fourth = ask(gib, room, "numba", 9 * GIB)
+    assert (fourth.caps, fourth.calls, fourth.missing, fourth.live) == ({}, (), GIB, {})
+    live = ask({**gib, "torch": gib["torch"]._replace(idle=0)}, room, "numba", 6 * GIB)
+    assert (live.missing, live.live) == (GIB, {"torch": 3 * GIB})
+
+
+def test_a_framework_that_cannot_ask_gets_headroom_from_those_that_can() -> None:
+    parts = {
+        "torch": Part(GIB, 8 * GIB, GIB, GIB - MIB, asks=False),
+        "cupy": Part(GIB, 8 * GIB, 7 * GIB, 2 * GIB, 0),
+    }
+    assert settle(parts, 8 * GIB) == {"cupy": 6 * GIB, "torch": 2 * GIB}
+
+
+@pytest.mark.parametrize("wanted", [9 * GIB, 100 * GIB])
+def test_above_its_max_nothing_is_lent(wanted: int) -> None:
+    parts = {"cupy": Part(GIB, 8 * GIB, GIB, 0, 0), "numba": Part(GIB, GIB, GIB, GIB, GIB)}
+    assert ask(parts, 16 * GIB, "cupy", wanted) == Loan({}, missing=wanted - 8 * GIB)
