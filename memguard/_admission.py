@@ -120,6 +120,8 @@ class Admission:
         if guard._capturing():
             _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
             return Room({}, None, 0, {})
+        if framework in look.part.joined:  # siblings cache nothing of their own
+            return Room({}, None, 0, {})
         footprint = guard._framework(framework).footprint(needed)
         room = guard._reclaimer.make_room(device, framework, footprint + look.verdict.beside)
         if look.book is not EMPTY and (still := again().verdict.trim):  # what others reserved has to be free too

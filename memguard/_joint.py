@@ -35,7 +35,7 @@ def how(part: DevicePlan, name: str) -> str:
     """How the joint cap holds for a framework, for `memguard plan`."""
     if capped(part.joined):
         return "enforced, jointly: the size (maxSize) of one driver pool for all of them"
-    if SPECS[name].joint_asks:
+    if SPECS[name].asks:
         return "enforced by memguard's allocator: what all have in use in the default pool"
     return "watched: it draws from the device's default pool, which nothing caps"
 

@@ -177,7 +177,6 @@ class FrameworkSpec:
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
     joint             module and class of its adapter under `strategy: pool`; empty if it cannot draw from that pool
-    joint_asks        memguard is asked for each of its allocations in that pool, and can refuse it
     default_pool      it takes from the device's default pool alone, which cannot be capped
     remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
@@ -211,7 +210,6 @@ class FrameworkSpec:
     pads: bool = False
     refuses_silently: bool = False
     joint: str = ""
-    joint_asks: bool = False
     default_pool: bool = False
     remainder: bool = False
     allocators: Allocators = _NO_CHOICE
@@ -392,7 +390,6 @@ _ROWS = (
         module="cupy",
         adapter="memguard._frameworks.cupy.adapter:CuPy",
         joint="memguard._frameworks.cupy.joint:JointCuPy",
-        joint_asks=True,
         # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
         modules=262 * MIB,
         workspace=320 * MIB,
@@ -475,7 +472,6 @@ _ROWS = (
         module="pycuda",
         adapter="memguard._frameworks.pycuda.adapter:PyCUDA",
         joint="memguard._frameworks.pycuda.joint:JointPyCUDA",
-        joint_asks=True,
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a counted pool behind mem_alloc and gpuarray",
@@ -519,7 +515,6 @@ _ROWS = (
         module="numba",
         adapter="memguard._frameworks.numba.adapter:Numba",
         joint="memguard._frameworks.numba.joint:JointNumba",
-        joint_asks=True,
         modules=8 * MIB,
         workspace=32 * MIB,
         cap_is="a memory manager that counts its allocations",

@@ -40,6 +40,10 @@ class JointBlocks(Framework):
             blocks.wait()
             self._joint.trim(device.uuid)
 
+    def give_back(self, device: Device, needed: int) -> None:
+        """The cache is everybody's: all that idles in it."""
+        self.trim(device)
+
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
 

@@ -106,6 +106,14 @@ class JointPool:
         """Those that it has had on a GPU; None if it has had none."""
         return self._of.get((framework, uuid))
 
+    def begin(self, framework: str, uuid: str) -> None:
+        """At a reading of a framework that allocates by itself: the pool is there from now on."""
+        if uuid in self._pools or self._over:
+            return
+        ordinal = contexts.ordinals().get(uuid)
+        if ordinal is not None:
+            self.use(framework, uuid, ordinal)
+
     def fits(self, uuid: str, size: int) -> bool:
         """Whether a request stays within the cap, where the driver does not see to that."""
         pool = None if self.capped else self._pools.get(uuid)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from memguard._devices import contexts
 from memguard._frameworks import tensorflow
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.tensorflow import TensorFlow
@@ -78,9 +77,7 @@ class JointTensorFlow(TensorFlow):
         found = super().usage(device)
         if found is None:
             return None
-        ordinal = contexts.ordinals().get(device.uuid)
-        if ordinal is not None:
-            self._joint.use(self.name, device.uuid, ordinal)
+        self._joint.begin(self.name, device.uuid)
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
     def drift(self) -> list[str]:

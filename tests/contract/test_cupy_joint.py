@@ -270,6 +270,10 @@ def test_under_the_guard_the_rows_add_up_and_shutdown_takes_all_back(
 ) -> None:
     setting = joint.setting
     text = {"version": 1, "strategy": "pool", "frameworks": {"cupy": {"limit": "96MiB"}}}
+    context = 100 * MIB
+    monkeypatch.setattr(
+        setting.host, "processes", lambda device: {setting.host.pid: context + joint.gpu.pool_held}, raising=True
+    )
     guard = Guard(_config.from_mapping(text), setting.host)
     guard.start()
     cupy = importlib.import_module("cupy")
@@ -281,6 +285,7 @@ def test_under_the_guard_the_rows_add_up_and_shutdown_takes_all_back(
     assert (device.row("cupy").bytes, device.row("cupy").cap) == (MIB, 96 * MIB)
     assert (device.row(POOL).bytes, device.row(POOL).cached, device.row(POOL).in_use) == (63 * MIB, 63 * MIB, 0)
     assert device.row("cupy").bytes + device.row(POOL).bytes == joint.gpu.pool_held
+    assert (device.row("overhead").bytes, device.row("unaccounted").bytes) == (context, 0), "the cache is neither"
     assert device.sum == device.device.total and "may hold 96.0 MiB" in device.row(POOL).note
     sample = guard.sample().devices[0].frameworks
     assert (sample["cupy"].held, sample[POOL].held) == (MIB, 63 * MIB)

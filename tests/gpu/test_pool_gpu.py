@@ -17,6 +17,7 @@ BUDGET = {"version": 1, "strategy": "pool", "frameworks": {
 import ctypes, gc, threading, time
 guard = memguard.init(BUDGET)
 import torch, cupy, numpy
+if not hasattr(numpy, "row_stack"): numpy.row_stack = numpy.vstack  # numba-cuda 0.30.4 compiles nothing without it
 import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
 from memguard._joint import POOL
@@ -176,6 +177,7 @@ BUDGET = {"version": 1, "strategy": "pool", "frameworks": {
 import gc, threading, time
 guard = memguard.init(BUDGET)
 import torch, cupy, numpy
+if not hasattr(numpy, "row_stack"): numpy.row_stack = numpy.vstack  # numba-cuda 0.30.4 compiles nothing without it
 import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
 from memguard._joint import POOL

@@ -120,7 +120,7 @@ SIZES = st.integers(0, 64).map(lambda units: units * 32 * MIB)
 def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache: int, spare: int, asked: int) -> None:
     """Whoever asks: it fits if the pool's live bytes and the request stay within its size."""
     cap, used = sum(live) + cache + spare, sum(live)
-    memory = MemoryInfo(141 * GIB, 0, 0, max(cap - used - cache, 0))
+    memory = MemoryInfo(141 * GIB, 0, 0, 141 * GIB)
     for own in live:
         view, usage = _joint.as_if_alone(Usage(own, own, 0), cap, used + cache, used)
         admission = _policy.admit("torch", asked, asked, view, {"torch": usage}, memory)
