@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard import _joint, _policy
-from memguard._admission import Admission
 from memguard._blocks import Block, End
 from memguard._devices import contexts
 from memguard._frameworks import registry
@@ -29,7 +28,6 @@ from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
 from memguard._reclaim.reclaimer import Reclaimer
-from memguard._reclaim.reservations import EMPTY as NOTHING_RESERVED
 from memguard._specs import SPECS
 from memguard._text import shown
 from memguard._types import (
@@ -52,6 +50,7 @@ from memguard._units import format_size, parse_size
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 
 if TYPE_CHECKING:
+    from memguard._admission import Admission
     from memguard._config import Budget
     from memguard._devices.host import Host
     from memguard._frameworks.joint_pool import JointPool
@@ -136,7 +135,7 @@ class Guard:
         # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self._reader = LedgerReader(host, unnamed, self._warn)
-        self._admission = Admission(self)
+        self._admitting: Admission | None = None
         self._joint = self._joint_pool()
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
@@ -216,7 +215,7 @@ class Guard:
                     self._entries, self._frameworks = {}, {}  # new: other threads may be iterating over the old ones
                     self._reader.clear()
                     self.host.close()
-                    self._admission.turns.wake()
+                    self._wake()
         stays = [*self._not_undone, *self.permanent]
         if not self._told:
             self._told = True
@@ -229,7 +228,8 @@ class Guard:
         self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
         self._turn = Turn(self._lock)
         self._reader.forked()
-        self._admission.turns.forked()
+        if self._admitting is not None:
+            self._admitting.turns.forked()
         self._hook.clear()
         if self._real is not None:
             self._real.stop()
@@ -424,10 +424,26 @@ class Guard:
                 if asked and (looked or not self._fits(framework, needed, part)):
                     self._admission.require(framework, needed, part.device)
 
+    @property
+    def _admission(self) -> Admission:
+        """Made, and its modules loaded, when somebody first asks for room: `init` needs none of it."""
+        if (made := self._admitting) is None:
+            from memguard._admission import Admission
+
+            made = vars(self).setdefault("_admitted", Admission(self))  # that of another thread, if it was faster
+            self._admitting = made
+        return made
+
+    def _wake(self) -> None:
+        """Whoever waits for room looks again."""
+        if self._admitting is not None:
+            self._admitting.turns.wake()
+
     def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
         """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
-        if self._admission.turns.book is not NOTHING_RESERVED:
-            return self._admission.fits(framework, needed, part.device)
+        admission = self._admitting
+        if admission is not None and not admission.turns.idle:
+            return admission.fits(framework, needed, part.device)
         requester = self._entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
         memory = self.host.memory(part.device)
@@ -464,7 +480,7 @@ class Guard:
 
     def open_bytes(self, framework: str, uuid: str) -> int:
         """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
-        return self._admission.open_bytes(framework, uuid)
+        return 0 if self._admitting is None else self._admitting.open_bytes(framework, uuid)
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
@@ -544,7 +560,7 @@ class Guard:
         self.plan = plan
 
     def promised(self, name: str, uuid: str) -> int:
-        return self._admission.open_bytes(name, uuid)
+        return self.open_bytes(name, uuid)
 
     def reclaimable(self) -> Reclaimable:
         """What each framework could give back, as figures. Trims nothing."""
@@ -578,7 +594,7 @@ class Guard:
                 self._resized += self._resized % 2  # even again, and another one than before
             self.plan = plan
             self._trim_above_cap(framework)
-        self._admission.turns.wake()
+        self._wake()
 
     def trim(self, framework: str | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
@@ -593,7 +609,7 @@ class Guard:
                 # `usage` and not `state`, which would wait for a running import.
                 self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
             after = [self._reclaimer.available(part.device) for part in self.plan.devices]
-            self._admission.turns.wake()
+            self._wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def __repr__(self) -> str:

@@ -74,6 +74,11 @@ class Turns:
         self._turn = Turn()
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is reserved, and nobody waits."""
+        return self.book is EMPTY
+
     def forked(self) -> None:
         """In a forked child: nothing is reserved, and no lock of the parent's is waited for."""
         self.book, self._turn, self._tickets = EMPTY, Turn(), {}

@@ -30,6 +30,7 @@ ALWAYS = {
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
     "_monitor", "_monitor.leaks", "_monitor.refusals", "_monitor.session", "_oom", "_oom.hooks",
+    "_reclaim", "_reclaim.lending", "_reclaim.order", "_reclaim.reclaimer",
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
 FILE = {"_config.positions"}
@@ -41,13 +42,16 @@ SIMULATED = {
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
     "_frameworks.simulated.starts",
 }  # fmt: skip
+CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "pieces")}
 ADAPTERS = {
     "tensorflow": {"_frameworks.tensorflow"},
     "torch": {"_frameworks.torch", "_frameworks.torch.adapter", "_frameworks.torch.settings", "_frameworks.rmm"},
     "jax": {"_frameworks.jax"},
-    "cupy": {"_frameworks.cupy", "_frameworks.cupy.adapter", "_frameworks.cupy.pieces", "_frameworks.rmm"},
-    "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "pitched", "pool", "streams")},
-    "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"},
+    "cupy": {"_frameworks.cupy", "_frameworks.rmm", *CUPY},
+    "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "aside", "pitched", "pool", "streams")}
+    | {"_frameworks.least", "_frameworks.shortages"},
+    "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"}
+    | {"_frameworks.shortages"},
 }
 BOTH_INSTALLED = {"_frameworks.cudart"}
 """With torch and TensorFlow installed."""

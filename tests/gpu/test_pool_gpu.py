@@ -197,7 +197,7 @@ def watch():
 LAST = {
     "tensorflow": (
         "import tensorflow as tf\n"
-        "def ask(size):\n    x = tf.zeros((size // 4,)) + 0\n    tf.test.experimental.sync_devices()\n    return x\n"
+        "def ask(size):\n    x = tf.fill((size // 4,), 0.0)\n    tf.test.experimental.sync_devices()\n    return x\n"
     ),
     "jax": (
         "import jax, jax.numpy as jnp\ndef ask(size): return jnp.zeros(size // 4, jnp.float32).block_until_ready()\n"

@@ -102,5 +102,6 @@ for address in fillers: runtime.free(address)
 """,
         timeout=300,
     )
-    assert found["control"] == "refused" and found["sum"] == 7000 and found["held"] == 4 << 30
+    assert found["control"] == "refused" and found["sum"] == 7000
+    assert 4 << 30 <= found["held"] < (4 << 30) + (1 << 20), "the array, and what its sum took"
     assert found["torch"] == 0 and found["missing"] == 0
