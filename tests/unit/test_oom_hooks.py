@@ -666,8 +666,11 @@ def test_a_thread_of_a_program() -> None:
 
 
 def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
-    """CuPy fails because its sibling and another process hold the card; trimming the sibling frees what was said."""
-    shares = {"torch": {"share": "50%"}, "tensorflow": {"share": "20%", "growth": False}, "cupy": {"share": "20%"}}
+    """torch fails because its sibling and another process hold the card; trimming the sibling frees what was said.
+
+    torch's allocator asks nobody. CuPy's would have had its sibling's cache given back.
+    """
+    shares = {"cupy": {"share": "50%"}, "tensorflow": {"share": "20%", "growth": False}, "torch": {"share": "20%"}}
     with memguard.guard({"version": 1, "frameworks": shares}, simulate="h200") as guard:
         device, frameworks = guard.plan.devices[0].device, guard.frameworks
 
@@ -679,20 +682,20 @@ def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
         try:
             simulated: Any = frameworks
             simulated["tensorflow"].allocate(3 << 30)
-            batches = [simulated["torch"].allocate(2 << 30) for _ in range(10)]
+            batches = [simulated["cupy"].allocate(2 << 30) for _ in range(10)]
             for batch in batches[:4]:
-                simulated["torch"].free(batch)
-            simulated["cupy"].allocate(4 << 30)
+                simulated["cupy"].free(batch)
+            simulated["torch"].allocate(4 << 30)
             guard.host.occupy(device, 4242, 86 << 30)  # type: ignore[attr-defined]
             with pytest.raises(FrameworkOutOfMemory) as caught:
-                simulated["cupy"].allocate(9 << 30)
+                simulated["torch"].allocate(9 << 30)
             report = seen(caught.value, show=False)
             assert report is not None and report.reason == "card" and report.holders[0].name == "process 4242"
             page = (Path(__file__).parents[2] / "docs" / "oom.md").read_text(encoding="utf-8")
             assert f"```\n{report}\n```" in page
             first = report.remedies[0]
-            assert first.text.startswith("torch holds 8.00 GiB reclaimable: memguard.trim('torch')")
-            assert memguard.trim("torch") == first.bytes
-            simulated["cupy"].allocate(9 << 30)
+            assert first.text.startswith("cupy holds 8.00 GiB reclaimable: memguard.trim('cupy')")
+            assert memguard.trim("cupy") == first.bytes
+            simulated["torch"].allocate(9 << 30)
         finally:
             undo()

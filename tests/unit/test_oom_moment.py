@@ -873,7 +873,7 @@ def test_an_error_without_notes_has_one_report_too(
     def refuse(*_: object) -> None:
         raise AttributeError("add_note")
 
-    monkeypatch.setattr(hooks, "_add_note", refuse)
+    monkeypatch.setattr(hooks, "add_note", refuse)
     try:
         raise _Oom("CUDA out of memory. Tried to allocate 2.00 GiB")
     except _Oom as caught:

@@ -631,8 +631,8 @@ def test_the_timeline_has_it(tmp_path: Any, nothing_stays: None) -> None:
 
 
 def test_the_example_runs_without_a_gpu() -> None:
-    path = Path(memguard.__file__).parents[1] / "examples" / "retry.py"
-    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(path.parents[1])}
+    path = Path(__file__).parents[2] / "examples" / "retry.py"
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(memguard.__file__).parents[1])}
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environ, check=True, timeout=60)
     said = [line.strip() for line in done.stdout.splitlines()]
     assert said[1] == "SimulatedTorchOutOfMemory" and said[3] == said[5] == "PyTorch held 66 GiB"

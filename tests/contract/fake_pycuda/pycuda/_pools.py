@@ -51,7 +51,7 @@ class _Blocks:
 
     @property
     def held_blocks(self):
-        return sum(len(addresses) for addresses in self.free.values())
+        return sum(map(len, list(self.free.values())))  # at once, as PyCUDA's own: it has the GIL
 
     def release(self, number, size, address):
         if not self.held_blocks and driver._current() is None:
