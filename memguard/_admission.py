@@ -114,15 +114,17 @@ class Admission:
                 raise refusals.refused(framework, needed, look, room, time.monotonic())
             before = look.book, look.in_use  # others may just be allocating: it is refused if it stays so
 
-    def _make_room(self, framework: str, needed: int, look: Look, again: Callable[[], Look]) -> Room:
+    def _make_room(self, framework: str, needed: int, look: Look, again: Callable[..., Look]) -> Room:
         """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
         guard, device = self._guard, look.part.device
         if guard._capturing():
             _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
             return Room({}, None, 0, {})
-        if framework in look.part.joined:  # siblings cache nothing of their own
-            return Room({}, None, 0, {})
         footprint = guard._framework(framework).footprint(needed)
+        if framework in look.part.joined:  # the cap is that of the pool; who is not in it may have a cache of its own
+            return guard._reclaimer.make_room(device, framework, footprint, capped=False)
+        if again(cap=refusals.most(look.part, framework)).verdict.refusal is not None:
+            return Room({}, None, 0, {})  # it would not suffice, beside what others have reserved
         room = guard._reclaimer.make_room(device, framework, footprint + look.verdict.beside)
         if look.book is not EMPTY and (still := again().verdict.trim):  # what others reserved has to be free too
             guard._trim(still, device)
@@ -237,8 +239,8 @@ class Admission:
                 return self._refused(work, short, rooms[uuid])
             before = short.book, short.in_use  # others may just be allocating: it is refused if it stays so
 
-    def _look_for(self, work: _Work, device: Device, book: Book | None = None) -> Look:
-        return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book)
+    def _look_for(self, work: _Work, device: Device, book: Book | None = None, cap: int | None = None) -> Look:
+        return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book, cap=cap)
 
     def _room_for(self, work: _Work, look: Look) -> Room:
         if (none := refusals.no_room(work.framework, look)) is not None:
@@ -343,14 +345,18 @@ class Admission:
         number: int | None = None,
         book: Book | None = None,
         everyone: bool = False,
+        cap: int | None = None,
     ) -> Look:
         """One reading and what it means. `number`: of the ticket that is to reserve it; None: nothing is reserved.
+        `cap`: as if that were its cap.
 
         First those are asked who matter in any case, unless `everyone` is; the others if it does not fit.
         """
         book = self.turns.settled() if book is None else book
         part = self._guard.part(device.uuid)
         asked = self._question(framework, needed, part, mine)
+        if cap is not None:
+            asked = asked._replace(cap=cap)
         if number is not None:
             asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
         frameworks = self._guard._frameworks

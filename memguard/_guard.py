@@ -206,6 +206,7 @@ class Guard:
             if self._on_stop is not None:
                 self._on_stop.run()  # without the lock, for which the monitor's thread may be waiting
         finally:
+            not_for_ever(self._lock)
             with self._lock:
                 try:
                     self._undo.run()
@@ -520,12 +521,14 @@ class Guard:
 
     def settle(self) -> None:
         """At a tick of the monitor: elastic caps get headroom. Does nothing while another thread is within a call."""
-        if self._elastic and not self._over:
-            self._turn.take(self._settle, 0)
+        for part in self.plan.devices if self._elastic and self.active else ():
+            before, caps = self._reclaimer.headroom(part.device)
+            if caps:
+                self._turn.take(self._settle, 0, before, caps)
 
-    def _settle(self) -> None:
-        for part in self.plan.devices if self.active else ():
-            self._reclaimer.settle(part.device)
+    def _settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
+        if self.active:
+            self._reclaimer.settle(before, caps)
 
     def moved(self) -> list[Event]:
         """What was given back and lent since the last call."""
@@ -682,10 +685,19 @@ class Guard:
 
     def _absent(self, name: str, entry: _Entry) -> None:
         entry.enforcement = Enforcement.ABSENT
+        self._lend_nothing_to(name)
         self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
+
+    def _lend_nothing_to(self, name: str) -> None:
+        """An elastic framework whose cap will not move has its min only: what it began with can be lent to others."""
+        for part in self.plan.devices:
+            if name in part.elastic:
+                self.plan = _policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
 
     def _apply(self, name: str, entry: _Entry) -> None:
         framework = entry.framework
+        if framework.fixed():
+            self._lend_nothing_to(name)
         self._undo.add(name, lambda: self._take_back(name, framework.changes.run))  # if it is interrupted in the middle
         applied = framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
         if applied.undo is not None:
@@ -696,6 +708,8 @@ class Guard:
             self._undo.run()
             return
         entry.enforcement = applied.enforcement
+        if applied.enforcement is not Enforcement.ENFORCED:
+            self._lend_nothing_to(name)
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
         for note in applied.notes:

@@ -140,6 +140,10 @@ class Framework(ABC):
             "change the budget file and restart the process",
         )
 
+    def fixed(self) -> bool:
+        """Whether its cap cannot move once it is applied, as this process is set up."""
+        return not self.resizable
+
     def footprint(self, size: int) -> int:
         """The most that one more allocation of `size` bytes would make the framework take from the driver, in bytes."""
         return size

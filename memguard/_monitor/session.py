@@ -244,7 +244,10 @@ class Session:
         self._here.monitor, _thread.session = True, self
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = contexts.relax()
-        self.guard.settle()
+        try:
+            self.guard.settle()
+        except Exception as error:  # a sample is taken all the same
+            _log.debug("no headroom was given: %s", text_of(error))
         return self.guard.sample()
 
     def _act(self, action: pressure.Action) -> None:

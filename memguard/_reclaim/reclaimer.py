@@ -16,6 +16,7 @@ from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._logs import log as _log
+from memguard._logs import words_of
 from memguard._reclaim import lending, order
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Device, DevicePlan, Event, Room, Usage
@@ -56,16 +57,25 @@ class Reclaimer:
         self.events: deque[Event] = deque(maxlen=_KEPT)
         """What was moved and given back. It is noted within allocations, where nobody may be called."""
 
-    def make_room(self, device: Device, who: str, needed: int, *, full: bool = False, asked: bool = False) -> Room:
+    def make_room(
+        self,
+        device: Device,
+        who: str,
+        needed: int,
+        *,
+        full: bool = False,
+        asked: bool = False,
+        capped: bool = True,
+    ) -> Room:
         """Room for `who` to take `needed` bytes more from the driver.
 
         `asked`: its allocator could not serve a request, so it has given back its own cache. `full`: because the driver
-        refused, and not its cap.
+        refused, and not its cap. Not `capped`: its cap is no matter, as it shares it with others.
         """
         uuid = device.uuid
         returned: dict[str, int] = {}
         before = self._guard.part(uuid).caps.get(who)
-        missing, live = (0, {}) if full else self._raise_cap(device, who, needed, asked, returned)
+        missing, live = (0, {}) if full or not capped else self._raise_cap(device, who, needed, asked, returned)
         if not missing:
             missing = self._empty(device, who, needed, full, asked, returned)
         after = self._guard.part(uuid).caps.get(who)
@@ -73,12 +83,19 @@ class Reclaimer:
         self._note(who, uuid, returned, moved)
         return Room(returned, moved, max(missing, 0), live)
 
-    def settle(self, device: Device) -> None:
-        """At a tick: headroom for elastic frameworks that cannot ask within a request."""
+    def headroom(self, device: Device) -> tuple[DevicePlan, dict[str, int]]:
+        """At a tick: the caps that should move so that elastic frameworks which cannot ask have headroom, and the plan
+        by which they should. It needs no lock: an adapter may hang in the driver."""
         part = self._guard.part(device.uuid)
-        caps = lending.settle(self._parts(device, self._usages(device)), part.limit - part.reserve)
-        if caps:
-            self._set(device, caps)
+        return part, lending.settle(self._parts(device, self._usages(device)), part.limit - part.reserve)
+
+    def settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
+        """Move these caps, unless others have moved since."""
+        device = before.device
+        if self._guard.part(device.uuid) is before and self._set(device, caps):
+            for name, cap in caps.items():
+                if cap > before.caps[name]:
+                    self._note(name, device.uuid, {}, (before.caps[name], cap))
 
     def _raise_cap(
         self, device: Device, who: str, needed: int, asked: bool, returned: dict[str, int]
@@ -171,7 +188,7 @@ class Reclaimer:
         for name, cap in plan.caps.items():
             framework, usage = self._guard.frameworks[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
-            if name in self._fixed or not framework.resizable or not self._guard.movable(name):
+            if name in self._fixed or framework.fixed() or not self._guard.movable(name):
                 least = most = cap
             held = usage.held if usage is not None else 0
             held = cap if held is None else held + self._guard.promised(name, device.uuid)
@@ -188,14 +205,16 @@ class Reclaimer:
                 return False
             try:
                 self._guard.set_cap(name, uuid, cap)
-            except CapNotApplied as error:
-                _log.warning("%s: its cap stays at %s: %s", name, format_size(now), error.reason)
+            except Exception as error:  # of the framework too: a cap that does not move must not fail a request
+                why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
+                _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)
                 done = False
                 continue
             usage = self._guard.frameworks[name].usage(device) if cap < now else None
-            if usage is not None and usage.held is not None and usage.held > cap:
-                self._guard.set_cap(name, uuid, now)  # it has allocated meanwhile
+            held = (usage.held or 0) if usage is not None else 0
+            if cap < now and held + self._guard.promised(name, uuid) > cap:
+                self._guard.set_cap(name, uuid, now)  # it has allocated meanwhile, or has it reserved
                 done = False
         return done
 

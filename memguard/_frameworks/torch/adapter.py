@@ -228,6 +228,11 @@ class Torch(Framework):
             raise
         return None
 
+    def fixed(self) -> bool:
+        """The caps of its native allocator move; the pool under the async backend and RMM's limit do not."""
+        backend = getattr(getattr(sys.modules.get("torch"), "cuda", None), "get_allocator_backend", None)
+        return backend is not None and backend() != "native"
+
     def footprint(self, size: int) -> int:
         """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
         if self._pools:
