@@ -365,7 +365,7 @@ POOL_PEAKS = (
     "pool: the values of every array are right",
 )
 POOLED = ("torch", "cupy", "pycuda", "numba")
-"""Those that draw from the shared pool: docs/pool.md. JAX's memory lies beside it."""
+"""Those that draw from the shared pool: docs/pool.md. JAX draws from the default pool."""
 POOL_APART = "pool, control: with caches apart they take about 40 GiB"
 ELASTIC_SEEDS = tuple(range(1, 21))
 """The schedules that are played on a GPU."""

@@ -1,6 +1,7 @@
 """Judges a schedule after it was played: whether each refusal was needed, from what was live and nothing else.
 
-It knows the terms and the log, and takes no figure from memguard. Sizes are bytes.
+It knows the terms and the log. Only what is held after a trim is said by the adapters, where no other can say it on a
+real GPU. Sizes are bytes.
 
 A request is *infeasible* if the live arrays leave no room for it. The least that live arrays take is what their
 allocators cannot do without: pages of 2 MiB for each array above 1 MiB and for smaller ones together (CuPy, PyCUDA

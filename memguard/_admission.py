@@ -111,7 +111,7 @@ class Admission:
             elif look.verdict.refusal is None:
                 raise refusals.stuck(framework, needed, look)
             elif not look.verdict.reserved or before == (look.book, look.in_use) or number == _LOOKS:
-                raise refusals.refused(framework, needed, look, room, time.monotonic())
+                raise refusals.refused(framework, needed, _at_most(framework, look, again), room, time.monotonic())
             before = look.book, look.in_use  # others may just be allocating: it is refused if it stays so
 
     def _make_room(self, framework: str, needed: int, look: Look, again: Callable[..., Look]) -> Room:
@@ -273,7 +273,8 @@ class Admission:
     def _refused(self, work: _Work, look: Look, room: Room) -> tuple[BudgetExceeded, bool]:
         part, most = look.part, refusals.most(look.part, work.framework)
         waiting = Waiting(work.ticket.number, work.began, work.deadline)
-        error = refusals.refused(work.framework, work.needed, look, room, time.monotonic(), waiting)
+        shown = _at_most(work.framework, look, functools.partial(self._look_for, work, part.device))
+        error = refusals.refused(work.framework, work.needed, shown, room, time.monotonic(), waiting)
         asked = self._question(work.framework, work.needed, part, self.turns.here(work.mine))
         rest = part.limit - part.reserve
         why = None if look.verdict.covered else reservations.never(look.book, asked, rest, most)
@@ -381,6 +382,8 @@ class Admission:
         """The verdict. One that draws from the shared pool is looked at as if it were alone there, beside what the
         others have reserved."""
         name = asked.framework
+        if asked.before and self._within_min(asked, part, usages.get(name)):
+            asked = asked._replace(before=tuple(one for one in asked.before if one.framework == name))
         if name not in part.joined:
             return reservations.admit(book, asked, usages, memory)
         usages = {**usages, name: usages.get(name)}
@@ -390,6 +393,12 @@ class Admission:
         if verdict.refusal is None:
             return verdict
         return verdict._replace(refusal=_joint.explained(verdict.refusal, name, part, left))
+
+    def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
+        """Whether it asks for no more than is its own for good, whatever other frameworks hold or wait for."""
+        least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
+        taken = reservations.usage_in_use(own) or 0
+        return taken + self.open_bytes(asked.framework, asked.uuid) + asked.footprint <= least
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
         footprint = self._guard._framework(framework).footprint(needed)
@@ -410,3 +419,11 @@ class Admission:
             except Exception as error:
                 _log.debug("%s: what it has in use cannot be read: %s", framework, str(error))
         return found
+
+
+def _at_most(framework: str, look: Look, again: Callable[..., Look]) -> Look:
+    """What to say of an elastic framework: why not even the most that its cap may be would do, if that is so."""
+    if framework not in look.part.elastic:
+        return look
+    most = again(cap=refusals.most(look.part, framework))
+    return look if most.verdict.refusal is None else most

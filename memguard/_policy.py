@@ -348,6 +348,12 @@ def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
     return replace(current, devices=tuple(devices))
 
 
+def beside_minima(part: DevicePlan, framework: str) -> int:
+    """What the minima of elastic frameworks and the caps of the others leave of the room, in bytes."""
+    others = (part.elastic.get(name, (cap, cap))[0] for name, cap in part.caps.items() if name != framework)
+    return part.limit - part.reserve - sum(others)
+
+
 def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) -> str:
     """The refusal; of an elastic framework also who holds in live arrays what it might borrow."""
     if framework not in part.elastic:
@@ -360,7 +366,8 @@ def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) 
         )
         first += f"; lent to others, in live arrays: {holders}"
     # Within its max only a higher min is sure to be had: others use what is spare.
-    key, bound = f"raise frameworks.{framework}", "min" if room.live else "max"
+    within = room.live or beside_minima(part, framework) < most
+    key, bound = f"raise frameworks.{framework}", "min" if within else "max"
     return "\n".join([lines[0], f"    {first}", *lines[1:]]).replace(f"{key} in", f"{key}.{bound} in")
 
 

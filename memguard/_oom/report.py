@@ -349,8 +349,8 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     shared = "" if case.beside is None else f" of the shared pool, in which others {have} {format_size(case.beside)}"
     cap = f"its cap of {format_size(row.cap)}{now} {is_} reached: it {held}{used}{shared}"
     asked = case.verdict.requested
-    if asked is not None and asked > row.cap and case.over_cap:
-        whole = f"{format_size(asked)} is more than its whole cap of {format_size(row.cap)}"
+    if asked is not None and asked > most and case.over_cap:
+        whole = f"{format_size(asked)} is more than its whole cap of {format_size(most)}"
         return "cap", f"{whole}; {place} {has} {card}{end}"
     if case.shut_out:
         what = "a request of unknown size" if asked is None else f"a request for {format_size(asked)}"

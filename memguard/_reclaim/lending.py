@@ -5,7 +5,7 @@ On each GPU the room is limit − reserve. What is above the sum of the minima i
 - The caps never add up to more than the room, and no cap is below its min. So whatever others hold, a framework has its
   min at once: it asks nobody for it.
 - A cap is lowered only to what its framework holds (or has promised to a block of work). So what is live is never
-  taken, and what is lent comes back as it becomes idle.
+  taken, and what is lent and idles comes back to whoever asks for it.
 - Who needs more gets, in this order: what is lent to nobody; what is lent and not used; what is lent and only cached,
   most first, after it was given back to the driver. No cache goes that is not needed, and none if it would not suffice.
 - First come, first served. Those whose allocators cannot ask within a request (torch) keep some headroom: at a tick the
@@ -35,7 +35,8 @@ class Part(NamedTuple):
 
     `least` and `most` bound its cap; both are the cap if it cannot move. `held` is what it has of the driver, and what
     was promised to a block of work beyond that. `idle` is the part of `held` that it could give back, at most. `asks`:
-    its allocator asks within a request that it cannot serve, so it needs no headroom.
+    its allocator asks within a request that it cannot serve, so it needs no headroom. `promised` is the part of `held`
+    that it has not taken yet.
     """
 
     least: int
@@ -44,6 +45,7 @@ class Part(NamedTuple):
     held: int = 0
     idle: int = 0
     asks: bool = True
+    promised: int = 0
 
     @property
     def unused(self) -> int:
@@ -149,7 +151,7 @@ def settle(parts: Mapping[str, Part], room: int) -> dict[str, int]:
 
 def _live(part: Part) -> int:
     """What it holds above its min that is no cache."""
-    return max(min(part.held, part.cap) - part.least - part.idle, 0)
+    return max(min(part.held - part.promised, part.cap) - part.least - part.idle, 0)
 
 
 def _low(part: Part) -> int:

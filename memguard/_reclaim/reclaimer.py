@@ -191,9 +191,10 @@ class Reclaimer:
             if name in self._fixed or framework.fixed() or not self._guard.movable(name):
                 least = most = cap
             held = usage.held if usage is not None else 0
-            held = cap if held is None else held + self._guard.promised(name, device.uuid)
+            promised = 0 if held is None else self._guard.promised(name, device.uuid)
+            held = cap if held is None else held + promised
             idle = 0 if name in spent else offers.get(name, 0)
-            parts[name] = lending.Part(least, most, cap, held, idle, framework.asks)
+            parts[name] = lending.Part(least, most, cap, held, idle, framework.asks, promised)
         return parts
 
     def _set(self, device: Device, caps: Mapping[str, int]) -> bool:

@@ -72,8 +72,10 @@ def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
 
 
 def most(part: DevicePlan, framework: str) -> int:
-    """The most that its cap there may ever be, in bytes."""
-    return part.elastic.get(framework, (0, part.caps[framework]))[1]
+    """The most that its cap there may ever be, in bytes: its max, or what the others' minima leave."""
+    if framework not in part.elastic:
+        return part.caps[framework]
+    return min(part.elastic[framework][1], _policy.beside_minima(part, framework))
 
 
 def no_room(framework: str, look: Look) -> Room | None:

@@ -134,6 +134,43 @@ def test_a_request_that_must_wait_costs_nobody_a_cache_and_moves_no_cap() -> Non
         assert (caps(guard), cupy.stats(gpu).held) == (before, held)
 
 
+def test_a_min_is_there_for_a_workload_though_others_wait_for_more() -> None:
+    guard = imported(start(elastic("torch", "cupy", "numba")))
+    part = guard.plan.devices[0]
+    least, room = part.elastic["numba"][0], part.limit - part.reserve
+    live = simulated(guard, "cupy").allocate(room * 6 // 10)
+    waiting = threading.Thread(
+        target=lambda: memguard.workload("big", framework="torch", needs=room * 6 // 10, wait=2).__enter__()
+    )
+    waiting.start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    with memguard.workload("small", framework="numba", needs=least - 4 * GIB):
+        simulated(guard, "numba").allocate(least - 4 * GIB)
+    assert time.monotonic() - begun < 1 and waiting.is_alive()
+    simulated(guard, "cupy").free(live)
+    waiting.join(10)
+
+
+def test_nobody_waits_for_what_the_minima_of_others_never_leave() -> None:
+    budget = {
+        "version": 1,
+        "frameworks": {"torch": {"min": "10%", "max": "100%"}, "cupy": {"min": "50%", "max": "60%"}},
+    }
+    guard = imported(start(budget))
+    part = guard.plan.devices[0]
+    begun = time.monotonic()
+    with pytest.raises(BudgetExceeded, match=r"raise frameworks\.torch\.min|never") as caught:
+        memguard.workload("w", framework="torch", needs=(part.limit - part.reserve) * 8 // 10, wait=5).__enter__()
+    assert time.monotonic() - begun < 2, caught.value
+
+
+def test_what_is_reserved_is_not_said_to_be_live() -> None:
+    guard = imported(start(elastic("torch", "cupy")))
+    with memguard.workload("w", framework="cupy", needs="80GiB"):
+        assert guard.make_room("torch", 100 * GIB).live == {}
+
+
 @pytest.fixture
 def hangs() -> Iterator[threading.Event]:
     event = threading.Event()
