@@ -230,8 +230,10 @@ class Torch(Framework):
 
     def fixed(self) -> bool:
         """The caps of its native allocator move; the pool under the async backend and RMM's limit do not."""
-        backend = getattr(getattr(sys.modules.get("torch"), "cuda", None), "get_allocator_backend", None)
-        return backend is not None and backend() != "native"
+        torch: Any = sys.modules.get("torch")
+        if not hasattr(getattr(torch, "_C", None), "_cuda_getAllocatorBackend"):  # `apply` refuses such a build
+            return False
+        return bool(torch.cuda.get_allocator_backend() != "native")
 
     def footprint(self, size: int) -> int:
         """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
