@@ -97,7 +97,7 @@ def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
             calls.append((name, min(part.cached, need)))
             need -= part.cached
     if need > 0:  # it would not suffice
-        return Loan({}, missing=need, live=live)
+        return Loan({}, missing=round_up(need), live=live)  # whole pages, as caps are
     return Loan({}, tuple(calls), live=live)
 
 

@@ -278,6 +278,33 @@ result["drift"] = framework.drift()
     assert found["held"] == 82, "each small piece takes a page of this driver"
 
 
+def test_its_own_cache_goes_before_others_are_asked(live: Run) -> None:
+    """Above its limit CuPy gives its idle blocks back only after it has collected garbage, and that is when we ask."""
+    found = live(
+        """
+limit(64)
+alloc(64 * MIB)
+held = []
+def answer(shortage):
+    held.append(framework.usage(gpu).held // MIB)
+    limit(192)
+    return True
+short(answer)
+array = alloc(192 * MIB)
+result.update(held=held, asked=asked, taken=taken() // MIB, told=told)
+del array
+framework.trim(gpu)
+limit(64)
+idle = alloc(48 * MIB)
+del idle
+array = alloc(60 * MIB)
+result.update(again=len(asked), after=taken() // MIB)
+"""
+    )
+    assert found["held"] == [0] and len(found["asked"]) == 1 and found["taken"] == 192 and found["told"] == []
+    assert (found["again"], found["after"]) == (1, 60), "with what idles given back nobody has to be asked"
+
+
 def test_short_of_its_cap_and_then_of_the_gpu(live: Run) -> None:
     found = live(
         """

@@ -132,6 +132,15 @@ def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
     assert (live.missing, live.live) == (GIB, {"torch": 3 * GIB})
 
 
+def test_what_is_missing_is_in_whole_pages_so_that_asking_for_so_much_less_serves() -> None:
+    """A room is no whole number of pages, and caps are."""
+    room = 16 * GIB - 5 * MIB // 2
+    parts = {"torch": Part(GIB, 15 * GIB, GIB, asks=False), "cupy": Part(GIB, 15 * GIB, 15 * GIB - 4 * MIB)}
+    most = ask(parts, room, "torch", 15 * GIB)
+    assert most.missing % GRANULE == 0 and most.missing > 0
+    assert ask(parts, room, "torch", 15 * GIB - most.missing).caps["torch"] >= 15 * GIB - most.missing
+
+
 def test_a_cap_rises_further_than_it_must_by_what_nobody_uses() -> None:
     """So that it is not asked for at each request. Whoever can ask keeps half of it, torch its headroom."""
     parts = {

@@ -433,11 +433,21 @@ class CuPy(Framework):
             memory.gc = self._collector
 
     def _ask(self, size: int, rounded: int, full: bool) -> bool:
-        """Whether others make room before CuPy collects garbage for a request. `full`: the driver refused."""
-        if self.on_shortage is None:
+        """Whether others make room before CuPy collects garbage for a request. `full`: the driver refused.
+
+        What idles in its own pool goes first: above its limit CuPy gives that back only after it has collected.
+        """
+        if self.on_shortage is None or self.capturing():
             return False
-        shortage = self._shortage(_device_here(), self._pool, size, rounded, full)
-        return shortage is not None and not self.capturing() and self._short(shortage)
+        self._pool.free_all_blocks()
+        ordinal = _device_here()
+        if (
+            not full
+            and int(self._pool.total_bytes()) + round_up(rounded, UNIT) <= self._limited.get(ordinal, (0, 0))[1]
+        ):
+            return True
+        shortage = self._shortage(ordinal, self._pool, size, rounded, full)
+        return shortage is not None and self._short(shortage)
 
     def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
         """Why the pool refuses; None where nobody can help: no cap is set here, the user's own limit is stricter, or
