@@ -414,9 +414,15 @@ class CuPy(Framework):
 
     def _with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
         """The memory of a request that the pool refused, if others make room for it or its cap rises. None if not."""
+        if self.capturing():
+            return None
+        if pool.free_bytes():  # a request above its whole limit CuPy refuses at once, with all that idles in it
+            pool.free_all_blocks()
+            with contextlib.suppress(refusal):
+                return pool.malloc(rounded)
         for _ in range(_TRIES):
             shortage = self._shortage(ordinal, pool, size, rounded)
-            if shortage is None or self.capturing() or not self._short(shortage):
+            if shortage is None or not self._short(shortage):
                 return None
             with contextlib.suppress(refusal):
                 return pool.malloc(rounded)
