@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from memguard._types import WorkloadReport as WorkloadReport
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
+    from memguard.errors import CannotResume as CannotResume
     from memguard.errors import CannotShare as CannotShare
+    from memguard.errors import CannotSuspend as CannotSuspend
     from memguard.errors import CapNotApplied as CapNotApplied
     from memguard.errors import ConfigError as ConfigError
     from memguard.errors import ConflictingSetting as ConflictingSetting
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from memguard.errors import MemguardError as MemguardError
     from memguard.errors import NotActive as NotActive
     from memguard.errors import PlanError as PlanError
+    from memguard.errors import Suspended as Suspended
     from memguard.errors import TimelineError as TimelineError
     from memguard.errors import TraceError as TraceError
     from memguard.errors import UnderPressure as UnderPressure
@@ -59,9 +62,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "AlreadyActive", "BudgetExceeded", "CannotShare", "CapNotApplied", "ConfigError", "ConflictingSetting",
-    "DeviceError", "FactsError", "MemguardError", "NotActive", "PlanError", "TimelineError", "TraceError",
-    "UnderPressure",
+    "AlreadyActive", "BudgetExceeded", "CannotResume", "CannotShare", "CannotSuspend", "CapNotApplied", "ConfigError",
+    "ConflictingSetting", "DeviceError", "FactsError", "MemguardError", "NotActive", "PlanError", "Suspended",
+    "TimelineError", "TraceError", "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
     "checkpoint", "guard", "init", "ledger", "on_pressure", "reclaimable", "require", "resize", "shutdown", "trim",
@@ -87,7 +90,9 @@ __all__ = [
     "AlreadyActive",
     "Budget",
     "BudgetExceeded",
+    "CannotResume",
     "CannotShare",
+    "CannotSuspend",
     "CapNotApplied",
     "ConfigError",
     "ConflictingSetting",
@@ -100,6 +105,7 @@ __all__ = [
     "NotActive",
     "PlanError",
     "Reclaimable",
+    "Suspended",
     "TimelineError",
     "TraceError",
     "UnderPressure",

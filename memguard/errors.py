@@ -12,6 +12,9 @@
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
     ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
     ├── CannotShare          `exchange`: an array cannot be handed over as asked for: reason and remedy
+    ├── CannotSuspend        this process cannot leave its GPUs now: `reasons`; nothing was changed
+    ├── CannotResume         it stays suspended and whole: there is no room, or the driver does not answer
+    ├── Suspended            a call that needs the GPU, in a process that is off it
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
     ├── FactsError           facts for `doctor` that cannot be read (exit code 2)
@@ -173,6 +176,32 @@ class CannotShare(MemguardError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.producer, self.consumer, self.reason, self.remedy, self.copied)
+
+
+class CannotSuspend(MemguardError):
+    """This process cannot leave its GPUs now. Nothing was changed.
+
+    `reasons` holds (code, reason, remedy) of each reason found.
+    """
+
+    def __init__(self, reasons: Sequence[tuple[str, str, str]]) -> None:
+        self.reasons = tuple(tuple(r) for r in reasons)
+        super().__init__("\n".join(f"cannot suspend: {reason}\n    fix: {remedy}" for _, reason, remedy in reasons))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reasons,)
+
+
+class CannotResume(MemguardError):
+    """The process stays suspended and whole; the text says why, and what to do. `lost`: the driver destroyed it."""
+
+    def __init__(self, message: str = "", *, lost: bool = False) -> None:
+        self.lost = lost
+        super().__init__(message)
+
+
+class Suspended(MemguardError):
+    """The call needs a GPU, and this process is off its GPUs."""
 
 
 class NotActive(MemguardError):
