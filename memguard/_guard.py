@@ -169,7 +169,7 @@ class Guard:
             entries = {name: _Entry(self._create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
-                entry.framework.on_change = self._find_drift
+                entry.framework.on_change = self._changed
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
                 entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage
@@ -375,6 +375,10 @@ class Guard:
         for event in events:
             if self._on_event is not None:
                 self._on_event(event)
+
+    def _changed(self) -> None:
+        """What adapters call when a setting was changed that a cap depends on."""
+        self._find_drift()
 
     def _drift_of(self, name: str, entry: _Entry) -> tuple[str, ...]:
         """What was changed since the cap was set; what is known already if that cannot be checked."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from memguard._devices import shared_memory, streams
+from memguard._devices import shared_memory, streams, suspension
 from memguard._devices.shared_memory import Allocation, Mapping
 from memguard._units import MIB, format_size
 from memguard.errors import CannotShare
@@ -115,6 +115,7 @@ def export(x: Any, *, copy: bool = True) -> Handle:
     copy=False shares its own memory, which is possible only if nothing else lies in the driver's block. The host waits
     for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
+    suspension.check("memguard.exchange.export")
     producer = registry.of(x)
     offer = producer.offer(x)
     if offer.view.device is None:
@@ -152,6 +153,7 @@ def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, st
     CUDA if nothing has. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
     """
     arguments.check(copy, None, registry.by_name(framework))
+    suspension.check("memguard.exchange.attach")
     handle = handle if isinstance(handle, Handle) else Handle.parse(handle)
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
