@@ -113,7 +113,7 @@ class DeviceLedger:
     ) -> DeviceLedger:
         """One whose rows are made when somebody looks at them, by a call that always gives the same ones."""
         found = cls.__new__(cls)
-        vars(found).update(device=device, process=process, limit=limit, moved=moved, _rows=rows)
+        vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
 
     def __getattr__(self, name: str) -> Any:

@@ -151,7 +151,8 @@ def _device(part: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLe
         rows.append(Row("free", "free", None))
     else:
         rows.append(Row("other processes", "other processes", memory.used))
-        rows.append(Row("driver reserve", "driver reserve", memory.reserved))
+        # Counted under other processes on drivers that do not tell (NVML v1).
+        rows.append(Row("driver reserve", "driver reserve", part.device.total - memory.used - memory.free or None))
         rows.append(Row("free", "free", memory.free))
     return DeviceLedger(part.device, tuple(rows), 0, part.limit, False, size)
 

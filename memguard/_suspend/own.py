@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import threading
 import time
@@ -92,9 +93,7 @@ _now: _Own | None = None
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
-    from memguard._suspend.gate import close
-
-    made: Gate = close(owner, undo)
+    made: Gate = importlib.import_module("memguard._suspend.gate").close(owner, undo)
     return made
 
 

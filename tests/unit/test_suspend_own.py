@@ -17,6 +17,7 @@ from suspending import FakeWay, way_of
 import memguard
 from memguard import _api
 from memguard._devices import suspension
+from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard import Guard
 from memguard._suspend import leaving, own
 from memguard._suspend.types import Wait
@@ -43,8 +44,10 @@ def budget(way: FakeWay) -> Iterator[Guard]:
     memguard.shutdown()
 
 
-def fill(guard: Guard, size: int) -> Any:
-    return guard.frameworks["torch"].alloc(size)  # type: ignore[attr-defined]
+def fill(guard: Guard, size: int) -> int:
+    torch = guard.frameworks["torch"]
+    assert isinstance(torch, SimulatedFramework)
+    return torch.allocate(size)
 
 
 def test_it_leaves_and_comes_back_without_a_budget(way: FakeWay) -> None:
@@ -248,7 +251,7 @@ def test_a_flow_that_nobody_understands_keeps_the_gates_closed(way: FakeWay) -> 
 
 
 def test_the_ledger_says_what_lies_in_host_memory(way: FakeWay, budget: Guard) -> None:
-    kept = fill(budget, 2 * GIB)
+    fill(budget, 2 * GIB)
     before = memguard.ledger().devices[0]
     with memguard.suspended():
         ledger = memguard.ledger()
@@ -264,7 +267,6 @@ def test_the_ledger_says_what_lies_in_host_memory(way: FakeWay, budget: Guard) -
     after = memguard.ledger().devices[0]
     assert after.suspended is None and after.row("torch").enforcement == before.row("torch").enforcement
     assert after.sum == after.device.total
-    del kept
 
 
 def test_with_figures_of_another_process_the_ledger_adds_up(way: FakeWay, budget: Guard) -> None:
@@ -276,10 +278,11 @@ def test_with_figures_of_another_process_the_ledger_adds_up(way: FakeWay, budget
 
 
 def test_the_timeline_keeps_it_and_no_sample_comes_meanwhile(way: FakeWay, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
     events: list[Event] = []
     forget = memguard.on_pressure(events.append)
-    memguard.init({**BUDGET, "monitor": {"interval": "50ms", "timeline": str(path)}}, simulate="h200")
+    memguard.init(
+        {**BUDGET, "monitor": {"interval": "50ms", "timeline": str(tmp_path / "run-{pid}.jsonl")}}, simulate="h200"
+    )
     try:
         monitor = _api.current_session().monitor
         assert monitor is not None
@@ -294,10 +297,11 @@ def test_the_timeline_keeps_it_and_no_sample_comes_meanwhile(way: FakeWay, tmp_p
     finally:
         memguard.shutdown()
         forget()
+    (path,) = tmp_path.iterdir()
     kinds = [line["event"]["kind"] for line in map(json.loads, path.read_text().splitlines()) if "event" in line]
     assert [kind for kind in kinds if kind in ("suspended", "resumed")] == ["suspended", "resumed"]
     assert [event.kind for event in events if event.kind in ("suspended", "resumed")] == ["suspended", "resumed"]
-    found = [event for event in memguard.load_timeline(path).events if event.kind == "suspended"]
+    found = [event for event in memguard.load_timeline(path).events() if event.kind == "suspended"]
     assert found[0].bytes == 3 * GIB and found[0].seconds == 0.1
 
 
