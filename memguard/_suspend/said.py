@@ -32,7 +32,9 @@ def text(
         return f"process {pid}: {reason}; it was unlocked again and runs on\n    fix: {remedy}"
     if end is End.SUSPENDED:
         return f"process {pid}: {reason}; it stays suspended and whole\n    fix: `memguard resume {pid}` brings it back"
-    return f"process {pid}: {reason}; {_STATES[state]}\n    fix: {remedy}; then `memguard resume {pid}`"
+    resume = f"`memguard resume {pid}`"
+    fix = remedy.replace("try again", resume) if "try again" in remedy else f"{remedy}, then {resume}"
+    return f"process {pid}: {reason}; {_STATES[state]}\n    fix: {fix}"
 
 
 def _reason(why: Why | None, pid: int, stopped: bool) -> tuple[str, str]:
@@ -88,6 +90,6 @@ _KNOWN: dict[tuple[Do, int | None], tuple[str, str]] = {
     (Do.RESTORE, driver.INVALID_VALUE): ("it had opened another process's CUDA IPC memory, which no restore does", ""),
     (Do.RESTORE, driver.OPERATING_SYSTEM): (
         "the driver does not restore it (error 304), as after an earlier restore that failed",
-        "if this happens again, end the process and start it anew",
+        "try again; if the error stays, end the process and start it anew",
     ),
 }
