@@ -10,6 +10,7 @@ this process.
 from __future__ import annotations
 
 import threading
+from typing import Literal, get_args
 
 from memguard._blocks import Block, End
 from memguard._logs import log as _log
@@ -18,23 +19,25 @@ from memguard._units import parse_duration
 from memguard.errors import MemguardError
 
 __all__ = ["Suspension", "resume", "suspend", "suspended"]
+HostMemory = Literal["check", "ignore"]
 TIMEOUT = 60.0
 """Seconds that the GPUs' work may take to end before the process leaves them."""
 
 
-def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked") -> Suspension:
+def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: HostMemory = "check") -> Suspension:
     """Take this process off its GPUs: every byte and its contexts, of whatever framework, into its host memory.
 
     `resume` brings it back to the same addresses. Until then the frameworks' functions that need a GPU wait, on every
     thread, and memguard's raise Suspended; `ledger()` says what lies in host memory. `timeout` (seconds, or `"30s"`) is
-    for the work that the GPUs have under way. No budget is needed.
+    for the work that the GPUs have under way. `host_memory="ignore"` is for a machine that gets more memory when it is
+    needed: where it does not, the process is killed. No budget is needed.
 
     Raises CannotSuspend with each reason why it is not possible now, and then nothing was changed; Suspended if it is
     suspended already. A Ctrl-C takes back what was done.
     """
     from memguard._suspend import own  # here: the helper process imports this package, and needs no guard
 
-    return own.suspend(_seconds(timeout), why)
+    return own.suspend(_seconds(timeout), why, ignore_host_memory=_ignored(host_memory))
 
 
 def resume(*, timeout: float | str | None = None, progress: Progress | None = None) -> None:
@@ -49,7 +52,7 @@ def resume(*, timeout: float | str | None = None, progress: Progress | None = No
     own.resume(None if timeout is None else _seconds(timeout), progress)
 
 
-def suspended(*, timeout: float | str = TIMEOUT) -> Block[Suspension]:
+def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory = "check") -> Block[Suspension]:
     """A block of work that needs no GPU: the process is off its GPUs within it, and back after it.
 
     On this thread a framework's function that needs a GPU raises Suspended in the block, as nobody could end its wait;
@@ -57,10 +60,10 @@ def suspended(*, timeout: float | str = TIMEOUT) -> Block[Suspension]:
     """
     from memguard._suspend import own
 
-    seconds = _seconds(timeout)
+    seconds, ignored = _seconds(timeout), _ignored(host_memory)
 
     def begin() -> tuple[Suspension, End]:
-        found = own.suspend(seconds, "asked", owner=threading.get_ident())
+        found = own.suspend(seconds, "asked", threading.get_ident(), ignored)
 
         def end(error: BaseException | None) -> None:
             if own.current() is not found:  # somebody has brought it back already
@@ -82,3 +85,9 @@ def _seconds(given: float | str) -> float:
         return parse_duration(given)
     except ValueError as error:
         raise MemguardError(str(error)) from None
+
+
+def _ignored(host_memory: HostMemory) -> bool:
+    if host_memory not in get_args(HostMemory):
+        raise ValueError(f"host_memory is 'check' or 'ignore', found {host_memory!r}")
+    return host_memory == "ignore"

@@ -37,6 +37,9 @@ class Gate(Protocol):
 class Way(Protocol):
     """Off the GPUs and back: `route.Real`, `route.Simulated`, or a test's."""
 
+    def check(self, ignore_host_memory: bool) -> None:
+        """Raise CannotSuspend with each reason why not. On the caller's thread: its captures count."""
+
     def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
         """Take it off. `close` is called before anything is touched, once nothing speaks against it.
 
@@ -104,7 +107,7 @@ def chosen_way() -> Way:
     return route.of_this_process()
 
 
-def suspend(timeout: float, why: Why, owner: int | None = None) -> Suspension:
+def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memory: bool = False) -> Suspension:
     """Take this process off its GPUs. As `memguard.suspend`; `owner` as for `Gate`."""
     global _now
     _refuse_twice()
@@ -115,6 +118,11 @@ def suspend(timeout: float, why: Why, owner: int | None = None) -> Suspension:
         _refuse_twice()
         _watch_forks()
         own = _now = _Own(chosen_way(), owner)
+        try:
+            own.way.check(ignore_host_memory)
+        except BaseException:
+            own.way.close()
+            raise
         work = Work(functools.partial(_leave, own, timeout, why))
         try:
             found = work.wait()

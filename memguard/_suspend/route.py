@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memguard import _api
 from memguard._devices.checkpoint import State
-from memguard._suspend import flow
+from memguard._suspend import facts, flow, refusals
 from memguard._suspend.client import Client
 from memguard._suspend.door import Card, Door
 from memguard._suspend.identity import this_process
 from memguard._suspend.steps import End
-from memguard._suspend.types import Process, Reason, Suspension, Wait, Why
+from memguard._suspend.types import Process, Suspension, Wait, Why
 from memguard._suspend.waiting import Calls
 from memguard._types import MemoryInfo
 from memguard._units import format_size
@@ -37,12 +37,10 @@ class Route:
     def __init__(self, door: Door) -> None:
         self.door, self.process = door, this_process()
 
-    def reasons(self) -> tuple[Reason, ...]:
-        return ()
+    def check(self, ignore_host_memory: bool) -> None:
+        """Nothing speaks against it."""
 
     def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
-        if reasons := self.reasons():
-            raise CannotSuspend([(one.code, one.reason, one.remedy) for one in reasons])
         self.door.state(self.process)  # the helper's start, before anything waits for it
         if calls.stop.is_set():
             raise _refused(("interrupted", "this was interrupted", "try again"))
@@ -90,6 +88,28 @@ class Real(Route):
     def __init__(self) -> None:
         super().__init__(Client())
         self._watched = False
+
+    def check(self, ignore_host_memory: bool) -> None:
+        held = self._held()
+        found = facts.collect(
+            self.process, inside=True, bytes=held, together=() if not self.door.pid else (self.door.pid,)
+        )
+        reasons = refusals.reasons(found, needs_host=refusals.host_needed(held), override_memory=ignore_host_memory)
+        if reasons:
+            raise CannotSuspend([(one.code, one.reason, one.remedy) for one in reasons])
+
+    def _held(self) -> dict[str, int]:
+        """What this process has on each GPU, in bytes; at most, where NVML does not name it."""
+        cards = self.door.usage() or {}
+        pid = self.process.pid
+        if any(pid in card.processes for card in cards.values()):
+            return {uuid: size for uuid, card in cards.items() if (size := card.processes.get(pid))}
+        session = _api._active
+        if session is not None and session.guard.active:
+            parts = session.guard.ledger().devices
+            if all(part.process is not None for part in parts):
+                return {part.device.uuid: part.process for part in parts if part.process}
+        return {uuid: card.used for uuid, card in cards.items() if card.used}
 
     def returned(self, seconds: float) -> bool:
         if not self._watched:

@@ -58,8 +58,10 @@ class FakeWay:
         self.steps.append(name)
         self.at(name)
 
-    def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
+    def check(self, ignore_host_memory: bool) -> None:
         self._step("checks")
+
+    def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
         close()
         self._step("lock")
         if calls.stop.is_set():
