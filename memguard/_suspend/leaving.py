@@ -23,17 +23,37 @@ PATIENCE = 60.0
 _wanted = False
 
 
+_asked: list[object] = []
+"""What `sys.exit` was called with last: Python does not tell its exit functions. Of `raise SystemExit` nobody knows."""
+
+
+class _Exit:
+    """In the place of `sys.exit` while the process is suspended."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, status: object = None, /) -> Any:
+        _asked[:] = [status]
+        return self.original(status)
+
+
 def arrange() -> None:
     """From now on an exit brings the process back first."""
     global _wanted
     _wanted = True
     _register(os.getpid())
+    _asked.clear()
+    if not isinstance(sys.exit, _Exit):
+        sys.exit = _Exit(sys.exit)
 
 
 def dismiss() -> None:
     """It is back: an exit is an exit."""
     global _wanted
     _wanted = False
+    if isinstance(sys.exit, _Exit):
+        sys.exit = sys.exit.original
 
 
 @functools.cache
@@ -60,8 +80,15 @@ def _at_exit() -> None:
         why = text_of(error)
     _log.warning("the program ends suspended: %s", why)
     say = f"memguard: this process ends while it is off its GPUs, without its exit functions: {why}"
-    status = 1 if getattr(sys, "last_value", None) is not None else 0
-    _leave(say, status)
+    _leave(say, _status())
+
+
+def _status() -> int:
+    """The exit status, as far as anybody knows it: that of an uncaught error, or of `sys.exit`."""
+    if getattr(sys, "last_value", None) is not None:
+        return 1
+    asked = _asked[0] if _asked else None
+    return 0 if asked is None else asked & 0xFF if isinstance(asked, int) else 1
 
 
 def _leave(say: str, status: int) -> None:

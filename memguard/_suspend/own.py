@@ -287,6 +287,7 @@ def _forked() -> None:
     global _now, _lock
     own, _now, _lock = _now, None, threading.Lock()
     suspension.forked()
+    leaving.dismiss()
     if own is not None:
         own.over = True
         if own.gate is not None:
