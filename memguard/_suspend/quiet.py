@@ -53,9 +53,10 @@ def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> 
 
 
 def left(sizes: dict[str, int]) -> None:
-    """The process is off its GPUs, with so many bytes of each (UUID)."""
+    """The process is off its GPUs, with so many bytes of each (UUID); as the last reading says, if that is unknown."""
     before = suspension.now
-    suspension.now = Off(sizes, time.time() if before is None else before.since)
+    known = sizes or ({} if before is None else before.bytes)
+    suspension.now = Off(known, time.time() if before is None else before.since)
 
 
 def moves() -> None:

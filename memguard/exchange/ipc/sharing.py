@@ -152,8 +152,8 @@ def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, st
     The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises
     CUDA if nothing has. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
     """
-    arguments.check(copy, None, registry.by_name(framework))
     suspension.check("memguard.exchange.attach")
+    arguments.check(copy, None, registry.by_name(framework))
     handle = handle if isinstance(handle, Handle) else Handle.parse(handle)
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
