@@ -23,8 +23,6 @@ from memguard.errors import DeviceError
 T = TypeVar("T")
 Given = ParamSpec("Given")
 
-CALLS = tuple(f"cuCheckpointProcess{name}" for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"))
-"""What libcuda must have. Driver 570 brought them."""
 _INJECTED = f"a library that CUDA loads into the process ({proc.INJECTION})"
 
 
@@ -49,8 +47,8 @@ class Gpu(NamedTuple):
 class Facts:
     """What was found of one process; None where it is not known.
 
-    The machine. `machine` is `uname -m`; `driver` the kernel module's version; `calls` whether libcuda has `CALLS`;
-    `available` is MemAvailable in bytes.
+    The machine. `machine` is `uname -m`; `driver` the kernel module's version; `calls` whether libcuda has
+    `libcuda.CHECKPOINT`; `available` is MemAvailable in bytes.
 
     The process. `running`: it is there, and no other has its PID. `state`, `tracer`: as in `/proc/PID/stat` and
     `status`, `tracer` 0 for none. `user` is its effective user, `asker` ours; `capable`: we have CAP_SYS_PTRACE.
@@ -121,7 +119,7 @@ def collect(
         dict(bytes),
         machine=system.machine,
         driver=survey.module(root) or nvml.driver,
-        calls=libcuda.exports(*CALLS),
+        calls=libcuda.exports(*libcuda.CHECKPOINT),
         wsl=machine_memory.wsl(system.release, root),
         gpus=nvml.gpus,
         available=machine_memory.available(root),
