@@ -198,10 +198,14 @@ faults = st.one_of(
 )
 
 
+seldom = st.sampled_from((False,) * 5 + (True,))
+moments = st.sampled_from((None,) * 12 + tuple(range(8)))
+
+
 class Suspended(RuleBasedStateMachine):
     """Off and back, in any order, with calls that fail, hang or end the helper, and strangers on the card."""
 
-    @initialize(managed=st.booleans(), importer=st.sampled_from((False, False, False, True)))
+    @initialize(managed=seldom, importer=seldom)
     def begin(self, managed: bool, importer: bool) -> None:
         self.driver, _, self.target = simulated(managed=managed, importer=importer)
         self.client = Interruptible(self.driver)
@@ -225,7 +229,7 @@ class Suspended(RuleBasedStateMachine):
         """A Ctrl-C comes into the wait for the answer of one of the next calls, which is done all the same."""
         self.client.interrupt = number
 
-    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), twice=st.booleans())
+    @rule(at=moments, raises=st.booleans(), twice=st.booleans())
     def take_off(self, at: int | None, raises: bool, twice: bool) -> None:
         before, (cancel, on_step), give_up = self.target.state, self.cancelling(at, raises), threading.Event()
         if twice:
@@ -235,7 +239,7 @@ class Suspended(RuleBasedStateMachine):
             before,
         )
 
-    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
+    @rule(at=moments, raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
     def bring_back(self, at: int | None, raises: bool, room: flow.Room) -> None:
         before, (cancel, on_step) = self.target.state, self.cancelling(at, raises)
         back = flow.bring_back(ME, client=self.client, needs=self.needs, room=room, on_step=on_step, cancel=cancel)
