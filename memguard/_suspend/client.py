@@ -63,8 +63,8 @@ class _Connection:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.dead = False
-        self.operations = 0
-        """How many are under way: it is not killed for another request's sake then."""
+        self.operations: set[object] = set()
+        """Those under way: it is not killed for another request's sake then."""
         self._writing, self._reading = threading.RLock(), threading.Lock()
         self._data = b""
         self._answers: dict[int, dict[str, Any] | None] = {}
@@ -216,13 +216,14 @@ class Client:
         return self._ask(connection, op, limit, fields)
 
     def _ask(self, connection: _Connection, op: str, limit: float, fields: dict[str, Any]) -> dict[str, Any]:
-        operation = op in _OPERATIONS
-        connection.operations += operation
+        operation, mark = op in _OPERATIONS, object()
+        if operation:
+            connection.operations.add(mark)
         try:
             number = connection.send({"op": op, "limit": limit, **fields})
             answer = connection.wait(number, time.monotonic() + limit + _GRACE)
         finally:
-            connection.operations -= operation
+            connection.operations.discard(mark)
         if answer is None:
             died = connection.dead
             text = connection.last_words() if died else ""
