@@ -13,7 +13,6 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -34,7 +33,7 @@ _TURN = 0.2
 """Seconds after which who waits for an answer looks whether another thread still reads for it."""
 _SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES")
 """Of the environment: a budget is not for the helper, and it must see every GPU."""
-_CODE = "from memguard._suspend import helper; helper.main()"
+_CODE = "import sys; sys.path[:] = {path!r}\nfrom memguard._suspend import helper; helper.main({parent})"
 
 
 class _Connection:
@@ -45,11 +44,12 @@ class _Connection:
 
         path = [os.path.abspath(entry) for entry in importable()]
         given = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in `close`
+        # In memory: a full disk must not keep a process from coming back.
+        self.said = os.fdopen(os.memfd_create("memguard-helper"), "w+b")
         try:
             self.process = subprocess.Popen(
                 # -I -S: nothing of the environment's is imported, and MEMGUARD_CONFIG's file is not read
-                [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{_CODE}"],
+                [sys.executable or "python3", "-I", "-S", "-c", _CODE.format(path=path, parent=os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.said,
@@ -63,6 +63,8 @@ class _Connection:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.dead = False
+        self.operations: set[object] = set()
+        """Those under way: it is not killed for another request's sake then."""
         self._writing, self._reading = threading.RLock(), threading.Lock()
         self._data = b""
         self._answers: dict[int, dict[str, Any] | None] = {}
@@ -214,14 +216,23 @@ class Client:
         return self._ask(connection, op, limit, fields)
 
     def _ask(self, connection: _Connection, op: str, limit: float, fields: dict[str, Any]) -> dict[str, Any]:
-        number = connection.send({"op": op, "limit": limit, **fields})
-        answer = connection.wait(number, time.monotonic() + limit + _GRACE)
-        if answer is None or answer.get("timeout"):
-            died = answer is None and connection.dead
+        operation, mark = op in _OPERATIONS, object()
+        if operation:
+            connection.operations.add(mark)
+        try:
+            number = connection.send({"op": op, "limit": limit, **fields})
+            answer = connection.wait(number, time.monotonic() + limit + _GRACE)
+        finally:
+            connection.operations.discard(mark)
+        if answer is None:
+            died = connection.dead
             text = connection.last_words() if died else ""
-            # One that says that a call hangs is sound, and ends by itself. Any other is killed.
-            self._drop(connection, kill=answer is None or op not in _OPERATIONS)
+            self._drop(connection, kill=True)
             return {"trouble": "died" if died else "timeout", "text": text}
+        if answer.get("timeout"):  # it is sound, and a call hangs
+            if not connection.operations:
+                self._drop(connection, kill=not operation)
+            return {"trouble": "timeout"}
         if answer.get("ended"):
             return {"trouble": "ended"}
         if "error" in answer:
