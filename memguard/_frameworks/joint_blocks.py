@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from memguard._devices import contexts
 from memguard._devices.pool_blocks import Held, PoolBlocks
 from memguard._frameworks.base import Framework, with_size
-from memguard._frameworks.joint_pool import PIECE, JointPool
+from memguard._frameworks.driver_pools import PIECE
+from memguard._frameworks.joint_pool import JointPool
 from memguard._types import Device, Moment, Shortage, Usage
 from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied

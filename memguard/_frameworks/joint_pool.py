@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from memguard import _joint
 from memguard._devices import contexts
+from memguard._frameworks.driver_pools import returned_by_trim
 from memguard._logs import log as _log
 from memguard._types import Device, Usage
 from memguard._units import format_size
@@ -24,9 +25,6 @@ from memguard.errors import CapNotApplied, DeviceError
 if TYPE_CHECKING:
     from memguard._devices.pool_blocks import PoolBlocks
     from memguard._devices.pools import CappedPool, DefaultPool
-
-PIECE = 32 << 20
-"""The driver's pools grow in such steps (measured), in bytes."""
 
 
 class JointPool:
@@ -152,10 +150,7 @@ class JointPool:
         self._keep(device)
         reserved, used = found
         unseen = 0 if remainder else max(used - counted, 0)
-        idle = reserved - used
-        # Whole pieces come back, those with a live block stay, and the driver tells nobody which pieces those are.
-        returned = idle if used == 0 else 0 if idle < PIECE else None
-        return Usage(max(reserved - counted, 0), unseen, returned)
+        return Usage(max(reserved - counted, 0), unseen, returned_by_trim(reserved, used))
 
     def trim(self, uuid: str) -> None:
         """Give what nobody uses back to the driver."""

@@ -45,9 +45,9 @@ SIMULATED = {
 CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "pieces")}
 ADAPTERS = {
     "tensorflow": {"_frameworks.tensorflow"},
-    "torch": {"_frameworks.torch", "_frameworks.torch.adapter", "_frameworks.torch.settings", "_frameworks.rmm"},
+    "torch": {f"_frameworks.{name}" for name in ("torch", "torch.adapter", "torch.settings", "driver_pools", "rmm")},
     "jax": {"_frameworks.jax"},
-    "cupy": {"_frameworks.cupy", "_frameworks.rmm", *CUPY},
+    "cupy": {"_frameworks.cupy", "_frameworks.driver_pools", "_frameworks.rmm", *CUPY},
     "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "aside", "pitched", "pool", "streams")}
     | {"_frameworks.least", "_frameworks.shortages"},
     "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"}

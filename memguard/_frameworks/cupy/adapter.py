@@ -38,6 +38,7 @@ from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.collector import Collector
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
+from memguard._frameworks.driver_pools import returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
@@ -173,7 +174,7 @@ class CuPy(Framework):
         with contexts.pushed(ordinal) as there:
             for pool in (self._asked(sys.modules["cupy"]), *(former for former, _ in self._former)) if there else ():
                 if isinstance(pool, sys.modules["cupy"].cuda.MemoryAsyncPool):
-                    part = blocks.returned_by_driver(int(pool.total_bytes()), int(pool.used_bytes()))
+                    part = returned_by_trim(int(pool.total_bytes()), int(pool.used_bytes()))
                 else:
                     part = self._blocks.reclaimable(pool, ordinal, known)
                 if part is None:

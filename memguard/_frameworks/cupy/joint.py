@@ -21,7 +21,8 @@ from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.base import with_size
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
-from memguard._frameworks.joint_pool import PIECE, JointPool
+from memguard._frameworks.driver_pools import PIECE
+from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.replacements import Replacements
 from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage
 from memguard._units import format_size, round_up
