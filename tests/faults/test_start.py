@@ -21,7 +21,8 @@ import memguard
 
 SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
-    "", "_api", "_blocks", "_guard", "_locks", "_logs", "_policy", "_specs", "_text", "_types", "_undo", "_units",
+    "", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text", "_types",
+    "_undo", "_units",
     "_workers", "errors", "_findings", "_joint",
     "_config", "_config.budget", "_config.checks", "_config.document", "_config.origin", "_config.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda",
