@@ -43,7 +43,7 @@ SIMULATED = {
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
     "_frameworks.simulated.starts",
 }  # fmt: skip
-CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "pieces")}
+CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "limits", "pieces")}
 ADAPTERS = {
     "tensorflow": {"_frameworks.tensorflow"},
     "torch": {f"_frameworks.{name}" for name in ("torch", "torch.adapter", "torch.settings", "driver_pools", "rmm")},

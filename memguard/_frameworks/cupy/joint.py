@@ -19,6 +19,7 @@ from typing import Any
 from memguard._devices import contexts
 from memguard._frameworks import rmm
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
+from memguard._frameworks.cupy.limits import LIMIT
 from memguard._frameworks.joint_base import MOST_TIMES, UNIT, JointCapped
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.replacements import Replacements
@@ -26,7 +27,6 @@ from memguard._types import Applied, Device, Enforcement, Usage
 from memguard._units import format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
-_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
@@ -44,8 +44,8 @@ class JointCuPy(JointCapped, CuPy):
         cupy: Any = sys.modules["cupy"]
         before = cupy.cuda.get_allocator()
         pool = getattr(before, "__self__", None)
-        if os.environ.get(_LIMIT, "").strip():
-            raise self._refused_setting(_LIMIT, "is a limit of CuPy's own pool, and holds in no other", "unset it")
+        if os.environ.get(LIMIT, "").strip():
+            raise self._refused_setting(LIMIT, "is a limit of CuPy's own pool, and holds in no other", "unset it")
         if rmm.is_cupys(before) or not isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool)):
             setting = f"cupy.cuda.set_allocator({_named(before)})"
             raise self._refused_setting(setting, "allocates past the shared pool", "remove that call")
