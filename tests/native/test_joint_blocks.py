@@ -7,15 +7,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import stub_driver
 from served import environment, serve
 
-HERE = Path(__file__).parent
-FAULTS = HERE.parent / "faults"
 Run = Callable[..., dict[str, Any]]
 
 COMMON = """
@@ -86,11 +83,7 @@ def pycuda(stubbed: dict[str, str]) -> Run:
 
 @pytest.fixture(scope="module")
 def numba(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("cuda")
-    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", HERE / "numba_driver.c"]
-    library = str(folder / "libcuda.so.1")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, *map(str, sources), "-ldl"], check=True)
-    yield from serve("numba.cuda", {"LD_LIBRARY_PATH": str(folder)})
+    yield from serve("numba.cuda", stub_driver.build_numbas(tmp_path_factory.mktemp("cuda")))
 
 
 def test_pycudas_arrays_are_blocks_of_the_pool_and_undone_they_are_its_own(pycuda: Run) -> None:
