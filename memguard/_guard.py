@@ -137,6 +137,10 @@ class Guard:
         self._reader = LedgerReader(host, unnamed, self._warn)
         self._admitting: Admission | None = None
         self._joint = self._joint_pool()
+        if self._joint is not None:
+            from memguard._frameworks.joint_cache import SharedCache
+
+            self._reclaimer.shared = SharedCache(self._joint, lambda: self._frameworks)
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
         self._pid = os.getpid()
 
@@ -604,13 +608,15 @@ class Guard:
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()
-            if framework is not None:
+            shared = [] if self._reclaimer.shared is None else [_joint.POOL]
+            if framework is not None and framework not in shared:
                 self._entry(framework)
-            chosen = list(self._entries) if framework is None else [framework]
+            alone = [name for name, entry in self._entries.items() if not (shared and entry.framework.pooled)]
+            chosen = [*alone, *shared] if framework is None else [framework]
             before = [self._reclaimer.available(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
-                self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
+                self._trim([n for n in chosen if self._reclaimer.sibling(n).usage(part.device)], part.device)
             after = [self._reclaimer.available(part.device) for part in self.plan.devices]
             self._wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
@@ -753,7 +759,7 @@ class Guard:
             return
         with contexts.beside_captures():
             for name in names:
-                self._entry(name).framework.trim(device)
+                self._reclaimer.sibling(name).trim(device)
 
     def _capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""

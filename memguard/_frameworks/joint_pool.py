@@ -18,7 +18,7 @@ from memguard import _joint
 from memguard._devices import contexts
 from memguard._logs import log as _log
 from memguard._types import Device, Usage
-from memguard._units import format_size
+from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
@@ -166,6 +166,16 @@ class JointPool:
         pool = self._pools.get(uuid)
         if pool is not None:
             pool.trim()
+
+    def give_back(self, uuid: str, needed: int) -> int:
+        """Give whole pieces of what idles now to the driver, of so many bytes or somewhat more. The bytes by which the
+        pool has shrunk."""
+        pool = self._pools.get(uuid)
+        if pool is None:
+            return 0
+        before = pool.reserved()
+        pool.trim(max(before - round_up(needed, PIECE), 0))  # it keeps that much at least
+        return before - pool.reserved()
 
     def drift(self, framework: str) -> list[str]:
         """Why the joint cap does not hold any more for a framework that takes from the current pool; mostly nothing."""

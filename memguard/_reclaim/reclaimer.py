@@ -15,6 +15,7 @@ from typing import Protocol
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
+from memguard._joint import POOL
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._reclaim import lending, order
@@ -47,11 +48,21 @@ class Budgeted(Protocol):
         """Bytes that running blocks of work of this framework have reserved and not taken yet."""
 
 
+class Sibling(Protocol):
+    """Who can be asked for idle memory: a framework, or the pool that several share."""
+
+    def usage(self, device: Device) -> Usage | None: ...
+    def give_back(self, device: Device, needed: int) -> None: ...
+    def trim(self, device: Device) -> None: ...
+
+
 class Reclaimer:
     """The hands. Each call is made with the guard's lock held."""
 
     def __init__(self, guard: Budgeted) -> None:
         self._guard = guard
+        self.shared: Sibling | None = None
+        """The cache of the shared pool, under `strategy: pool`."""
         self._fixed: set[str] = set()
         """Elastic by the budget, but their caps turned out not to change."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
@@ -128,7 +139,7 @@ class Reclaimer:
         """What is missing on the GPU after siblings gave back what they could, as far as it was needed."""
         spent: set[str] = set()
         while True:
-            usages = self._usages(device)
+            usages = {**self._usages(device), **self.beside(device, who)}
             own = usages.get(who) or Usage(0, 0)
             free = self._guard.host.memory(device).free + (0 if asked else own.reclaimable or 0)
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
@@ -162,7 +173,7 @@ class Reclaimer:
         before = self.available(device)
         try:
             with contexts.beside_captures():
-                self._guard.frameworks[name].give_back(device, size)
+                self.sibling(name).give_back(device, size)
         except Exception as error:  # what others do wrong must not fail this request in another way
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)
@@ -175,6 +186,16 @@ class Reclaimer:
         host = self._guard.host
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
+
+    def sibling(self, name: str) -> Sibling:
+        """Who is called so in `_usages` and `beside`."""
+        return self.shared if name == POOL and self.shared is not None else self._guard.frameworks[name]
+
+    def beside(self, device: Device, who: str) -> dict[str, Usage | None]:
+        """What the shared pool caches, if `who` is not in it: else it is the cache of `who` itself."""
+        if self.shared is None or who in self._guard.part(device.uuid).joined:
+            return {}
+        return {POOL: self.shared.usage(device)}
 
     def _usages(self, device: Device) -> dict[str, Usage | None]:
         return {name: framework.usage(device) for name, framework in self._guard.frameworks.items()}

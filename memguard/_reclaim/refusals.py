@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memguard import _policy
+from memguard._joint import POOL
 from memguard._reclaim import reservations
 from memguard._reclaim.reservations import Book, Verdict
 from memguard._types import DevicePlan, MemoryInfo, Room
@@ -60,6 +61,7 @@ def refused(
 def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
     """The error where what was to be given back was not."""
     names, memory = " and ".join(look.verdict.trim), look.memory
+    who = " and ".join(name for name in look.verdict.trim if name != POOL) or " and ".join(look.part.joined)
     return BudgetExceeded(
         framework,
         needed,
@@ -67,7 +69,7 @@ def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
         f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
         f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
         f"or a CUDA graph is being captured)\n"
-        f"    fix: call memguard.trim() on the thread that runs {names}",
+        f"    fix: call memguard.trim() on the thread that runs {who}",
     )
 
 

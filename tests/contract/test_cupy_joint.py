@@ -47,8 +47,8 @@ class FakePool:
     def used(self) -> int:
         return int(self.gpu.pool_used)
 
-    def trim(self) -> None:
-        self.gpu.trim_pool()
+    def trim(self, keep: int = 0) -> None:
+        self.gpu.trim_pool(keep)
 
     def keep(self) -> int | None:
         found, self.gpu.threshold = self.gpu.threshold, 2**64 - 1
