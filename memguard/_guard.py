@@ -46,7 +46,7 @@ from memguard._types import (
     sample_of,
 )
 from memguard._undo import Undo
-from memguard._units import format_size, parse_size
+from memguard._units import format_size, parse_size, round_down
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 
 if TYPE_CHECKING:
@@ -585,7 +585,7 @@ class Guard:
             if any(framework in part.elastic for part in self.plan.devices):
                 reason = "its share is elastic: its cap moves between min and max by itself"
                 raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
-            plan = _policy.resized(self.plan, framework, self._size(size))
+            plan = self._resized_plan(framework, entry, self._size(size))
             if entry.enforcement is Enforcement.PENDING:
                 self.plan = plan  # applied with the new cap when it is imported
                 return
@@ -602,6 +602,24 @@ class Guard:
             self.plan = plan
             self._trim_above_cap(framework)
         self._wake()
+
+    def _resized_plan(self, framework: str, entry: _Entry, size: int) -> Plan:
+        """With another cap on every GPU, for which what was lent comes back. PlanError if that is not enough."""
+        pending = entry.enforcement is Enforcement.PENDING
+        sets = pending or (self.movable(framework) and not entry.framework.fixed())
+        short: dict[str, Room] = {}
+        wants = [
+            part
+            for part in self.plan.devices
+            if part.elastic and framework not in part.joined and sets and not entry.drift
+            if round_down(size) > part.caps[framework] + part.unallocated
+        ]
+        for act in (False, True):  # nothing goes on one GPU if it does not fit another
+            rooms = [(part, self._reclaimer.call_back(part.device, framework, round_down(size), act)) for part in wants]
+            short = {part.device.uuid: room for part, room in rooms if room.missing}
+            if short:
+                break
+        return _policy.resized(self.plan, framework, size, short)
 
     def trim(self, framework: str | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""

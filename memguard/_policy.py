@@ -299,35 +299,38 @@ def _matches(key: str, device: Device) -> bool:
     return fnmatchcase(device.name.lower(), key.lower())
 
 
-def resized(current: Plan, framework: str, size: int) -> Plan:
+def resized(current: Plan, framework: str, size: int, short: Mapping[str, Room] = {}) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    What elastic frameworks have beyond their min is not taken from them: they may be using it.
+    What elastic frameworks have beyond their min is called back before; `short` says by UUID where that is not enough.
     """
     if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
         message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
         raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
-    most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
-    lent = [name for part in current.devices for name, (least, _) in part.elastic.items() if part.caps[name] > least]
-    fix = "lower another framework's cap first"
-    if lent:
-        fix = f"lower the max of {' or '.join(dict.fromkeys(lent))} in the budget, which has what is left"
+    frees = {part.device.uuid: part.unallocated + part.caps.get(framework, 0) for part in current.devices}
+    frees.update({uuid: max(cap - room.missing, 0) for uuid, room in short.items()})
+    most = round_down(min(frees.values(), default=0))
+    live = dict.fromkeys(name for room in short.values() for name in room.live)
+    fix = f"free arrays of {' or '.join(live)}" if live else "lower another framework's cap first"
     fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
     fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
     problems = []
     devices = []
     for part in current.devices:
-        free = part.unallocated + part.caps.get(framework, 0)
+        free, room = frees[part.device.uuid], short.get(part.device.uuid)
         if cap > free or cap < GRANULE:
+            lent = _holders(room) if room is not None and room.live else ""
             problems.append(
                 Problem(
                     f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
-                    f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps",
+                    f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps"
+                    + (f"; lent to others, in live arrays: {lent}" if lent else ""),
                     fix,
                 )
             )
-        devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=free - cap))
+        own = part.caps.get(framework, 0)
+        devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=part.unallocated + own - cap))
     if problems:
         raise PlanError(problems, "resize")
     return replace(current, devices=tuple(devices))
@@ -361,14 +364,16 @@ def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) 
     least, most = part.elastic[framework]
     lines, first = refusal.split("\n"), f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
     if room.live:
-        holders = ", ".join(
-            f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1])
-        )
-        first += f"; lent to others, in live arrays: {holders}"
+        first += f"; lent to others, in live arrays: {_holders(room)}"
     # Within its max only a higher min is sure to be had: others use what is spare.
     within = room.live or beside_minima(part, framework) < most
     key, bound = f"raise frameworks.{framework}", "min" if within else "max"
     return "\n".join([lines[0], f"    {first}", *lines[1:]]).replace(f"{key} in", f"{key}.{bound} in")
+
+
+def _holders(room: Room) -> str:
+    """Who has what is lent, most first."""
+    return ", ".join(f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1]))
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:

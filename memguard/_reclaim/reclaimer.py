@@ -94,6 +94,28 @@ class Reclaimer:
         self._note(who, uuid, returned, moved)
         return Room(returned, moved, max(missing, 0), live)
 
+    def call_back(self, device: Device, who: str, cap: int, act: bool = True) -> Room:
+        """Lower what was lent, so that the fixed cap of `who` may rise to `cap` bytes: what is unused, and what is only
+        cached. Its own cap is left as it is. Not `act`: only say what would be missing."""
+        spent: set[str] = set()
+        returned: dict[str, int] = {}
+        missing, live = cap, dict[str, int]()
+        for _ in range(2 * len(self._guard.frameworks) + 2):
+            part = self._guard.part(device.uuid)
+            parts = self._parts(device, self._usages(device), spent)
+            parts[who] = parts[who]._replace(most=max(cap, parts[who].cap))
+            loan = lending.ask(parts, part.limit - part.reserve, who, cap)
+            missing, live = loan.missing, dict(loan.live)
+            if missing or not act:
+                break
+            if not loan.calls:
+                if self._set(device, {name: size for name, size in loan.caps.items() if name != who}):
+                    break
+            elif not self._give_back(loan.calls[0][0], device, loan.calls[0][1], returned):
+                spent.add(loan.calls[0][0])
+        self._note(who, device.uuid, returned, None)
+        return Room(returned, None, missing, live)
+
     def headroom(self, device: Device) -> tuple[DevicePlan, dict[str, int]]:
         """At a tick: the caps that should move so that elastic frameworks which cannot ask have headroom, and the plan
         by which they should. It needs no lock: an adapter may hang in the driver."""
