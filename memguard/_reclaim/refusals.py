@@ -50,11 +50,16 @@ def refused(
     said, _, fix = refusal.partition("\n    fix: ")
     patient = waiting is not None and waiting.deadline > waiting.began
     if waiting is not None and patient and now >= waiting.deadline:
-        said += f", after {now - waiting.began:.1f} s in which it waited its turn"
+        after = f"{now - waiting.began:.1f} s"
+        said += (
+            f", after {after} in which it waited its turn" if verdict.reserved else f"\n    it waited {after} for this"
+        )
     if verdict.reserved:
         longer = "let it wait longer" if patient else 'wait="60s" waits its turn'
         fix = f"{longer if waiting is not None else 'ask again once one of them has ended'}, or reserve less"
-    text = "\n      ".join([said + (":" if lines else ""), *lines])
+    if lines:
+        said += ":" if verdict.reserved else "\n    reserved or waited for on this GPU:"
+    text = "\n      ".join([said, *lines])
     return BudgetExceeded(framework, needed, verdict.available, f"{text}\n    fix: {fix}" if fix else text)
 
 
