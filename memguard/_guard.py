@@ -92,6 +92,10 @@ class Guard(Shares):
         self._samples = 0
         self._started = self._told = False
         self._joint = self._joint_pool()
+        if self._joint is not None:
+            from memguard._frameworks.joint_cache import SharedCache
+
+            self._reclaimer.shared = SharedCache(self._joint, lambda: self._frameworks)
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
 
     @property

@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard import _policy
-from memguard._caps import Caps
+from memguard import _joint, _policy
+from memguard._caps import Caps, Entry
 from memguard._devices import contexts
 from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._reclaim.reclaimer import Reclaimer
-from memguard._types import Device, DevicePlan, Enforcement, Event, Room, Shortage
-from memguard._units import format_size
+from memguard._types import Device, DevicePlan, Enforcement, Event, Plan, Room, Shortage
+from memguard._units import format_size, round_down
 from memguard.errors import CapNotApplied
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Shares(Caps):
             if any(framework in part.elastic for part in self.plan.devices):
                 reason = "its share is elastic: its cap moves between min and max by itself"
                 raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
-            plan = _policy.resized(self.plan, framework, self._size(size))
+            plan = self._resized_plan(framework, entry, self._size(size))
             if entry.enforcement is Enforcement.PENDING:
                 self.plan = plan  # applied with the new cap when it is imported
                 return
@@ -125,18 +125,38 @@ class Shares(Caps):
             self._trim_above_cap(framework)
         self._wake()
 
+    def _resized_plan(self, framework: str, entry: Entry, size: int) -> Plan:
+        """With another cap on every GPU, for which what was lent comes back. PlanError if that is not enough."""
+        pending = entry.enforcement is Enforcement.PENDING
+        sets = pending or (self.movable(framework) and not entry.framework.fixed())
+        short: dict[str, Room] = {}
+        wants = [
+            part
+            for part in self.plan.devices
+            if part.elastic and framework not in part.joined and sets and not entry.drift
+            if round_down(size) > part.caps[framework] + part.unallocated
+        ]
+        for act in (False, True):  # nothing goes on one GPU if it does not fit another
+            rooms = [(part, self._reclaimer.call_back(part.device, framework, round_down(size), act)) for part in wants]
+            short = {part.device.uuid: room for part, room in rooms if room.missing}
+            if short:
+                break
+        return _policy.resized(self.plan, framework, size, short)
+
     def trim(self, framework: str | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()
-            if framework is not None:
+            shared = [] if self._reclaimer.shared is None else [_joint.POOL]
+            if framework is not None and framework not in shared:
                 self._entry(framework)
-            chosen = list(self._entries) if framework is None else [framework]
+            alone = [name for name, entry in self._entries.items() if not (shared and entry.framework.pooled)]
+            chosen = [*alone, *shared] if framework is None else [framework]
             before = [self._reclaimer.available(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
-                self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
+                self._trim([n for n in chosen if self._reclaimer.sibling(n).usage(part.device)], part.device)
             after = [self._reclaimer.available(part.device) for part in self.plan.devices]
             self._wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
@@ -188,7 +208,7 @@ class Shares(Caps):
             return
         with contexts.beside_captures():
             for name in names:
-                self._entry(name).framework.trim(device)
+                self._reclaimer.sibling(name).trim(device)
 
     def _capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""

@@ -261,6 +261,43 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(pycuda: Run) -> N
     assert "may hold 64.0 MiB" in found["text"] and found["second"] and found["current"] == 0
 
 
+def test_two_threads_do_not_pass_that_cap_together(pycuda: Run) -> None:
+    """Both look at what is in use before either has allocated."""
+    found = pycuda(
+        """
+        joint = JointPool({uuid: 64 * MIB}, print, capped=False)
+        framework = JointPyCUDA(host, joint)
+        framework.apply({uuid: 64 * MIB}, {})
+        both, waits = threading.Barrier(2, timeout=10), []
+        from memguard._devices.pools import DefaultPool as kind
+        looked = kind.used
+        def used(pool):
+            found = looked(pool)
+            if waits:
+                waits.pop()
+                both.wait()
+            return found
+        kind.used = used
+        live, refused = [drv.mem_alloc(MIB)], []
+        waits += [1, 1]
+        def work():
+            context.push()
+            try:
+                live.append(drv.mem_alloc(40 * MIB))
+            except drv.MemoryError as error:
+                refused.append(str(error))
+            finally:
+                context.pop()
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join(30)
+        result["live"], result["refused"], result["used"] = len(live), len(refused), joint.figures(uuid)[1]
+        live.clear()
+        """
+    )
+    assert found == {"live": 2, "refused": 1, "used": 41 << 20}
+
+
 def test_numbas_arrays_are_blocks_of_the_pool_and_large_ones_go_back_at_once(numba: Run) -> None:
     found = numba(
         NUMBA

@@ -139,7 +139,8 @@ class JointCuPy(JointCapped, CuPy):
 
         def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
             """None if the pool has no room."""
-            if not capped and not self._joint.fits(self._uuid(ordinal), size):
+            claim, limit = None, None if capped else self._joint.limit(self._uuid(ordinal))
+            if limit is not None and (claim := limit.take(size)) is None:
                 return None
             try:
                 return pointer(Counted(size, stream_here(), live), 0)
@@ -147,6 +148,9 @@ class JointCuPy(JointCapped, CuPy):
                 if error.status != _OUT_OF_MEMORY:
                     raise
                 return None
+            finally:
+                if claim is not None:
+                    claim.end()
 
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget with `strategy: pool`."""
