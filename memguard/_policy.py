@@ -454,6 +454,8 @@ def admit(
         taken = own.held - idle
         stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
     room = max(cap - taken, 0)
+    if (footprint > room or needed <= stuck) and framework in SPECS and SPECS[framework].pads:
+        stuck = 0  # it is what blocks were rounded up by: no other request is served from it
     if footprint > room and needed > stuck:
         return Admission(max(room, stuck), refusal=_over_cap(framework, needed, footprint, max(room, stuck), cap, own))
     short = 0 if needed <= stuck else footprint - idle - memory.free

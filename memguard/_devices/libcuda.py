@@ -57,6 +57,32 @@ class CUmemPoolProps(Structure):
     )
 
 
+# The arguments of a checkpoint: 64 bytes each. What is reserved must be 0.
+class CUcheckpointLockArgs(Structure):
+    """`timeoutMs`: 0 waits without a limit."""
+
+    _fields_ = (("timeoutMs", c_uint), ("reserved0", c_uint), ("reserved1", c_uint64 * 7))
+
+
+class CUcheckpointCheckpointArgs(Structure):
+    _fields_ = (("reserved", c_uint64 * 8),)
+
+
+class CUcheckpointRestoreArgs(Structure):
+    """`gpuPairs`: to other GPUs than before. Always none here."""
+
+    _fields_ = (
+        ("gpuPairs", c_void_p),
+        ("gpuPairsCount", c_uint),
+        ("reserved", c_ubyte * (52 - ctypes.sizeof(c_void_p))),
+        ("reserved1", c_uint64),
+    )
+
+
+class CUcheckpointUnlockArgs(Structure):
+    _fields_ = (("reserved", c_uint64 * 8),)
+
+
 class _OutAny:
     """A `void *` to a ctypes object of any type."""
 
@@ -149,6 +175,12 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuMemPoolTrimTo": (_Pool, c_size_t),
     "cuMemAllocFromPoolAsync": (_Out64, c_size_t, _Pool, _Stream),
     "cuMemFreeAsync": (_Address, _Stream),
+    # a whole process (driver 570 and later)
+    "cuCheckpointProcessGetState": (_Int, _OutInt),
+    "cuCheckpointProcessLock": (_Int, POINTER(CUcheckpointLockArgs)),
+    "cuCheckpointProcessCheckpoint": (_Int, POINTER(CUcheckpointCheckpointArgs)),
+    "cuCheckpointProcessRestore": (_Int, POINTER(CUcheckpointRestoreArgs)),
+    "cuCheckpointProcessUnlock": (_Int, POINTER(CUcheckpointUnlockArgs)),
 }
 """The parameters of each function. All return a CUresult."""
 

@@ -37,6 +37,14 @@ ROOM = ROOT / "_devices"
         ),
         (libcuda.CUmemAccessDesc, 12, {"location": 0, "flags": 8}),
         (libcuda.CUipcMemHandle, 64, {"reserved": 0}),
+        (libcuda.CUcheckpointLockArgs, 64, {"timeoutMs": 0, "reserved0": 4, "reserved1": 8}),
+        (libcuda.CUcheckpointCheckpointArgs, 64, {"reserved": 0}),
+        (
+            libcuda.CUcheckpointRestoreArgs,
+            64,
+            {"gpuPairs": 0, "gpuPairsCount": 8, "reserved": 12, "reserved1": 56},
+        ),
+        (libcuda.CUcheckpointUnlockArgs, 64, {"reserved": 0}),
     ],
 )  # fmt: skip
 def test_structures_are_laid_out_as_in_cuda_h(struct: Any, size: int, offsets: dict[str, int]) -> None:
@@ -81,7 +89,7 @@ def test_only_the_named_places_load_the_library_or_initialise_cuda() -> None:
                 found[node.attr].add(path.name)
             if isinstance(node, ast.ImportFrom) and node.module == "memguard._devices.libcuda":
                 assert "load" not in {alias.name for alias in node.names}
-    places = {"cuda_order.py", "survey.py", "shared_memory.py"}
+    places = {"checkpoint.py", "cuda_order.py", "survey.py", "shared_memory.py"}
     assert found == {"load": places, "cuInit": places}
 
 

@@ -1,0 +1,54 @@
+"""Whether a PID is still the same process: read from `/proc`."""
+
+from __future__ import annotations
+
+import os
+
+from memguard._suspend.types import Process
+
+
+def _fields(pid: int) -> list[str] | None:
+    """The fields of `/proc/PID/stat` behind the name, from the third on; None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:  # also if it ends meanwhile (ESRCH)
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields if len(fields) > 19 else None
+
+
+def start_of(pid: int) -> int | None:
+    """When it started, in clock ticks since the machine did; None if there is no such process, or it has ended."""
+    fields = _fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def process_of(pid: int) -> Process | None:
+    """The process that has this PID now; None if there is none."""
+    start = start_of(pid)
+    return None if start is None else Process(pid, start)
+
+
+def this_process() -> Process:
+    return process_of(os.getpid()) or Process(os.getpid(), 0)
+
+
+def lives(process: Process) -> bool:
+    return start_of(process.pid) == process.start
+
+
+def stopped(process: Process) -> bool:
+    """Whether somebody has stopped it (SIGSTOP, Ctrl-Z, a debugger): then the driver's calls wait for ever."""
+    fields = _fields(process.pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+def anonymous_bytes(process: Process) -> int | None:
+    """Its host memory that no file holds, swapped or not, in bytes; None if that cannot be read."""
+    try:
+        with open(f"/proc/{process.pid}/status", encoding="utf-8", errors="replace") as file:
+            lines = dict(line.split(":", 1) for line in file if ":" in line)
+        return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None

@@ -1,0 +1,287 @@
+"""A process goes off its GPUs and comes back, over the simulated driver: whatever fails, what is said of it is true."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from memguard._devices.checkpoint import State
+from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
+from memguard._suspend import flow, measure
+from memguard._suspend.door import Card, Door
+from memguard._suspend.flow import Outcome
+from memguard._suspend.identity import anonymous_bytes, lives, process_of, start_of, this_process
+from memguard._suspend.simulated import Direct
+from memguard._suspend.steps import End
+from memguard._suspend.types import Process
+from memguard._units import GIB, MIB
+
+A, B = "GPU-a", "GPU-b"
+ME = Process(7, 9)
+CALLS = ("state", "lock", "checkpoint", "restore", "unlock")
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end the test run if it came out."""
+
+
+def simulated(**changes: Any) -> tuple[SimulatedCheckpoint, Direct, Target]:
+    driver = SimulatedCheckpoint({A: 16 * GIB, B: 8 * GIB})
+    target = driver.targets[7] = Target({A: 4 * GIB, B: GIB}, **changes)
+    return driver, Direct(driver), target
+
+
+@contextmanager
+def held(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+    """Room that a placeholder keeps."""
+    answer = client.hold({uuid: size + MIB for uuid, size in (needs or {}).items()})
+    try:
+        yield answer.text if answer.code is None else ""
+    finally:
+        client.release()
+
+
+def test_off_and_back() -> None:
+    driver, client, target = simulated()
+    steps: list[str] = []
+    off = flow.take_off(ME, client=client, settle=0, on_step=steps.append)
+    assert (off.end, off.text, off.bytes) == (End.SUSPENDED, "", {A: 4 * GIB, B: GIB})
+    assert driver.used(A) == driver.used(B) == 0
+    assert steps == ["state", "lock", "settle", "checkpoint", "state"] and set(off.parts) == set(steps)
+    steps.clear()
+    back = flow.bring_back(ME, client=client, needs=off.bytes, room=held, on_step=steps.append)
+    assert (back.end, back.text) == (End.RUNNING, "")
+    assert steps == ["state", "room", "restore", "unlock", "state"] and set(back.parts) == set(steps)
+    assert driver.used(A) == 4 * GIB and target.state is State.RUNNING and driver.held[A] == 0
+
+
+def test_without_room_it_stays_suspended_and_is_not_restored() -> None:
+    driver, client, target = simulated()
+    off = flow.take_off(ME, client=client, settle=0)
+    driver.others[A] = 12 * GIB + 1
+    back = flow.bring_back(ME, client=client, needs=off.bytes)
+    assert back.end is End.SUSPENDED and "GPU-a has" in back.text and "stays suspended and whole" in back.text
+    assert "restore" not in target.calls and target.whole
+    driver.others[A] = 0
+    assert flow.finish(ME, client=client, needs=off.bytes).end is End.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("changes", "end", "says"),
+    [
+        ({"managed": True}, End.RUNNING, "managed memory"),
+        ({"cuda": False}, End.UNTOUCHED, "has not used CUDA"),
+        ({"state": State.CHECKPOINTED}, End.UNTOUCHED, "another program"),
+    ],
+)
+def test_what_cannot_go_is_left_as_it_was(changes: dict[str, Any], end: End, says: str) -> None:
+    _, client, target = simulated(**changes)
+    before = target.state
+    off = flow.take_off(ME, client=client, settle=0)
+    assert off.end is end and says in off.text and target.state is before and target.whole
+
+
+def test_one_that_has_ended_is_never_called() -> None:
+    driver, _, target = simulated()
+    client = Direct(driver, lives=lambda process: process != ME)
+    assert flow.take_off(ME, client=client).end is End.ENDED
+    assert flow.bring_back(ME, client=client).end is End.ENDED
+    assert target.calls == []
+
+
+@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("raises", [False, True])
+def test_cancelled_at_each_step_it_runs_on(step: int, raises: bool) -> None:
+    """And what `on_step` raises is given to the caller, when the process is safe."""
+    _, client, target = simulated()
+    cancel, count = threading.Event(), iter(range(100))
+
+    def on_step(name: str) -> None:
+        if next(count) == step:
+            if raises:
+                raise Interrupted
+            cancel.set()
+
+    off = flow.take_off(ME, client=client, settle=0, on_step=on_step, cancel=cancel, room=held)
+    assert target.state is State.RUNNING and off.end in (End.RUNNING, End.UNTOUCHED)
+    assert "interrupted" in off.text and isinstance(off.interruption, Interrupted) is raises
+    assert (off.end is End.UNTOUCHED) == (target.calls == [])
+
+
+def test_cancelled_twice_it_stays_suspended() -> None:
+    _, client, target = simulated()
+    cancel, give_up = threading.Event(), threading.Event()
+
+    @contextmanager
+    def waits(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+        assert cancel is give_up and needs == {A: 4 * GIB, B: GIB}
+        give_up.set()
+        yield "interrupted"
+
+    def on_step(name: str) -> None:
+        if name == "checkpoint":
+            cancel.set()
+
+    off = flow.take_off(ME, client=client, settle=0, on_step=on_step, cancel=cancel, room=waits, give_up=give_up)
+    assert off.end is End.SUSPENDED and "`memguard resume 7`" in off.text
+    assert target.state is State.CHECKPOINTED and off.bytes == {A: 4 * GIB, B: GIB}
+
+
+def test_a_restore_that_was_begun_is_ended() -> None:
+    _, client, target = simulated()
+    off = flow.take_off(ME, client=client, settle=0)
+    cancel = threading.Event()
+
+    def on_step(name: str) -> None:
+        if name == "restore":
+            cancel.set()
+
+    back = flow.bring_back(ME, client=client, needs=off.bytes, on_step=on_step, cancel=cancel)
+    assert back.end is End.RUNNING and target.state is State.RUNNING
+
+
+def test_a_placeholder_that_has_gone_with_its_helper_is_made_again() -> None:
+    driver, client, target = simulated()
+    off = flow.take_off(ME, client=client, settle=0)
+    rooms = []
+
+    @contextmanager
+    def lost(*given: Any) -> Iterator[str]:
+        with held(*given) as lacking:
+            rooms.append(lacking)
+            if len(rooms) == 1:
+                driver.held = dict.fromkeys(driver.cards, 0)  # the helper was killed here
+            yield lacking
+
+    assert flow.bring_back(ME, client=client, needs=off.bytes, room=lost).end is End.RUNNING
+    assert rooms == ["", ""] and target.calls.count("restore") == 1
+
+
+faults = st.one_of(
+    st.builds(Fault, st.just("code"), st.sampled_from((1, 2, 3, 46, 304, 401, 600, 801, 999))),
+    st.builds(Fault, st.sampled_from(("hang", "die")), st.just(0), st.booleans()),
+)
+
+
+class Suspended(RuleBasedStateMachine):
+    """Off and back, in any order, with calls that fail, hang or end the helper, and strangers on the card."""
+
+    @initialize(managed=st.booleans(), importer=st.sampled_from((False, False, False, True)))
+    def begin(self, managed: bool, importer: bool) -> None:
+        self.driver, self.client, self.target = simulated(managed=managed, importer=importer)
+        self.needs = dict(self.target.bytes)
+        self.breaks = importer
+        """Whether a restore may destroy the process for another reason than a lack of room."""
+
+    @rule(call=st.sampled_from(CALLS), fault=faults)
+    def goes_wrong(self, call: str, fault: Fault) -> None:
+        self.driver.fail(call, fault)
+        self.breaks = self.breaks or (call == "restore" and fault.code in (1, 2))
+
+    @rule(size=st.integers(0, 16 * GIB), uuid=st.sampled_from((A, B)))
+    def stranger(self, size: int, uuid: str) -> None:
+        self.driver.others[uuid] = 0
+        self.driver.others[uuid] = min(size, max(self.driver.free(uuid), 0))
+
+    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), twice=st.booleans())
+    def take_off(self, at: int | None, raises: bool, twice: bool) -> None:
+        before, (cancel, on_step), give_up = self.target.state, self.cancelling(at, raises), threading.Event()
+        if twice:
+            give_up.set()
+        self.judge(
+            flow.take_off(ME, client=self.client, settle=0, on_step=on_step, cancel=cancel, room=held, give_up=give_up),
+            before,
+        )
+
+    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
+    def bring_back(self, at: int | None, raises: bool, room: flow.Room) -> None:
+        before, (cancel, on_step) = self.target.state, self.cancelling(at, raises)
+        back = flow.bring_back(ME, client=self.client, needs=self.needs, room=room, on_step=on_step, cancel=cancel)
+        self.judge(back, before)
+
+    @rule()
+    def resumed(self) -> None:
+        """What `memguard resume PID` does once nothing fails and there is room: always back."""
+        self.driver.faults.clear()
+        others, self.driver.others = self.driver.others, dict.fromkeys(self.driver.cards, 0)
+        before, breaks = self.target.state, self.target.importer
+        back = flow.finish(ME, client=self.client, needs=self.needs, room=held)
+        assert back.end is End.RUNNING or (breaks and before is State.CHECKPOINTED and back.end is End.LOST)
+        self.driver.others = {uuid: min(size, self.driver.free(uuid)) for uuid, size in others.items()}
+        self.judge(back, before)
+
+    @staticmethod
+    def cancelling(at: int | None, raises: bool) -> tuple[threading.Event, flow.OnStep]:
+        event, count = threading.Event(), iter(range(1000))
+
+        def on_step(name: str) -> None:
+            if next(count) == at:
+                if raises:
+                    raise Interrupted
+                event.set()
+
+        return event, on_step
+
+    def judge(self, outcome: Outcome, before: State) -> None:
+        target, end = self.target, outcome.end
+        if end is End.SUSPENDED:
+            assert target.state is State.CHECKPOINTED and target.whole
+        elif end is End.RUNNING:
+            assert target.state is State.RUNNING and target.whole
+        elif end is End.UNTOUCHED:
+            assert target.state is before and target.whole
+        elif end is End.LOST:
+            assert not target.whole
+        else:
+            assert end is End.UNKNOWN
+        assert not any(self.driver.held.values()), "a placeholder is left"
+        assert target.whole or self.breaks, "a restore was begun without room"
+        if not target.whole:
+            self.begin(False, False)
+
+
+TestSuspended = Suspended.TestCase
+TestSuspended.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+# how many bytes left
+
+
+def card(used: int | None, **processes: int | None) -> Card:
+    return Card(16 * GIB, 0, used, {int(pid[1:]): size for pid, size in processes.items()})
+
+
+def test_bytes_are_what_used_fell_by() -> None:
+    """A process has a little more than NVML lists for it; what others gave back meanwhile is not its own."""
+    before = {A: card(5 * GIB, p7=4 * GIB, p8=GIB - MIB), B: card(GIB, p8=GIB)}
+    assert measure.left(7, before, {A: card(GIB - 2 * MIB, p8=GIB - MIB), B: card(GIB, p8=GIB)}) == {
+        A: 4 * GIB + 2 * MIB
+    }
+    assert measure.left(7, before, {A: card(MIB), B: card(0)}) == {A: 4 * GIB}
+    assert measure.left(7, before, {A: card(3 * GIB, p8=GIB - MIB), B: card(GIB)}) == {A: 4 * GIB}, "never less"
+    assert measure.left(7, before, None) == {A: 4 * GIB}
+    assert measure.left(7, None, before) is None
+
+
+def test_bytes_where_nvml_does_not_list_the_process() -> None:
+    before = {A: card(5 * GIB, p7=None), B: card(GIB)}
+    assert measure.left(7, before, {A: card(GIB), B: card(GIB)}) == {A: 4 * GIB}
+    assert measure.left(7, before, None) is None
+    unseen = {A: card(5 * GIB), B: card(GIB)}
+    assert measure.left(7, unseen, {A: card(GIB), B: card(GIB - MIB)}) == {A: 4 * GIB}
+
+
+# which process
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    me = this_process()
+    assert me == process_of(me.pid) and lives(me) and not lives(Process(me.pid, me.start + 1))
+    assert start_of(1 << 22) is None and (anonymous_bytes(me) or 0) > MIB
