@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from ctypes import c_int, c_size_t, c_uint64, c_void_p
+from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass, field
 
 from memguard._devices import libcuda

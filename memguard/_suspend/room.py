@@ -36,7 +36,7 @@ def short(needs: Mapping[str, int], cards: Mapping[str, Card]) -> dict[str, int]
 
 
 class Waiting:
-    """A `flow.Room`: waits for room, `timeout` seconds at most (None: without end), and tells `progress` how it stands."""
+    """A `flow.Room`. It waits `timeout` seconds at most (None: without end), and tells `progress` how it stands."""
 
     def __init__(
         self,

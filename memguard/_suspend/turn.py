@@ -24,8 +24,8 @@ _NEW = ".new"
 def folder() -> str:
     """The user's own folder for suspended processes; made if need be. MemguardError if it is another's.
 
-    `XDG_RUNTIME_DIR/memguard`, or `memguard-UID` in the folder for temporary files: processes that are to see each other
-    need the same one.
+    `XDG_RUNTIME_DIR/memguard`, or `memguard-UID` in the folder for temporary files. Processes that are to see each
+    other need the same one.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     user = os.geteuid()
