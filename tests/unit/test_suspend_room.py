@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard._devices import libcuda
+from memguard._devices.placeholder import MARGIN, Holder, pieces
 from memguard._suspend import room, who
 from memguard._suspend.door import Card
-from memguard._suspend.holder import MARGIN, Holder, pieces
 from memguard._suspend.identity import this_process
 from memguard._suspend.steps import Answer
 from memguard._suspend.turn import Turn, folder
