@@ -371,10 +371,13 @@ class Admission:
         frameworks = self._guard._frameworks
         first = frameworks if everyone else reservations.named(book, asked)
         usages = {name: frameworks[name].usage(device) for name in first if name in frameworks}
+        if everyone:
+            usages.update(self._guard._reclaimer.beside(device, framework))
         memory = self._guard.host.memory(device)  # after the usages: what is taken between them counts twice
         verdict = self._admit(book, asked, part, usages, memory)
-        if verdict.refusal is not None and len(usages) < len(frameworks):
+        if verdict.refusal is not None and not everyone:
             usages = {name: one.usage(device) for name, one in frameworks.items()}
+            usages.update(self._guard._reclaimer.beside(device, framework))
             memory = self._guard.host.memory(device)
             verdict = self._admit(book, asked, part, usages, memory)
         in_use = {name: reservations.usage_in_use(usage) for name, usage in usages.items()}

@@ -94,13 +94,20 @@ def init(
     budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
     and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
     """
-    global _applying
+    return _init(budget, replace, simulate, missing_gpu)[0]
+
+
+def _init(
+    budget: BudgetLike, replace: bool, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu
+) -> tuple[Guard, Session | None]:
+    """`init`, and the session if this call began one."""
+    global _applying, _unwanted
     if missing_gpu not in get_args(MissingGpu):
         raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
     if simulate is None and simulated_by_default is None and _workers.disabled(os.environ):
-        return _stay_idle(_DISABLED, budget)
+        return _stay_idle(_DISABLED, budget), None
     if not _workers.wanted(_workers.reimporting(sys.modules), os.environ):
-        return _stay_passive()
+        return _stay_passive(), None
     from memguard import _config
 
     loaded = _config.of(budget)
@@ -114,7 +121,8 @@ def init(
             finally:
                 _applying = False
         if _starting is not None and _same(_starting.guard, loaded, simulate):
-            return _starting.guard
+            _unwanted = False  # wanted again, if a `shutdown` came before this one
+            return _starting.guard, None
         raise AlreadyActive(
             "memguard.init is at work on this thread, and was called within that by a signal handler, a log handler or "
             "a finalizer\n    fix: call it once the other call has returned"
@@ -127,15 +135,17 @@ def _same(active: Guard, budget: Budget, simulate: str | Sequence[str] | None) -
     return _simulated_names(active.host) == _names(simulate) or (active is _stand_in and simulate is None)
 
 
-def _apply(loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu) -> Guard:
-    """`init`, with the lock held."""
+def _apply(
+    loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu
+) -> tuple[Guard, Session | None]:
+    """`_init`, with the lock held."""
     global _idle, _why_none, _unwanted, from_environment
     _unwanted = False
     before = _settled()
     if before is not None:
         now = before.guard
         if _same(now, loaded, simulate):
-            return now
+            return now, None
         if outlived(before):
             raise AlreadyActive(
                 "another budget became active while this function ran for one that is over\n"
@@ -157,7 +167,7 @@ def _apply(loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, 
         why = str(error).partition("\n    or: ")[0]
     if why is not None:  # here, so that what this raises has one traceback
         if missing_gpu == "warn":
-            return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
+            return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True), None
         session = _without_gpu(loaded, before, why)
     if before is not None:
         before.guard.stop()
@@ -174,7 +184,7 @@ def _apply(loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, 
     _why_none, from_environment, _idle = _NONE, None, None
     if _environment is not None:
         _environment.disarm()
-    return session.guard
+    return session.guard, session
 
 
 def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
@@ -305,32 +315,39 @@ def guard(
     """
 
     def begin() -> tuple[Guard, End]:
+        not_for_ever(_lock)
         with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
-            before, idle_before = _active, _idle
-            active, mine = init(budget, replace=replace, simulate=simulate, missing_gpu=missing_gpu), _active
+            idle_before = _idle
+            # Not `_active`: a signal handler or finalizer may begin another one, which is not this block's to end.
+            active, began = _init(budget, replace, simulate, missing_gpu)
 
         def end(error: BaseException | None) -> None:
-            global _idle
             try:
                 if error is not None and active.active:
                     hooks.seen(error)
             finally:
-                _end_of(mine if mine is not before else None, error)
-                with _lock:
-                    if idle_before is None and active is _idle:
-                        _idle = None
+                _end_of(began, active if idle_before is None else None, error)
 
         return active, end
 
     return Block(begin)
 
 
-def _end_of(session: Session | None, error: BaseException | None) -> None:
-    """Shut the session down if it is still active. What fails in that does not replace the block's own error."""
+def _end_of(session: Session | None, idle: Guard | None, error: BaseException | None) -> None:
+    """End the session, or the idling, that the block began, if it still counts.
+
+    What fails in that does not replace the block's own error.
+    """
+    global _idle
+    if (session is None or _active is not session) and (idle is None or idle is not _idle):
+        return  # without the lock: there is nothing to end
     try:
+        not_for_ever(_lock)
         with _lock:
             if session is not None and _active is session:
                 shutdown()
+            if idle is not None and idle is _idle:
+                _idle = None
     except Exception as failure:
         if error is None:
             raise

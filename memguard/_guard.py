@@ -1,12 +1,13 @@
-"""The guard: it plans a budget, applies it, knows which of its caps hold, and undoes it. `_policy` decides the rest."""
+"""The guard: it applies a budget, reads what is held under it, admits requests, and undoes it.
+
+What is capped and whether it holds is in `_caps`, how caps move and caches go in `_shares`. `_policy` plans.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,39 +15,34 @@ from typing import TYPE_CHECKING
 
 from memguard import _joint, _policy
 from memguard._blocks import Block, End
-from memguard._devices import contexts
+from memguard._caps import Entry
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes
-from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
 from memguard._locks import Turn, not_for_ever
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
-from memguard._reclaim.reclaimer import Reclaimer
-from memguard._specs import SPECS
+from memguard._shares import Shares, above_cap
 from memguard._text import shown
 from memguard._types import (
     Device,
     DevicePlan,
     Enforcement,
-    Event,
     Moment,
     Plan,
-    Room,
     Sample,
-    Shortage,
     State,
     Usage,
     WorkloadReport,
     sample_of,
 )
 from memguard._undo import Undo
-from memguard._units import format_size, parse_size
+from memguard._units import format_size
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 
 if TYPE_CHECKING:
@@ -62,30 +58,8 @@ _SPILLS = (
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
-_ENFORCED = Enforcement.ENFORCED
-_PATIENCE = 2.0
-"""Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
-_NOTING = 1.0
-"""Seconds to wait for another thread that notes the drift of a cap."""
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
-
-
-class _Entry:
-    """A framework of the budget, and how its cap holds.
-
-    `drift`: what was changed after the cap was set, so that it no longer holds. `enforcement` is `watched` meanwhile.
-    """
-
-    def __init__(self, framework: Framework) -> None:
-        self.framework = framework
-        self.enforcement = Enforcement.PENDING
-        self.drift: tuple[str, ...] = ()
-
-    @property
-    def drift_reason(self) -> str:
-        """The drift in one sentence, without the framework's name in front."""
-        return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
 
 
 class _Refused:
@@ -97,17 +71,12 @@ class _Refused:
         self.size: int | None = None
 
 
-class Guard:
+class Guard(Shares):
     """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
 
     def __init__(self, budget: Budget, host: Host) -> None:
-        self.budget = budget
-        self.host = host
-        self.notes: list[str] = []
+        super().__init__(budget, host)
         self.permanent: list[str] = []
-        self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
-        self._on_event: Callable[[Event], None] | None = None
-        """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
         self._on_checkpoint: Callable[[], None] | None = None
         """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self._on_workload: Callable[[WorkloadReport], None] | None = None
@@ -117,43 +86,22 @@ class Guard:
         self._on_refusal: Callable[[Moment], None] | None = None
         """Called when a framework was refused memory, within the allocation that fails."""
         self._refusals: dict[tuple[str, str], _Refused] = {}
-        self._lock = threading.RLock()
-        self._turn = Turn(self._lock)
-        self._noting = Turn()
-        """For the drift of the caps. Nobody waits for anything while having it."""
         self._hook = ImportHook()
         self._undo = Undo()
         self._not_undone: list[str] = []
-        self._entries: dict[str, _Entry] = {}
-        self._frameworks: Mapping[str, Framework] = {}
-        """Those of `_entries`. Always the same one, which the reader knows again."""
-        self._warned: set[str] = set()
-        self._samples = self._resized = 0
-        self._reclaimer = Reclaimer(self)
-        self._elastic = any(part.elastic for part in self.plan.devices)
-        self._started = self._over = self._told = False
-        # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
-        unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
-        self._reader = LedgerReader(host, unnamed, self._warn)
-        self._admitting: Admission | None = None
+        self._samples = 0
+        self._started = self._told = False
         self._joint = self._joint_pool()
-        self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
-        self._pid = os.getpid()
+        if self._joint is not None:
+            from memguard._frameworks.joint_cache import SharedCache
 
-    @property
-    def active(self) -> bool:
-        """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
-        return bool(self._entries) and not self._over and self._pid == os.getpid()
+            self._reclaimer.shared = SharedCache(self._joint, lambda: self._frameworks)
+        self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
 
     @property
     def undone(self) -> bool:
         """Whether nothing of it is left. An interrupted `start` or `stop` leaves something, which `stop` takes back."""
         return self._over and self._undo.done and (self._on_stop is None or self._on_stop.done)
-
-    @property
-    def frameworks(self) -> Mapping[str, Framework]:
-        """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
-        return dict(self._frameworks)
 
     def start(self) -> None:
         """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
@@ -166,7 +114,7 @@ class Guard:
                 self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
-            entries = {name: _Entry(self._create(name)) for name in self.budget.frameworks}
+            entries = {name: Entry(self._create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
                 entry.framework.on_change = self._changed
@@ -263,7 +211,7 @@ class Guard:
             ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid, told)))
             for name, cap in part.caps.items():
                 if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
-                    notes += [_above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
+                    notes += [above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
         return Ledger(time.time(), tuple(ledgers), self.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
@@ -341,74 +289,6 @@ class Guard:
                 found[name] = known.count, known.last
         return found
 
-    def _find_drift(self, only: str | None = None) -> None:
-        """Ask each framework, or `only` this one, whether the cap that was set still holds, and note what changed.
-
-        Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
-        changes what they compare with.
-        """
-        entries, resized = self._entries, self._resized
-        if self._over or self._pid != os.getpid():
-            return
-        answers: dict[str, tuple[str, ...]] = {}
-        chosen = None if only is None else entries.get(only)
-        for name, entry in entries.items() if only is None else () if chosen is None else ((only, chosen),):
-            if entry.enforcement is not _ENFORCED and not entry.drift:
-                continue  # no cap was set
-            try:
-                found = entry.framework.drift()
-            except Exception as error:
-                self._unchecked(name, error)
-                continue
-            if (found or entry.drift) and (now := tuple(found)) != entry.drift:
-                answers[name] = now
-        if not answers:  # nothing is to be noted
-            return
-        events: list[Event] = []
-
-        def note() -> None:
-            if self._entries is entries and self._resized == resized and not resized % 2:
-                events.extend(e for name, found in answers.items() if (e := self._drifted(name, entries[name], found)))
-
-        if not self._noting.take(note, _NOTING):
-            return
-        for event in events:
-            if self._on_event is not None:
-                self._on_event(event)
-
-    def _changed(self) -> None:
-        """What adapters call when a setting was changed that a cap depends on."""
-        self._find_drift()
-
-    def _drift_of(self, name: str, entry: _Entry) -> tuple[str, ...]:
-        """What was changed since the cap was set; what is known already if that cannot be checked."""
-        if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
-            return ()  # no cap was set
-        try:
-            return tuple(entry.framework.drift())
-        except Exception as error:
-            self._unchecked(name, error)
-            return entry.drift
-
-    def _unchecked(self, name: str, error: Exception) -> None:
-        self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
-
-    def _drifted(self, name: str, entry: _Entry, found: tuple[str, ...]) -> Event | None:
-        """Note the drift of one framework. The event, if it is another than before."""
-        if found == entry.drift:
-            return None
-        entry.drift = found
-        entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
-        for sentence in found:
-            self._warn_once(sentence)
-        text = f"its cap no longer holds: {_cause(entry.drift_reason)}" if found else "its cap holds again"
-        return Event(time.time(), "note", f"{name}: {text}", framework=name)
-
-    def _met_the_cap(self, name: str, sentence: str) -> None:
-        """A setting that the user made later met the cap of a framework, which has logged it."""
-        if self._on_event is not None:
-            self._on_event(Event(time.time(), "note", sentence, framework=name))
-
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
@@ -438,11 +318,6 @@ class Guard:
             made = vars(self).setdefault("_admitted", Admission(self))  # that of another thread, if it was faster
             self._admitting = made
         return made
-
-    def _wake(self) -> None:
-        """Whoever waits for room looks again."""
-        if self._admitting is not None:
-            self._admitting.turns.wake()
 
     def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
         """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
@@ -483,141 +358,11 @@ class Guard:
     ) -> tuple[WorkloadReport, End]:
         return await self._admission.begin_in_loop(name, framework, needs, wait)
 
-    def open_bytes(self, framework: str, uuid: str) -> int:
-        """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
-        return 0 if self._admitting is None else self._admitting.open_bytes(framework, uuid)
-
-    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
-        """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
-
-        On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
-        lack of memory: `missing` in what it returns says what is still not there.
-        """
-        not_for_ever(self._lock)
-        with self._lock:
-            self._check_active()
-            self._entry(framework)
-            if self._capturing():
-                return Room({}, None, needed, {})
-            where = device if device is not None else self._used_by(framework)[0].device
-            return self._reclaimer.make_room(where, framework, needed)
-
-    def _shortage(self, shortage: Shortage) -> bool:
-        """What adapters call when they cannot serve a request. True if it is worth another try.
-
-        It runs within the allocation, on the thread that made it, which has no lock of an adapter. If that thread is
-        within a call of the guard already, or others are for long, the request is refused as it would be.
-        """
-        if self._over or self._pid != os.getpid() or self._turn.mine:
-            return False
-        part = next((one for one in self.plan.devices if one.device.uuid == shortage.uuid), None)
-        if part is None or shortage.framework not in part.caps:
-            return False
-        done = self._turn.take(self._serve, _PATIENCE, shortage, part.device)
-        return done is not None and done[0]
-
-    def _serve(self, shortage: Shortage, device: Device) -> bool:
-        if not self.active or self._capturing():
-            return False
-        who, full = shortage.framework, shortage.full
-        room = self._reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
-        return not room.missing
-
-    def settle(self) -> None:
-        """At a tick of the monitor: elastic caps get headroom. Does nothing while another thread is within a call."""
-        for part in self.plan.devices if self._elastic and self.active else ():
-            before, caps = self._reclaimer.headroom(part.device)
-            if caps:
-                self._turn.take(self._settle, 0, before, caps)
-
-    def _settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
-        if self.active:
-            self._reclaimer.settle(before, caps)
-
-    def moved(self) -> list[Event]:
-        """What was given back and lent since the last call."""
-        events, found = self._reclaimer.events, []
-        while events:
-            found.append(events.popleft())
-        return found
-
-    # what the reclaimer asks of it
-
-    def part(self, uuid: str) -> DevicePlan:
-        return next(part for part in self.plan.devices if part.device.uuid == uuid)
-
-    def movable(self, name: str) -> bool:
-        return self._entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
-
-    def set_cap(self, name: str, uuid: str, cap: int) -> None:
-        entry, before = self._entry(name), self.plan
-        rises = cap > self.part(uuid).caps[name]
-        plan = _policy.with_cap(before, uuid, name, cap)
-        if rises:  # first: an interruption may leave the cap lower than the plan says, but never above it
-            self.plan = plan
-        if entry.enforcement is not Enforcement.PENDING:  # else it is applied with this cap when it is imported
-            try:
-                self._resized += 1
-                entry.framework.resize(plan.caps(name))
-            except Exception:
-                self.plan = before
-                raise
-            finally:
-                self._resized += self._resized % 2
-        self.plan = plan
-
-    def promised(self, name: str, uuid: str) -> int:
-        return self.open_bytes(name, uuid)
-
     def reclaimable(self) -> Reclaimable:
         """What each framework could give back, as figures. Trims nothing."""
         from memguard._reclaim.figures import of_sample
 
         return of_sample(self.sample(), self.plan, self.host.simulated)
-
-    def resize(self, framework: str, size: int | str) -> None:
-        """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
-        self._find_drift()
-        not_for_ever(self._lock)
-        with self._lock:
-            self._check_active()
-            entry = self._entry(framework)
-            if any(framework in part.elastic for part in self.plan.devices):
-                reason = "its share is elastic: its cap moves between min and max by itself"
-                raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
-            plan = _policy.resized(self.plan, framework, self._size(size))
-            if entry.enforcement is Enforcement.PENDING:
-                self.plan = plan  # applied with the new cap when it is imported
-                return
-            if entry.drift:
-                remedy = "undo that change, and call memguard.resize again; or restart the process without it"
-                raise CapNotApplied(framework, entry.drift_reason, remedy)
-            if entry.enforcement is not Enforcement.ENFORCED:
-                raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
-            try:
-                self._resized += 1
-                entry.framework.resize(plan.caps(framework))
-            finally:
-                self._resized += self._resized % 2  # even again, and another one than before
-            self.plan = plan
-            self._trim_above_cap(framework)
-        self._wake()
-
-    def trim(self, framework: str | None = None) -> int:
-        """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
-        not_for_ever(self._lock)
-        with self._lock:
-            self._check_active()
-            if framework is not None:
-                self._entry(framework)
-            chosen = list(self._entries) if framework is None else [framework]
-            before = [self._reclaimer.available(part.device) for part in self.plan.devices]
-            for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
-                # `usage` and not `state`, which would wait for a running import.
-                self._trim([n for n in chosen if self._entry(n).framework.usage(part.device)], part.device)
-            after = [self._reclaimer.available(part.device) for part in self.plan.devices]
-            self._wake()
-            return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the plan."""
@@ -665,7 +410,7 @@ class Guard:
             return registry.joined(name, self.host, self._joint)
         return registry.create(name, self.host)
 
-    def _start_framework(self, name: str, entry: _Entry, state: State) -> None:
+    def _start_framework(self, name: str, entry: Entry, state: State) -> None:
         if state is State.ABSENT:
             self._absent(name, entry)
         elif state is State.IMPORTABLE:
@@ -687,18 +432,12 @@ class Guard:
             else:
                 self._apply(name, entry)
 
-    def _absent(self, name: str, entry: _Entry) -> None:
+    def _absent(self, name: str, entry: Entry) -> None:
         entry.enforcement = Enforcement.ABSENT
         self._lend_nothing_to(name)
         self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
-    def _lend_nothing_to(self, name: str) -> None:
-        """An elastic framework whose cap will not move has its min only: what it began with can be lent to others."""
-        for part in self.plan.devices:
-            if name in part.elastic:
-                self.plan = _policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
-
-    def _apply(self, name: str, entry: _Entry) -> None:
+    def _apply(self, name: str, entry: Entry) -> None:
         framework = entry.framework
         if framework.fixed():
             self._lend_nothing_to(name)
@@ -735,35 +474,6 @@ class Guard:
         if stays not in self._not_undone:
             self._not_undone.append(stays)
 
-    def _trim_above_cap(self, name: str) -> None:
-        """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""
-        entry = self._entry(name)
-
-        def above() -> str | None:
-            usage = entry.framework.usage(part.device)
-            held = None if usage is None else usage.held
-            return _above_cap(name, held, part.caps[name], entry.enforcement.value, part.device)
-
-        for part in self.plan.devices:
-            if above() is not None:
-                self._trim([name], part.device)
-                if (note := above()) is not None:
-                    _log.warning("%s", note)
-
-    def _trim(self, names: Sequence[str], device: Device) -> None:
-        """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
-        if names and self._capturing():
-            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
-            return
-        with contexts.beside_captures():
-            for name in names:
-                self._entry(name).framework.trim(device)
-
-    def _capturing(self) -> bool:
-        """Whether this thread captures a CUDA graph."""
-        known = [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
-        return any(framework.capturing() for framework in known)
-
     def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
         both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
@@ -789,63 +499,6 @@ class Guard:
                 raise PlanError([problem], self.budget.source or "init")
             self._warn(warning)
 
-    def _all_notes(self) -> list[str]:
-        notes = [*self.notes]
-        for entry in self._entries.values():
-            notes += entry.framework.notes
-            notes += entry.drift
-        return notes
-
-    def _used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
-        parts = self.plan.devices
-        if len(parts) == 1:
-            return parts
-        asked = self._entry(framework).framework
-        return [part for part in parts if asked.usage(part.device)] or parts[:1]
-
-    def _framework(self, name: str) -> Framework:
-        return self._entry(name).framework
-
-    def _entry(self, framework: str) -> _Entry:
-        try:
-            return self._entries[framework]
-        except KeyError:
-            if self._over:  # since the call began: by another thread, or by a signal handler
-                self._check_active()
-            import difflib
-
-            known = ", ".join(self._entries) or "none: it is not active"
-            near = difflib.get_close_matches(str(framework), self._entries, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise MemguardError(f"{framework!r} is not in the budget, which has: {known}{hint}") from None
-
-    @staticmethod
-    def _size(size: int | str) -> int:
-        try:
-            return parse_size(size)
-        except ValueError as error:
-            raise MemguardError(str(error)) from None
-
-    def _check_active(self) -> None:
-        if not self.active:
-            applied = "it was shut down" if self._over else "it is just being applied"
-            why = "this is a forked child" if self._pid != os.getpid() else applied
-            raise NotActive(f"no budget is active here: {why}\n    fix: call memguard.init('budget.yaml')")
-
-    def _warn(self, note: str) -> None:
-        self._note(note, logging.WARNING)
-
-    def _warn_once(self, sentence: str) -> None:
-        if sentence not in self._warned:
-            self._warned.add(sentence)
-            _log.warning("%s", sentence)
-
-    def _note(self, note: str, level: int = logging.INFO) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-            _log.log(level, "%s", note)
-
 
 def _scene_of(
     reading: Reading,
@@ -860,18 +513,3 @@ def _scene_of(
     """What an out-of-memory report is made from, out of a reading of the moment."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
     return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
-
-
-def _cause(reason: str) -> str:
-    """A drift without its own words that the cap does not hold."""
-    return re.sub(r": (?:the|its) cap (?:no longer holds|does not hold(?: there)?|will not hold)(?=;|$)", "", reason)
-
-
-def _above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:
-    """The note about a framework that holds more than its cap."""
-    if held is None or cap is None or held <= cap:
-        return None
-    above = f"{name}: holds {format_size(held - cap)} above its cap of {format_size(cap)} on {device.name}"
-    if enforcement != Enforcement.ENFORCED.value:
-        return f"{above}, which is {enforcement}, not enforced"
-    return f"{above}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs"

@@ -15,6 +15,10 @@ T = TypeVar("T")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _WITHIN = 2.0
 """Seconds that a call waits for another thread, if that may be waiting for the call that this one interrupted."""
+_LOOK = 0.05
+"""Seconds from one look to the next, meanwhile, whether it is."""
+_awaited: list[int] = []
+"""Threads that another thread waits for by `awaiting`, perhaps with a lock of its own."""
 
 
 def interrupting() -> bool:
@@ -37,12 +41,31 @@ def not_for_ever(lock: Any) -> None:
 
     Another thread has the lock, and this call interrupted one that may have a lock which that thread waits for.
     """
-    if not free(lock, 0) and interrupting() and not free(lock, _WITHIN):
+    if not free(lock, 0) and interrupting() and not _free_in_time(lock):
         raise MemguardError(
             "another thread is within a call of memguard, and this one was made within another on this thread, so "
             "that they may wait for each other\n"
             "    fix: do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be"
         )
+
+
+def _free_in_time(lock: Any) -> bool:
+    for _ in range(max(round(_WITHIN / _LOOK), 1)):
+        if threading.get_ident() in _awaited:
+            return free(lock, 0)
+        if free(lock, _LOOK):
+            return True
+    return False
+
+
+def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
+    """`wait(*given)`, which waits for that thread. What interrupted its work does not wait for this one meanwhile."""
+    try:
+        _awaited.append(thread)
+        return wait(*given)
+    finally:
+        if thread in _awaited:
+            _awaited.remove(thread)
 
 
 def free(lock: Any, seconds: float) -> bool:

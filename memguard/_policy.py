@@ -6,6 +6,7 @@ granules of 2 MiB, so caps never add up to more than was declared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -299,35 +300,38 @@ def _matches(key: str, device: Device) -> bool:
     return fnmatchcase(device.name.lower(), key.lower())
 
 
-def resized(current: Plan, framework: str, size: int) -> Plan:
+def resized(current: Plan, framework: str, size: int, short: Mapping[str, Room] = {}) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    What elastic frameworks have beyond their min is not taken from them: they may be using it.
+    What elastic frameworks have beyond their min is called back before; `short` says by UUID where that is not enough.
     """
     if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
         message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
         raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
-    most = round_down(min((part.unallocated + part.caps.get(framework, 0) for part in current.devices), default=0))
-    lent = [name for part in current.devices for name, (least, _) in part.elastic.items() if part.caps[name] > least]
-    fix = "lower another framework's cap first"
-    if lent:
-        fix = f"lower the max of {' or '.join(dict.fromkeys(lent))} in the budget, which has what is left"
+    frees = {part.device.uuid: part.unallocated + part.caps.get(framework, 0) for part in current.devices}
+    frees.update({uuid: max(cap - room.missing, 0) for uuid, room in short.items()})
+    most = round_down(min(frees.values(), default=0))
+    live = dict.fromkeys(name for room in short.values() for name in room.live)
+    fix = f"free arrays of {' or '.join(live)}" if live else "lower another framework's cap first"
     fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
     fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
     problems = []
     devices = []
     for part in current.devices:
-        free = part.unallocated + part.caps.get(framework, 0)
+        free, room = frees[part.device.uuid], short.get(part.device.uuid)
         if cap > free or cap < GRANULE:
+            lent = _holders(room) if room is not None and room.live else ""
             problems.append(
                 Problem(
                     f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
-                    f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps",
+                    f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps"
+                    + (f"; lent to others, in live arrays: {lent}" if lent else ""),
                     fix,
                 )
             )
-        devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=free - cap))
+        own = part.caps.get(framework, 0)
+        devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=part.unallocated + own - cap))
     if problems:
         raise PlanError(problems, "resize")
     return replace(current, devices=tuple(devices))
@@ -355,20 +359,42 @@ def beside_minima(part: DevicePlan, framework: str) -> int:
 
 
 def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) -> str:
-    """The refusal; of an elastic framework also who holds in live arrays what it might borrow."""
-    if framework not in part.elastic:
+    """The refusal; of an elastic framework also its bounds, what others leave of them, who holds in live arrays what it
+    might borrow, and which bounds to change."""
+    if framework not in part.elastic or " and its cap allows it, " in refusal:
         return refusal
-    least, most = part.elastic[framework]
+    (least, most), beside = part.elastic[framework], beside_minima(part, framework)
     lines, first = refusal.split("\n"), f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
+    if beside < most:
+        first += f", of which what others have for sure leaves {format_size(beside)}"
     if room.live:
-        holders = ", ".join(
-            f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1])
-        )
-        first += f"; lent to others, in live arrays: {holders}"
+        first += f"; lent to others, in live arrays: {_holders(room)}"
+    if part.caps[framework] < min(most, beside):
+        said = f"its cap is {format_size(min(most, beside))} "
+        lines[0] = lines[0].replace(said, said.replace("is", "can rise to", 1))
+    advice = re.compile(rf"raise frameworks\.{re.escape(framework)} in the budget to at least (\d+)MiB")
+    lines = [advice.sub(lambda found: _bounds(part, framework, int(found[1]), bool(room.live)), line) for line in lines]
+    return "\n".join([lines[0], f"    {first}", *lines[1:]])
+
+
+def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
+    """What to change in the budget so that the cap of an elastic framework may be so many MiB."""
+    most, beside, room = part.elastic[framework][1], beside_minima(part, framework), part.limit - part.reserve
+    if mib * MIB > room:
+        return f"use a larger GPU: the budget has {format_size(room)} of this one for all frameworks"
     # Within its max only a higher min is sure to be had: others use what is spare.
-    within = room.live or beside_minima(part, framework) < most
-    key, bound = f"raise frameworks.{framework}", "min" if within else "max"
-    return "\n".join([lines[0], f"    {first}", *lines[1:]]).replace(f"{key} in", f"{key}.{bound} in")
+    within = live or beside < most
+    keys = ("min and max" if mib * MIB > most else "min") if within else "max"
+    text = f"raise frameworks.{framework}.{keys} in the budget to at least {mib}MiB"
+    if (short := mib * MIB - beside) <= 0:
+        return text
+    others = " or ".join(name for name in part.caps if name != framework)
+    return f"{text}, and lower what {others} has for sure (min, share or limit) by {-(-short // MIB)}MiB"
+
+
+def _holders(room: Room) -> str:
+    """Who has what is lent, most first."""
+    return ", ".join(f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1]))
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
@@ -428,6 +454,8 @@ def admit(
         taken = own.held - idle
         stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
     room = max(cap - taken, 0)
+    if (footprint > room or needed <= stuck) and framework in SPECS and SPECS[framework].pads:
+        stuck = 0  # it is what blocks were rounded up by: no other request is served from it
     if footprint > room and needed > stuck:
         return Admission(max(room, stuck), refusal=_over_cap(framework, needed, footprint, max(room, stuck), cap, own))
     short = 0 if needed <= stuck else footprint - idle - memory.free
@@ -468,7 +496,8 @@ def _unsure(usage: Usage | None) -> bool:
 def _over_cap(framework: str, needed: int, footprint: int, available: int, cap: int, own: Usage) -> str:
     least = "" if own.held is not None else "at least "
     held = own.held if own.held is not None else own.held_at_least
-    takes = f" (its allocator takes {format_size(footprint)} for it)" if footprint > needed else ""
+    more = format_size(footprint) != format_size(needed)
+    takes = f" (its allocator takes {format_size(footprint)} for it)" if more else ""
     return (
         f"{framework} needs {format_size(needed)}{takes} but can get {format_size(available)}: its cap is "
         f"{format_size(cap)} and it holds {least}{format_size(held)}, of which {format_size(own.in_use)} in use\n"

@@ -3,6 +3,9 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV="$ROOT/.venv"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Where it is set, as in many container images, each of the tests' interpreters compiles all of its framework again:
+# `import tensorflow` then takes 11 s of a core instead of 4. The compiled files lie in our environments and __pycache__.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '%s\n' "$*" >&2; }
 

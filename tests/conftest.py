@@ -1,4 +1,4 @@
-"""What every test directory shares: Hypothesis without deadlines, its three profiles, and `--no-skips`."""
+"""What every test directory shares: Hypothesis without deadlines, its profiles, and `--no-skips`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 GPU = Path(__file__).parent / "gpu"
 
-# No deadline: a busy machine must not fail a property that holds. `scripts/test` picks "ci" and "fuzz".
+# No deadline: a busy machine must not fail a property that holds. `scripts/test` picks "ci", "edges" and "fuzz".
 settings.register_profile("memguard", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 memguard = settings.get_profile("memguard")
 settings.register_profile("ci", memguard, derandomize=True, max_examples=60)
+# The oldest and newest versions need to be seen to work, not to meet every example again: --all has done that.
+settings.register_profile("edges", memguard, derandomize=True, max_examples=10)
 settings.register_profile("fuzz", memguard, max_examples=500)
 settings.load_profile("memguard")
-EXAMPLES: dict[str, Callable[[int], int]] = {"ci": lambda own: min(own, 60), "fuzz": lambda own: own * 5}
+EXAMPLES: dict[str, Callable[[int], int]] = {
+    "ci": lambda own: min(own, 60),
+    "edges": lambda own: min(own, 10),
+    "fuzz": lambda own: own * 5,
+}
 """What a profile makes of the number of examples that a test asks for itself, which would else hide the profile's."""
 
 
@@ -27,12 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    change = EXAMPLES.get(config.getoption("--hypothesis-profile", default=None) or "")
+    profile = config.getoption("--hypothesis-profile", default=None) or ""
+    change = EXAMPLES.get(profile)
     tests = {id(test): test for item in items if is_hypothesis_test(test := getattr(item, "function", None))}
     for test in tests.values() if change else ():
         own = getattr(test, "_hypothesis_internal_use_settings", None)
         if own is not None and own.max_examples != settings().max_examples:
             test._hypothesis_internal_use_settings = settings(own, max_examples=change(own.max_examples))
+    if profile == "edges":  # under the others a state machine has the number that it asks for
+        for case in {item.cls for item in items if getattr(item, "cls", None) is not None}:
+            if isinstance(own := getattr(case, "settings", None), settings):
+                case.settings = settings(own, max_examples=EXAMPLES[profile](own.max_examples))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,6 +57,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFramework(LoadScopeScheduling):
         def _split_scope(self, nodeid: Any) -> str:
             return str(nodeid).partition("::")[0] if str(nodeid).startswith("tests/native/") else str(nodeid)
+
+        def _reschedule(self, node: Any) -> None:
+            """Forget what is done: after each test pytest-xdist counts all that the process ever got, 7,000 tests."""
+            assigned = self.assigned_work[node]
+            for scope in [scope for scope, tests in assigned.items() if all(tests.values())]:
+                del assigned[scope]
+            super()._reschedule(node)
 
     return ByFramework(config, log)
 

@@ -15,6 +15,7 @@ from ctypes import c_uint64, c_void_p
 
 from memguard._devices import contexts, streams, suspension
 from memguard._devices.libcuda import DriverAPI, check
+from memguard._devices.pool_cap import PoolCap
 from memguard._devices.pools import CappedPool, DefaultPool
 from memguard._logs import log as _log
 from memguard.errors import DeviceError
@@ -56,9 +57,9 @@ class Held:
 class PoolBlocks:
     """What one framework has of a GPU's pool. Any thread, also within finalizers: there is no lock."""
 
-    def __init__(self, pool: CappedPool | DefaultPool, ordinal: int, context: int, most: int | None = None) -> None:
-        """`context` is the handle of the GPU's primary one, `most` what may be in use in a pool that is not capped."""
-        self._pool, self._ordinal, self.context, self._most = pool, ordinal, context, most
+    def __init__(self, pool: CappedPool | DefaultPool, ordinal: int, context: int, cap: PoolCap | None = None) -> None:
+        """`context` is the handle of the GPU's primary one, `cap` that of a pool which the driver cannot cap."""
+        self._pool, self._ordinal, self.context, self._cap = pool, ordinal, context, cap
         self._live: dict[int, int] = {}
         self._waiting: deque[Held] = deque()
 
@@ -71,7 +72,8 @@ class PoolBlocks:
         cuda, found, held = contexts.driver(), c_uint64(), Held(self)
         if self._waiting:
             self._settle()
-        if self._most is not None and self._pool.used() + size > self._most:
+        claim = None
+        if self._cap is not None and (claim := self._cap.take(size)) is None:
             return None
         try:
             with contexts.entered(self.context), contexts.beside_captures():
@@ -82,12 +84,17 @@ class PoolBlocks:
                 check("cuMemAllocFromPoolAsync", code)
                 held.size, held.address = size, found.value
                 self._live[found.value] = size
+                if claim is not None:
+                    claim.end()
                 check("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
         except BaseException:
             if found.value and not held.address:
                 held.size, held.address = size, found.value
                 self._live[found.value] = size
             raise
+        finally:
+            if claim is not None:
+                claim.end()
         return held
 
     def give(self, held: Held) -> None:

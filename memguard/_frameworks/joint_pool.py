@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING
 
 from memguard import _joint
 from memguard._devices import contexts
+from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._logs import log as _log
 from memguard._types import Device, Usage
-from memguard._units import format_size
+from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
     from memguard._devices.pool_blocks import PoolBlocks
+    from memguard._devices.pool_cap import PoolCap
     from memguard._devices.pools import CappedPool, DefaultPool
-
-PIECE = 32 << 20
-"""The driver's pools grow in such steps (measured), in bytes."""
 
 
 class JointPool:
@@ -40,6 +39,7 @@ class JointPool:
         self.caps, self.capped = dict(caps), capped
         self._warn = warn
         self._pools: dict[str, CappedPool | DefaultPool] = {}
+        self._limits: dict[str, PoolCap] = {}  # of those that the driver does not cap
         self._ordinals: dict[str, int] = {}
         self._counts: dict[str, Callable[[str], int]] = {}
         self._blocks: dict[tuple[str, int], PoolBlocks] = {}  # by framework and context
@@ -73,8 +73,11 @@ class JointPool:
 
     def _make(self, uuid: str, ordinal: int) -> CappedPool | DefaultPool:
         from memguard._devices import pools
+        from memguard._devices.pool_cap import PoolCap
 
         pool = pools.CappedPool(ordinal, self.caps[uuid]) if self.capped else pools.DefaultPool(ordinal)
+        if not self.capped:
+            self._limits[uuid] = PoolCap(pool.used, self.caps[uuid])
         self._ordinals[uuid] = ordinal
         self._pools[uuid] = pool
         return pool
@@ -97,7 +100,7 @@ class JointPool:
             return None
         from memguard._devices.pool_blocks import PoolBlocks
 
-        made = PoolBlocks(pool, ordinal, context, None if self.capped else self.caps[uuid])
+        made = PoolBlocks(pool, ordinal, context, self._limits.get(uuid))
         found = self._blocks.setdefault((framework, context), made)
         self._of[framework, uuid] = found
         return found
@@ -114,10 +117,9 @@ class JointPool:
         if ordinal is not None:
             self.use(framework, uuid, ordinal)
 
-    def fits(self, uuid: str, size: int) -> bool:
-        """Whether a request stays within the cap, where the driver does not see to that."""
-        pool = None if self.capped else self._pools.get(uuid)
-        return pool is None or pool.used() + size <= self.caps[uuid]
+    def limit(self, uuid: str) -> PoolCap | None:
+        """Who is asked before an allocation, where the driver does not cap the pool; None where it does."""
+        return self._limits.get(uuid)
 
     def count(self, framework: str, counted: Callable[[str], int]) -> None:
         """What the framework has in use on a GPU, in bytes, from now on."""
@@ -152,16 +154,23 @@ class JointPool:
         self._keep(device)
         reserved, used = found
         unseen = 0 if remainder else max(used - counted, 0)
-        idle = reserved - used
-        # Whole pieces come back, those with a live block stay, and the driver tells nobody which pieces those are.
-        returned = idle if used == 0 else 0 if idle < PIECE else None
-        return Usage(max(reserved - counted, 0), unseen, returned)
+        return Usage(max(reserved - counted, 0), unseen, returned_by_trim(reserved, used))
 
     def trim(self, uuid: str) -> None:
         """Give what nobody uses back to the driver."""
         pool = self._pools.get(uuid)
         if pool is not None:
             pool.trim()
+
+    def give_back(self, uuid: str, needed: int) -> int:
+        """Give whole pieces of what idles now to the driver, of so many bytes or somewhat more. The bytes by which the
+        pool has shrunk."""
+        pool = self._pools.get(uuid)
+        if pool is None:
+            return 0
+        before = pool.reserved()
+        pool.trim(max(before - round_up(needed, PIECE), 0))  # it keeps that much at least
+        return before - pool.reserved()
 
     def drift(self, framework: str) -> list[str]:
         """Why the joint cap does not hold any more for a framework that takes from the current pool; mostly nothing."""
@@ -181,12 +190,13 @@ class JointPool:
         while self._pools:
             uuid = next(iter(self._pools))
             self._pools[uuid].restore()
+            self._limits.pop(uuid, None)
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
         """In a forked child, where CUDA cannot be used."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
-        self._blocks, self._of = {}, {}
+        self._blocks, self._of, self._limits = {}, {}, {}
 
     def _counted(self, uuid: str) -> dict[str, int]:
         return {name: count(uuid) for name, count in list(self._counts.items())}

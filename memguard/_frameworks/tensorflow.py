@@ -123,8 +123,9 @@ class TensorFlow(Framework):
     def usage(self, device: Device) -> Usage | None:
         """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
 
-        With growth it tells what is in use, not what the pool holds: then held is None, with bounds. Of the sessions of
-        a TF1 program without the eager context it tells nothing: both are None then.
+        With growth it tells what is in use, not what the pool holds: then held is None, with bounds. The lower one is
+        its peak, which is too high after its allocator gave back idle regions, as it does before it refuses a request.
+        Of the sessions of a TF1 program without the eager context it tells nothing: both are None then.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:

@@ -12,23 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._frameworks import tensorflow
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_base import JointWatched
 from memguard._frameworks.tensorflow import TensorFlow
-from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._types import Applied, Enforcement
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _WANTED = "cuda_malloc_async"
 _VARIABLE = tensorflow._ALLOCATOR
 
 
-class JointTensorFlow(TensorFlow):
+class JointTensorFlow(JointWatched, TensorFlow):
     """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
-
-    pooled = True
-
-    def __init__(self, host: Any, joint: JointPool) -> None:
-        super().__init__(host)
-        self._joint = joint
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         if self._live(sys.modules["tensorflow"]):
@@ -49,39 +43,9 @@ class JointTensorFlow(TensorFlow):
         if applied.enforcement is Enforcement.ABSENT:
             restore()
             return applied
-        devices = {device.uuid: device for device in self.host.devices()}
-
-        def counted(uuid: str) -> int:
-            usage = self.usage(devices[uuid]) if uuid in devices else None
-            return 0 if usage is None else usage.in_use or 0
-
-        def undo() -> None:
-            restore()
-            self._joint.forget(self.name)
-            assert applied.undo is not None
-            try:
-                applied.undo()
-            except CapNotApplied:
-                tensorflow._standing.clear()  # it has no limit that could stand
-                tensorflow._standing.update(before)
-                raise CapNotApplied(
-                    self.name, "its allocator exists and stays on the default pool", "restart the process"
-                ) from None
-
-        self._joint.count(self.name, counted)
         note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
-        return Applied(Enforcement.WATCHED, undo, notes=(*applied.notes, note))
-
-    def usage(self, device: Device) -> Usage | None:
-        """What is in use, as TensorFlow says; the cache is everybody's."""
-        found = super().usage(device)
-        if found is None:
-            return None
-        self._joint.begin(self.name, device.uuid)
-        return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
-
-    def drift(self) -> list[str]:
-        return []  # it is watched: there is no cap to drift
+        stays = "its allocator exists and stays on the default pool"
+        return self._watched(applied, tensorflow._standing, before, stays, note, restore)
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_VARIABLE, "").strip().lower()

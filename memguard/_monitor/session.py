@@ -75,8 +75,7 @@ class Session:
         """Raise TimelineError if the timeline cannot be begun once `before` is over, which may write the same file."""
         self._writer = self._new_writer()
         if self._writer is not None:
-            other = before._writer if before is not None else None
-            self._writer.check(other.path if other is not None else None)
+            self._writer.check(before._writer if before is not None else None)
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from memguard._joint import POOL
 from memguard._specs import SPECS
 from memguard._text import shown, visible
 from memguard._types import FrameworkSample, Plan, Sample
@@ -93,7 +94,8 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
 
 def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[Returnable, ...]:
     """Those that have something first. Other rows, as that of the exchange, are of no framework that could be asked."""
-    lines = [_of(name, usage) for name, usage in found.items() if name in SPECS or usage.cap is not None]
+    asked = {*SPECS, POOL}
+    lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))
 
 
@@ -105,7 +107,7 @@ def _of(name: str, usage: FrameworkSample) -> Returnable:
     how: How = "memguard.trim"
     if never:
         how = "never"
-    elif usage.cap is None:
+    elif usage.cap is None and name != POOL:
         how = "own call"
     elif row is not None and row.trims_on_own_thread:
         how = "own thread"
@@ -116,7 +118,7 @@ def _row(one: Returnable) -> tuple[str, ...]:
     """A line of the table."""
     own = SPECS[one.framework].own_trim if one.framework in SPECS else None
     hows = {
-        "memguard.trim": f"memguard.trim({one.framework!r})",
+        "memguard.trim": "memguard.trim()" if one.framework == POOL else f"memguard.trim({one.framework!r})",
         "own thread": f"memguard.trim({one.framework!r}) on its own thread",
         "own call": own or "its own call: the budget does not name it",
         "never": "never: its pool returns nothing",

@@ -15,6 +15,7 @@ from typing import Protocol
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
+from memguard._joint import POOL
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._reclaim import lending, order
@@ -47,11 +48,21 @@ class Budgeted(Protocol):
         """Bytes that running blocks of work of this framework have reserved and not taken yet."""
 
 
+class Sibling(Protocol):
+    """Who can be asked for idle memory: a framework, or the pool that several share."""
+
+    def usage(self, device: Device) -> Usage | None: ...
+    def give_back(self, device: Device, needed: int) -> None: ...
+    def trim(self, device: Device) -> None: ...
+
+
 class Reclaimer:
     """The hands. Each call is made with the guard's lock held."""
 
     def __init__(self, guard: Budgeted) -> None:
         self._guard = guard
+        self.shared: Sibling | None = None
+        """The cache of the shared pool, under `strategy: pool`."""
         self._fixed: set[str] = set()
         """Elastic by the budget, but their caps turned out not to change."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
@@ -82,6 +93,28 @@ class Reclaimer:
         moved = (before, after) if before is not None and after is not None and after != before else None
         self._note(who, uuid, returned, moved)
         return Room(returned, moved, max(missing, 0), live)
+
+    def call_back(self, device: Device, who: str, cap: int, act: bool = True) -> Room:
+        """Lower what was lent, so that the fixed cap of `who` may rise to `cap` bytes: what is unused, and what is only
+        cached. Its own cap is left as it is. Not `act`: only say what would be missing."""
+        spent: set[str] = set()
+        returned: dict[str, int] = {}
+        missing, live = cap, dict[str, int]()
+        for _ in range(2 * len(self._guard.frameworks) + 2):
+            part = self._guard.part(device.uuid)
+            parts = self._parts(device, self._usages(device), spent)
+            parts[who] = parts[who]._replace(most=max(cap, parts[who].cap))
+            loan = lending.ask(parts, part.limit - part.reserve, who, cap)
+            missing, live = loan.missing, dict(loan.live)
+            if missing or not act:
+                break
+            if not loan.calls:
+                if self._set(device, {name: size for name, size in loan.caps.items() if name != who}):
+                    break
+            elif not self._give_back(loan.calls[0][0], device, loan.calls[0][1], returned):
+                spent.add(loan.calls[0][0])
+        self._note(who, device.uuid, returned, None)
+        return Room(returned, None, missing, live)
 
     def headroom(self, device: Device) -> tuple[DevicePlan, dict[str, int]]:
         """At a tick: the caps that should move so that elastic frameworks which cannot ask have headroom, and the plan
@@ -128,7 +161,7 @@ class Reclaimer:
         """What is missing on the GPU after siblings gave back what they could, as far as it was needed."""
         spent: set[str] = set()
         while True:
-            usages = self._usages(device)
+            usages = {**self._usages(device), **self.beside(device, who)}
             own = usages.get(who) or Usage(0, 0)
             free = self._guard.host.memory(device).free + (0 if asked else own.reclaimable or 0)
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
@@ -162,7 +195,7 @@ class Reclaimer:
         before = self.available(device)
         try:
             with contexts.beside_captures():
-                self._guard.frameworks[name].give_back(device, size)
+                self.sibling(name).give_back(device, size)
         except Exception as error:  # what others do wrong must not fail this request in another way
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)
@@ -175,6 +208,16 @@ class Reclaimer:
         host = self._guard.host
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
+
+    def sibling(self, name: str) -> Sibling:
+        """Who is called so in `_usages` and `beside`."""
+        return self.shared if name == POOL and self.shared is not None else self._guard.frameworks[name]
+
+    def beside(self, device: Device, who: str) -> dict[str, Usage | None]:
+        """What the shared pool caches, if `who` is not in it: else it is the cache of `who` itself."""
+        if self.shared is None or who in self._guard.part(device.uuid).joined:
+            return {}
+        return {POOL: self.shared.usage(device)}
 
     def _usages(self, device: Device) -> dict[str, Usage | None]:
         return {name: framework.usage(device) for name, framework in self._guard.frameworks.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memguard import _policy
+from memguard._joint import POOL
 from memguard._reclaim import reservations
 from memguard._reclaim.reservations import Book, Verdict
 from memguard._types import DevicePlan, MemoryInfo, Room
@@ -49,17 +50,23 @@ def refused(
     said, _, fix = refusal.partition("\n    fix: ")
     patient = waiting is not None and waiting.deadline > waiting.began
     if waiting is not None and patient and now >= waiting.deadline:
-        said += f", after {now - waiting.began:.1f} s in which it waited its turn"
+        after = f"{now - waiting.began:.1f} s"
+        said += (
+            f", after {after} in which it waited its turn" if verdict.reserved else f"\n    it waited {after} for this"
+        )
     if verdict.reserved:
         longer = "let it wait longer" if patient else 'wait="60s" waits its turn'
         fix = f"{longer if waiting is not None else 'ask again once one of them has ended'}, or reserve less"
-    text = "\n      ".join([said + (":" if lines else ""), *lines])
+    if lines:
+        said += ":" if verdict.reserved else "\n    reserved or waited for on this GPU:"
+    text = "\n      ".join([said, *lines])
     return BudgetExceeded(framework, needed, verdict.available, f"{text}\n    fix: {fix}" if fix else text)
 
 
 def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
     """The error where what was to be given back was not."""
     names, memory = " and ".join(look.verdict.trim), look.memory
+    who = " and ".join(name for name in look.verdict.trim if name != POOL) or " and ".join(look.part.joined)
     return BudgetExceeded(
         framework,
         needed,
@@ -67,7 +74,7 @@ def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
         f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
         f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
         f"or a CUDA graph is being captured)\n"
-        f"    fix: call memguard.trim() on the thread that runs {names}",
+        f"    fix: call memguard.trim() on the thread that runs {who}",
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from memguard._oom import hooks
 from memguard._oom.classify import ErrorFacts, Verdict, classify
 from memguard._retry.types import Failure
 
 _WALKED = 100
 """Exceptions of one chain that are examined."""
-_TEXT = 120
-"""Characters of an error's text in a note on a later one."""
+_TEXT, _MOST = 240, 1000
+"""Characters of an error's text in a note on a later one: whole sentences up to the first number, the first in any case
+up to the second."""
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[^\sa-z])|\s*\n\s*")
 
 
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
@@ -30,8 +34,20 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
 
 def _words(facts: ErrorFacts) -> str:
     """Type and text in one line."""
-    text = " ".join(facts.text.split())
-    return f"{facts.type.rpartition('.')[2]}: {text if len(text) <= _TEXT else f'{text[:_TEXT]}…'}"
+    return f"{facts.type.rpartition('.')[2]}: {first_sentences(facts.text)}"
+
+
+def first_sentences(text: str) -> str:
+    """The sentences that begin the text, in one line: what was asked for and who holds what. Advice comes later."""
+    found = ""
+    sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
+    for one in sentences:
+        if found and len(found) + len(one) >= _TEXT:
+            return f"{found} …"
+        found = f"{found} {one}".strip()
+        if len(found) > _MOST:
+            return f"{found[:_MOST].rpartition(' ')[0] or found[:_MOST]} …"
+    return found
 
 
 def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Verdict] | None:

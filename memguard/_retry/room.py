@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard import _api
 from memguard._devices import contexts, suspension
+from memguard._joint import POOL
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._oom.remedies import WORKSPACE
@@ -74,7 +75,8 @@ def make(failure: Failure) -> Done:
     live = _of(now, "in_use")
     freed = sum(_less(failure.in_use[uuid], live.get(uuid, {})) for uuid in failure.in_use)
     returned: dict[str, int] = {}
-    for name in guard.frameworks:
+    pool = [POOL] if any(part.joined for part in guard.plan.devices) else []
+    for name in (*pool, *guard.frameworks):
         _add(returned, {name: guard.trim(name)})
     device, who = _device(guard, failure), failure.who
     uuid = None if device is None else device.uuid

@@ -104,7 +104,7 @@ class Run:
             self.size = sizes.smaller(self.size, self.policy.floor, self.policy.multiple)
             smaller = f"{self.name}={self.size}"
         text = words.line(failure, done, len(self._runs) + 1, self.most, smaller)
-        self._runs.append(f"{before}{failure.words}: {words.done(done, failure.who)}")
+        self._runs.append(f"{before}{failure.words}\n    then {words.done(done, failure.who)}")
         _log.warning("%s", text)
         try:
             room.announce(failure, done, text)

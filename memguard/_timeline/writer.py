@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from memguard._locks import Turn
+from memguard._locks import Turn, awaiting
 from memguard._timeline import files
 from memguard._timeline import format as records
 from memguard._timeline.format import MAX_LINE, MAX_SECONDS, Columns, Dropped, Header
@@ -26,6 +27,8 @@ _PARTS = 32
 """A file is full at 1/32 of the limit. One part is kept for the thinned records, one as room to thin in."""
 _PATIENCE = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
+_LEAVING = 5.0
+"""Seconds that a new timeline waits for the write in which another thread still has the file of a closed one."""
 _RETRY = 5.0
 """Seconds between attempts while the disk is full or the folder is gone."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -40,6 +43,8 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
+_leaving: dict[int, Writer] = {}
+"""Those of this process that were told to close and have not yet: somebody is within a write."""
 
 
 class _Part:
@@ -74,6 +79,9 @@ class Writer:
         self.path = files.expand(path, self._pid, rank)
         self._say, self._clock, self._turn = say, clock, Turn()
         self._waiting: deque[Callable[[], object]] = deque()  # records that came within the writing of another one
+        self._begun = False
+        self._over = False  # told to close; whoever has the turn does it, if `close` cannot
+        self._writing = 0  # the thread that had the turn last
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), timezone.utc).isoformat(timespec="milliseconds")
@@ -102,13 +110,22 @@ class Writer:
             self.begin()
 
     def begin(self) -> None:
-        """Create the file. Call it once."""
+        """Create the file, and write what came before that. Call it once."""
         with self._or_refused():
+            try:
+                self._turn.take(self._begin_first, _PATIENCE)
+            finally:
+                if self._waiting or self._over:  # by a signal handler or finalizer within it
+                    self._settle(_PATIENCE)
+
+    def _begin_first(self) -> None:
+        if os.getpid() == self._pid:
             self._look()
+            self._begun = True
             self._begin()
 
-    def check(self, held: str | None = None) -> None:
-        """Raise TimelineError if the file could not be begun. `held` is the file of a writer that will be closed first.
+    def check(self, held: Writer | None = None) -> None:
+        """Raise TimelineError if the file could not be begun. `held` is a writer that will be closed first.
 
         Leaves nothing behind and changes no existing file.
         """
@@ -147,17 +164,24 @@ class Writer:
         self._put(Dropped(ooms=1), when, lambda: self._append(records.oom_line(when, report, self._longest)))
 
     def close(self) -> None:
-        """Stop writing. The files stay."""
+        """Stop writing. The files stay.
+
+        While a record is being written, its file stays open: on this thread, or for longer than `_PATIENCE` on another
+        one. Whoever writes it then closes it.
+        """
         if os.getpid() != self._pid:
             return
-        if self._turn.mine:  # within a record, whose file must stay open until it is written
-            self._waiting.append(self._close)
-        else:
-            self._turn.take(self._close, _PATIENCE)
+        self._over = True
+        _leaving[id(self)] = self
+        if not self._turn.mine:
+            self._settle(_PATIENCE)
+        if self._pid < 0:  # perhaps before it came into the list: by a finalizer
+            _leaving.pop(id(self), None)
 
     def _close(self) -> None:
         self._shut()
         self._pid = -1  # no process has this PID, so every later call does nothing, as in a child
+        _leaving.pop(id(self), None)
 
     def forked(self) -> None:
         """In a forked child: close the parent's file. Without the lock, which a thread of the parent may have held."""
@@ -180,31 +204,52 @@ class Writer:
         return min(MAX_LINE, self._most // 2)
 
     def _put(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> None:
-        if os.getpid() != self._pid:  # a forked child shares the file with its parent and must not write to it
+        if self._over or os.getpid() != self._pid:  # a forked child shares the file with its parent: it must not write
             return
-        if self._turn.mine:  # a signal handler or finalizer, within the writing of another record: that comes first
+        # Within the writing of another record, by a signal handler or finalizer, that comes first. So does `begin`.
+        if self._turn.mine or not self._begun:
             self._waiting.append(lambda: self._put_now(one, when, write, *given))
             return
 
         try:
-            put = self._turn.take(self._put_now, _PATIENCE, one, when, write, *given)
-            if put is None:
-                self._unreported += one
-                return
+            try:
+                put = self._turn.take(self._put_now, _PATIENCE, one, when, write, *given)
+                if put is None:
+                    self._unreported += one
+                    return
+            finally:
+                if self._waiting or self._over:
+                    self._settle(_PATIENCE)
         finally:
-            if self._waiting:
-                self._turn.take(self._catch_up, _PATIENCE)
+            if self._waiting or self._over:  # again: a Ctrl-C may have come into the one before
+                self._settle(_PATIENCE)
         (message,) = put
         if message is not None and self._say is not None:
             with contextlib.suppress(Exception):
                 self._say(message)
 
+    def _settle(self, patience: float) -> None:
+        """Do what came while somebody had the turn: write the records, and close.
+
+        Whoever had the turn comes here once it is free again. So what is left here, because another thread has it and
+        keeps it for longer than `patience` seconds, that thread does.
+        """
+        while self._waiting or (self._over and self._pid == os.getpid()):
+            if awaiting(self._writing, self._turn.take, self._catch_up, patience) is None:
+                return
+
     def _catch_up(self) -> None:
+        self._writing = threading.get_ident()
         while self._waiting:
             self._waiting.popleft()()
+        if self._over:
+            self._close()
 
     def _put_now(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> str | None:
         """Write it. Returns what there is to say about it."""
+        if os.getpid() != self._pid or not self._begun:  # closed since `_put` looked: it would begin the file anew
+            return None
+        self._writing = threading.get_ident()
         try:
             if self._failure is not None and one.samples and 0 <= self._clock() - self._retry < _RETRY:
                 self._unreported += one
@@ -282,18 +327,39 @@ class Writer:
         else:
             files.remove(self.path)
 
-    def _refuse_others(self, held: str | None) -> None:
-        """Raise if the existing file is not ours to change, or is being written (unless it is `held`)."""
+    def _refuse_others(self, held: Writer | None) -> None:
+        """Raise if the existing file is not ours to change, or is being written (unless by `held`)."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
                 f"{self.path}: {why}\n    fix: name another file; memguard overwrites only its own timelines"
             )
-        let_go = held is not None and os.path.exists(held) and os.path.samefile(held, self.path)
-        if not let_go and files.in_use(self.path):
+        if held is not None and held._writes(self.path):
+            if not held._turn.mine:
+                return
+        elif not files.in_use(self.path) or self._left_by_now():
+            return
+        if any(one._turn.mine and one._writes(self.path) for one in [held, *_leaving.values()] if one is not None):
             raise TimelineError(
-                f"{self.path}: another process, or another budget in this process, is writing it\n"
-                "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
+                f"{self.path}: this thread is just writing it, and memguard was called within that, by a signal "
+                "handler or a finalizer\n    fix: call it once the other call has returned"
             )
+        raise TimelineError(
+            f"{self.path}: another process, or another budget in this process, is writing it\n"
+            "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
+        )
+
+    def _left_by_now(self) -> bool:
+        """Wait for those who were told to close this file, if another thread writes to it. Whether nobody has it."""
+        for one in list(_leaving.values()):
+            if one._pid == os.getpid() and not one._turn.mine and one._writes(self.path):
+                one._settle(_LEAVING)
+        return not os.path.lexists(self.path) or not files.in_use(self.path)
+
+    def _writes(self, path: str) -> bool:
+        try:
+            return os.path.samefile(self.path, path)
+        except OSError:  # one of them is gone
+            return False
 
     def _begin(self) -> None:
         self._make_room()

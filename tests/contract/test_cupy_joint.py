@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -46,8 +47,8 @@ class FakePool:
     def used(self) -> int:
         return int(self.gpu.pool_used)
 
-    def trim(self) -> None:
-        self.gpu.trim_pool()
+    def trim(self, keep: int = 0) -> None:
+        self.gpu.trim_pool(keep)
 
     def keep(self) -> int | None:
         found, self.gpu.threshold = self.gpu.threshold, 2**64 - 1
@@ -313,6 +314,42 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(model: Any, monke
     del live
     gc.collect()  # what the test's own helper caught
     assert setting.alloc(156 * MIB).ptr
+
+
+def test_two_threads_do_not_pass_that_cap_together(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both look at what is in use before either has allocated."""
+    monkeypatch.setattr(pools, "DefaultPool", lambda ordinal: FakePool(ordinal, 1 << 50))
+    joint = Joint(model(), 256 * MIB)
+    joint.pool = JointPool({joint.uuid: 256 * MIB}, joint.warned.append, capped=False)
+    joint.framework._joint = joint.pool
+    setting, both, waits = joint.setting, threading.Barrier(2, timeout=10), list[int]()
+    looked = FakePool.used
+
+    def used(pool: FakePool) -> int:
+        found = looked(pool)
+        if waits:
+            waits.pop()
+            both.wait()
+        return found
+
+    monkeypatch.setattr(FakePool, "used", used)
+    setting.apply(256 * MIB)
+    live, refused = [setting.alloc(MIB)], []
+    waits += [1, 1]
+
+    def work() -> None:
+        setting.card.use(0)
+        try:
+            live.append(setting.alloc(200 * MIB))
+        except setting.oom as error:
+            refused.append(type(error))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(live) == 2 and len(refused) == 1 and joint.gpu.pool_used == 201 * MIB
 
 
 @pytest.mark.parametrize("seed", range(5))

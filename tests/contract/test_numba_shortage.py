@@ -7,23 +7,23 @@ import gc
 import os
 import random
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import short
+from short import PAGE, filled, refusals, two_at_once
 from test_interrupted_apply import interruptions
 from test_numba_model import Model, Setting, model
 from test_numba_pool import flush, manager
 
 from memguard._devices import contexts
 from memguard._frameworks.shortages import TRIES
-from memguard._types import Moment, Shortage
+from memguard._types import Shortage
 from memguard._units import GIB, MIB, round_up
 
 __all__ = ["model"]  # a fixture
 
-PAGE = 2 * MIB
 CAP = 64 * MIB
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "23"))
 
@@ -33,26 +33,13 @@ def setting(model: Model) -> Setting:
     made = model("h200")
     made.apply(CAP)
     made.cuda.current_context()
-    made.refusals = []  # type: ignore[attr-defined]
-    made.framework.on_refusal = made.refusals.append  # type: ignore[attr-defined]
+    short.noted(made)
     return made
-
-
-def refusals(setting: Setting) -> list[Moment]:
-    return setting.refusals  # type: ignore[attr-defined, no-any-return]
 
 
 def shortages(setting: Setting, serve: Callable[[Shortage], bool]) -> list[Shortage]:
     """What is asked for from now on; `serve` answers, without the lock of the GPU's count."""
-    asked: list[Shortage] = []
-
-    def on_shortage(shortage: Shortage) -> bool:
-        asked.append(shortage)
-        assert not manager(setting).bank.lock._is_owned(), "it was asked with the lock held"
-        return serve(shortage)
-
-    setting.framework.on_shortage = on_shortage
-    return asked
+    return short.shortages(setting, serve, lambda setting: not manager(setting).bank.lock._is_owned())
 
 
 def cap(setting: Setting, size: int) -> None:
@@ -85,20 +72,12 @@ def test_a_request_above_its_cap_is_served_once_the_cap_is_raised(setting: Setti
 
 def test_a_request_on_a_full_card_is_served_once_others_gave_back(setting: Setting) -> None:
     warm, card = setting.cuda.device_array(1000), setting.driver.cards[0]
-    theirs = [card.take(64 * MIB) for _ in range((card.total - card.aside - card.taken) // (64 * MIB))]
-    theirs += [card.take(PAGE) for _ in range((card.total - card.aside - card.taken) // PAGE)]
-
-    def gave(shortage: Shortage) -> bool:
-        while card.total - card.aside - card.taken < shortage.needed:
-            card.give(theirs.pop())
-        return True
-
-    asked = shortages(setting, gave)
-    array = setting.cuda.device_array(19 * MIB)
-    assert asked == [Shortage("numba", setting.gpu.uuid, 19 * MIB, 20 * MIB, full=True)] and refusals(setting) == []
-    del array, warm
-    for address in theirs:
-        card.give(address)
+    with filled(card) as gave:
+        asked = shortages(setting, gave)
+        array = setting.cuda.device_array(19 * MIB)
+        assert asked == [Shortage("numba", setting.gpu.uuid, 19 * MIB, 20 * MIB, full=True)]
+        assert refusals(setting) == []
+        del array, warm
 
 
 @pytest.mark.parametrize(("answer", "times"), [(False, 1), (True, TRIES)])
@@ -120,26 +99,15 @@ def test_within_another_call_that_has_the_lock_nobody_is_asked(setting: Setting)
 
 def test_two_threads_short_at_once_are_both_served(setting: Setting) -> None:
     live: list[Any] = []
-    together, raising = threading.Barrier(2, timeout=20), threading.Lock()
-
-    def raised(shortage: Shortage) -> bool:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait(2)
-        with raising:
-            cap(setting, setting.framework.caps[setting.gpu.uuid] + shortage.needed)
-        return True
-
-    setting.framework.on_shortage = raised
 
     def work() -> None:
         with setting.cuda.gpus[0]:
             live.append(setting.cuda.device_array(CAP + PAGE))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    def raise_cap(shortage: Shortage) -> None:
+        cap(setting, setting.framework.caps[setting.gpu.uuid] + shortage.needed)
+
+    two_at_once(setting, raise_cap, work)
     assert len(live) == 2 and refusals(setting) == [] and setting.usage().held == setting.taken() == 2 * (CAP + PAGE)
 
 

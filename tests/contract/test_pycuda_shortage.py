@@ -13,16 +13,17 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
+import short
+from short import PAGE, filled, refusals, two_at_once
 from test_interrupted_apply import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 from test_pycuda_oracle import Program
 
 from memguard._frameworks.shortages import TRIES
 from memguard._frameworks.simulated import allocators
-from memguard._types import Moment, Shortage
+from memguard._types import Shortage
 from memguard._units import GIB, MIB, round_up
 
-PAGE = 2 * MIB
 CAP = 40 * MIB
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "61"))
 COPIES = pytest.mark.skipif(
@@ -35,31 +36,22 @@ COPIES = pytest.mark.skipif(
 def setting(model: Model) -> Setting:  # noqa: F811
     made = model()
     made.apply(CAP)
-    made.refusals = []  # type: ignore[attr-defined]
-    made.framework.on_refusal = made.refusals.append  # type: ignore[attr-defined]
+    short.noted(made)
     return made
-
-
-def refusals(setting: Setting) -> list[Moment]:
-    return setting.refusals  # type: ignore[attr-defined, no-any-return]
 
 
 def shortages(setting: Setting, serve: Callable[[Shortage], bool]) -> list[Shortage]:
     """What is asked for from now on; `serve` answers, while any other thread may have the adapter's lock."""
-    asked: list[Shortage] = []
 
-    def on_shortage(shortage: Shortage) -> bool:
-        asked.append(shortage)
+    def unlocked(setting: Setting) -> bool:
         free: list[bool] = []
         thread = threading.Thread(target=lambda: free.append(setting.framework._lock.acquire(blocking=False)))
         thread.start()
         thread.join()
-        assert free == [True], "it was asked with the lock held"
         setting.framework._lock = threading.RLock()  # the one taken belongs to a thread that is gone
-        return serve(shortage)
+        return free == [True]
 
-    setting.framework.on_shortage = on_shortage
-    return asked
+    return short.shortages(setting, serve, unlocked)
 
 
 def cap(setting: Setting, size: int) -> None:
@@ -108,21 +100,12 @@ def test_a_request_above_its_cap_is_served_once_the_cap_is_raised(setting: Setti
 def test_a_request_on_a_full_card_is_served_once_others_gave_back(setting: Setting, way: str) -> None:
     allocate, card = setting.ways()[way], setting.drv.gpus[0]
     warm = allocate(1000)
-    theirs = [card.take(512 * MIB) for _ in range((card.total - card.aside - card.taken) // (512 * MIB))]
-    theirs += [card.take(PAGE) for _ in range((card.total - card.aside - card.taken) // PAGE)]
-
-    def gave(shortage: Shortage) -> bool:
-        while card.total - card.aside - card.taken < shortage.needed:
-            card.give(theirs.pop())
-        return True
-
-    asked = shortages(setting, gave)
-    array = allocate(20 * MIB)
-    assert [one.full for one in asked] == [True] and refusals(setting) == []
-    assert round_up(20 * MIB) <= asked[0].needed <= 24 * MIB
-    del array, warm
-    for address in theirs:
-        card.give(address)
+    with filled(card) as gave:
+        asked = shortages(setting, gave)
+        array = allocate(20 * MIB)
+        assert [one.full for one in asked] == [True] and refusals(setting) == []
+        assert round_up(20 * MIB) <= asked[0].needed <= 24 * MIB
+        del array, warm
 
 
 def test_what_another_pool_of_pycudas_keeps_idle_goes_before_anybody_is_asked(setting: Setting) -> None:
@@ -130,13 +113,11 @@ def test_what_another_pool_of_pycudas_keeps_idle_goes_before_anybody_is_asked(se
     cap(setting, GIB)
     pool.allocate(100 * MIB)
     warm = setting.drv.mem_alloc(1000)
-    theirs = [card.take(PAGE) for _ in range((card.total - card.aside - card.taken) // PAGE)]
-    asked = shortages(setting, lambda _: False)
-    array = setting.drv.mem_alloc(90 * MIB)
-    assert asked == [] and refusals(setting) == []
-    del array, warm
-    for address in theirs:
-        card.give(address)
+    with filled(card):
+        asked = shortages(setting, lambda _: False)
+        array = setting.drv.mem_alloc(90 * MIB)
+        assert asked == [] and refusals(setting) == []
+        del array, warm
 
 
 @pytest.mark.parametrize(("answer", "times"), [(False, 1), (True, TRIES)])
@@ -181,17 +162,7 @@ def test_within_another_call_that_has_the_lock_nobody_is_asked(setting: Setting)
 
 def test_two_threads_short_at_once_are_both_served(setting: Setting) -> None:
     live: list[Any] = []
-    together, raising = threading.Barrier(2, timeout=20), threading.Lock()
     warm = setting.drv.mem_alloc(1000)
-
-    def raised(shortage: Shortage) -> bool:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait(2)
-        with raising:
-            cap(setting, setting.framework._caps[setting.gpu.uuid] + shortage.needed)
-        return True
-
-    setting.framework.on_shortage = raised
     context = setting.drv.Context.get_current()
 
     def work() -> None:
@@ -201,11 +172,10 @@ def test_two_threads_short_at_once_are_both_served(setting: Setting) -> None:
         finally:
             setting.drv.Context.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    def raise_cap(shortage: Shortage) -> None:
+        cap(setting, setting.framework._caps[setting.gpu.uuid] + shortage.needed)
+
+    two_at_once(setting, raise_cap, work)
     assert len(live) == 2 and refusals(setting) == [] and setting.usage().held == setting.taken
     del warm
 

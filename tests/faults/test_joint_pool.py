@@ -192,7 +192,7 @@ joint = JointPool({gpu.uuid: 100 * MIB}, warned.append, capped=False)
 joint.use("jax", gpu.uuid, 0)
 result["made"], result["kept"] = state(), stub.stub_pool_threshold(0) == NEVER
 stub.stub_pool_use(0, ctypes.c_ulonglong(96 * MIB), ctypes.c_ulonglong(60 * MIB))
-result["fits"] = [joint.fits(gpu.uuid, 40 * MIB), joint.fits(gpu.uuid, 40 * MIB + 1)]
+result["fits"] = [joint.limit(gpu.uuid).take(size) is not None for size in (40 * MIB, 40 * MIB + 1)]
 result["row"] = joint.usage(gpu, 60 * MIB, True)[:3]
 joint.restore()
 result["first"] = stub.stub_pool_threshold(0)

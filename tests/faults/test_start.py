@@ -21,7 +21,8 @@ import memguard
 
 SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
-    "", "_api", "_blocks", "_guard", "_locks", "_logs", "_policy", "_specs", "_text", "_types", "_undo", "_units",
+    "", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text", "_types",
+    "_undo", "_units",
     "_workers", "errors", "_findings", "_joint",
     "_config", "_config.budget", "_config.checks", "_config.document", "_config.origin", "_config.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda",
@@ -42,12 +43,12 @@ SIMULATED = {
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
     "_frameworks.simulated.starts",
 }  # fmt: skip
-CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "pieces")}
+CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "limits", "pieces")}
 ADAPTERS = {
     "tensorflow": {"_frameworks.tensorflow"},
-    "torch": {"_frameworks.torch", "_frameworks.torch.adapter", "_frameworks.torch.settings", "_frameworks.rmm"},
+    "torch": {f"_frameworks.{name}" for name in ("torch", "torch.adapter", "torch.settings", "driver_pools", "rmm")},
     "jax": {"_frameworks.jax"},
-    "cupy": {"_frameworks.cupy", "_frameworks.rmm", *CUPY},
+    "cupy": {"_frameworks.cupy", "_frameworks.driver_pools", "_frameworks.rmm", *CUPY},
     "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "aside", "pitched", "pool", "streams")}
     | {"_frameworks.least", "_frameworks.shortages"},
     "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"}

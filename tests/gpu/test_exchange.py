@@ -6,14 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gpus_here import EXCHANGE, TWO_GPUS
 
 Run = Callable[..., dict[str, Any]]
-BENCH = """
-import sys
-sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
-import _arrays, exchange as bench
-from memguard import exchange
-"""
 SOME = {
     "MEMGUARD_EXCHANGE_ROUNDS": "60",
     "MEMGUARD_EXCHANGE_HAND_OVERS": "900",
@@ -21,19 +16,9 @@ SOME = {
 }
 
 
-def _gpus() -> int:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:
-        return 0
-
-
 def test_every_pair_shares_its_pointer_each_dtype_and_nothing_is_lost(run: Run) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + """
 result.update(bench.pairs())
 result["dtypes"] = bench.dtypes()
@@ -59,7 +44,7 @@ result["leak"] = bench.leak()
 
 def test_a_process_ends_well_with_views_of_every_pair_alive(run: Run) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + """
 import numpy as np
 _arrays.start(*_arrays.NAMES)
@@ -77,7 +62,7 @@ result["views"] = len(keep) - 1
 
 @pytest.mark.parametrize("source", ["torch", "cupy"])
 def test_odd_arrays_get_the_documented_answer_and_no_process_dies(run: Run, source: str) -> None:
-    found = run(BENCH + f"\nresult.update(bench.edges({source!r}))\n", timeout=240)
+    found = run(EXCHANGE + f"\nresult.update(bench.edges({source!r}))\n", timeout=240)
     assert not found["deaths"] and found["open"] == 0
     assert len(found["cases"]) > 80
     wrong = [one for one in found["cases"] if one["outcome"] != one["expected"] or one["copy"] != one["expected_copy"]]
@@ -88,7 +73,7 @@ def test_odd_arrays_get_the_documented_answer_and_no_process_dies(run: Run, sour
 def test_by_hand_a_misaligned_array_ends_the_process(run: Run) -> None:
     """Or what memguard refuses need not be refused."""
     found = run(
-        BENCH
+        EXCHANGE
         + """
 import subprocess
 done = subprocess.run(
@@ -102,7 +87,7 @@ result["rc"] = done.returncode
 
 def test_none_is_stale_while_the_producer_still_works(run: Run) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + """
 result["torch"] = bench.order("torch")["order"]
 result["numba"] = bench.order("numba")["order"]
@@ -123,7 +108,7 @@ result["by hand"] = _order.controls(20)["ways"]
 
 
 def test_memory_is_not_used_again_while_a_dropped_view_is_still_read(run: Run) -> None:
-    found = run(BENCH + "\nresult.update(bench.dropped())\n", env=SOME, timeout=150)
+    found = run(EXCHANGE + "\nresult.update(bench.dropped())\n", env=SOME, timeout=150)
     assert len(found["dropped"]) == 5
     for name, one in found["dropped"].items():
         assert one["wrong"] == 0 and one["rounds"] == 60, (name, one)
@@ -135,7 +120,7 @@ def test_memory_is_not_used_again_while_a_dropped_view_is_still_read(run: Run) -
 def test_eight_threads_hand_over_for_ten_seconds(run: Run) -> None:
     """A deadlock ends the process after a minute, with every thread's traceback."""
     found = run(
-        BENCH
+        EXCHANGE
         + """
 import faulthandler, threading, time
 _arrays.start("torch", "tensorflow", "jax", "cupy", "numba")
@@ -190,7 +175,7 @@ result.update(counts=counts, errors=errors, open=bench.still_open())
 
 def test_graphs_of_tensorflow_are_fed_from_torch_without_the_host(run: Run) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + """
 _arrays.start("torch", "tensorflow")
 import tensorflow as tf, torch
@@ -242,7 +227,7 @@ except Exception as error:
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_a_capture_of_torchs_in_another_thread_is_not_spoilt(run: Run, mode: str) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + f"MODE = {mode!r}\n"
         + """
 import threading, time
@@ -353,7 +338,7 @@ def test_a_frameworks_own_array_is_ready_for_the_stream_that_is_named(run: Run) 
     assert found["right"] == {"by hand": False, "stream": True, "stream and device": True}
 
 
-@pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_a_copy_to_the_other_gpu_is_made_after_the_producers_work(run: Run) -> None:
     found = run(
         """
@@ -390,9 +375,9 @@ def test_a_copy_to_the_other_gpu_is_made_after_the_producers_work(run: Run) -> N
     assert not any(found["stale"].values()), found["stale"]
 
 
-@pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_copies_go_from_one_gpu_to_the_other(run: Run) -> None:
-    found = run(BENCH + "\nresult.update(bench.peers())\n", env=SOME, timeout=200)
+    found = run(EXCHANGE + "\nresult.update(bench.peers())\n", env=SOME, timeout=200)
     assert set(found["peers"]) == {"torch", "tensorflow", "cupy", "jax", "pycuda", "numba"}
     for name, one in found["peers"].items():
         assert one.get("right") is True and "cuda:0 to cuda:1" in one["route"], (name, one)

@@ -6,24 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gpus_here import EXCHANGE, TWO_GPUS
 
 Run = Callable[..., dict[str, Any]]
-BENCH = """
-import sys
-sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
-import _arrays, exchange as bench
-from memguard import exchange
-"""
-
-
-def _gpus() -> int:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:
-        return 0
 
 
 CAPTURE = """
@@ -151,7 +136,7 @@ result["said"] = said
 def test_none_is_stale_when_the_producers_work_ends_just_then(run: Run, consumer: str) -> None:
     """Work that ends about when the hand-over asks, on any card: the stream is idle at some and busy at others."""
     found = run(
-        BENCH
+        EXCHANGE
         + f"CONSUMER = {consumer!r}\n"
         + """
 from _order import Edge
@@ -191,7 +176,7 @@ def test_what_pycuda_and_numba_take_follows_on_the_stream_that_is_named(
 ) -> None:
     """The host goes on while the producer still works, and the named stream has the values. By hand it has not."""
     found = run(
-        BENCH
+        EXCHANGE
         + f"PRODUCER, CONSUMER, COPY = {producer!r}, {consumer!r}, {copy!r}\n"
         + """
 import ctypes
@@ -244,7 +229,7 @@ result["open"] = bench.still_open()
 def test_a_copy_into_memory_that_pycuda_hands_out_again_comes_after_its_former_work(run: Run, kind: str) -> None:
     """PyCUDA's pool hands a block out while work on it still waits for a kernel. The control copies without order."""
     found = run(
-        BENCH
+        EXCHANGE
         + f"KIND = {kind!r}\n"
         + """
 import ctypes
@@ -290,7 +275,7 @@ for way in ("named", "not named", "by hand"):
 
 def test_numba_reads_on_the_stream_that_its_array_names(run: Run) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + """
 _arrays.start("torch", "numba")
 import torch
@@ -312,7 +297,7 @@ result["wrong"] = wrong
 @pytest.mark.parametrize("name", ["pycuda", "numba", "torch", "cupy"])
 def test_a_frameworks_own_copy_has_the_values_of_an_array_with_gaps(run: Run, name: str) -> None:
     found = run(
-        BENCH
+        EXCHANGE
         + f"NAME = {name!r}\n"
         + """
 import numpy as np
@@ -329,11 +314,11 @@ for case, (one, wanted) in cases.items():
     assert len(found) == 3 and all(right for right, _ in found.values()), found
 
 
-@pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_the_route_that_is_said_is_the_one_that_the_rate_shows(run: Run) -> None:
     """Of all six, by the driver's own copies with peer access and without: JAX's copies may go through the host."""
     found = run(
-        BENCH
+        EXCHANGE
         + """
 from checks import exchange_checks
 result["peers"] = bench.peers()
@@ -348,7 +333,7 @@ result["checks"] = exchange_checks({"peers": result["peers"]})
     assert check[0], check
 
 
-@pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("enabled", [False, True])
 def test_which_memory_a_gpu_reaches_is_what_was_enabled(run: Run, enabled: bool) -> None:
     """Is `CU_POINTER_ATTRIBUTE_DEVICE_POINTER` asked in the other GPU's context true to what was enabled?"""

@@ -9,23 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpus_here import GPUS, TWO_GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _gpus() -> list[str]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        return [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
-    except Exception:
-        return []
-
-
-GPUS = _gpus()
-pytestmark = pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+pytestmark = TWO_GPUS
 Run = Callable[..., dict[str, Any]]
 BUDGET = """
 BUDGET = {"version": 1, "device": {"limit": "20GiB"},

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import stub_driver
 from served import Run, serve
-
-HERE = Path(__file__).parent
-FAULTS = HERE.parent / "faults"
 
 LIVE = """
 import cupy_card  # first
@@ -51,13 +47,8 @@ framework.trim(gpu)
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("cuda")
-    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", HERE / "numba_driver.c"]
-    library = str(folder / "libcuda.so.1")
-    options = ["-shared", "-fPIC", "-w", "-DPER_THREAD=__thread", "-o", library]
-    subprocess.run(["gcc", *options, *map(str, sources), "-ldl"], check=True)
-    (serving,) = [serve("cupy_card", {"LD_LIBRARY_PATH": str(folder), "CUDA_STUB_COUNT": "1"})]
-    for run in serving:
+    environ = stub_driver.build_numbas(tmp_path_factory.mktemp("cuda"), "-DPER_THREAD=__thread")
+    for run in serve("cupy_card", {**environ, "CUDA_STUB_COUNT": "1"}):
         yield lambda code, run=run: run(LIVE + code)
 
 

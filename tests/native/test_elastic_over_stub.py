@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import stub_driver
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from stub_gpus import ONE, UUIDS
-
 ROOT = Path(__file__).resolve().parents[2]
 MOVES = """
 import json, _elastic_arrays, _elastic_moves
@@ -37,15 +34,9 @@ print("FOUND " + json.dumps({"blocks": found["blocks"], "pieces": found["pieces"
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One GPU of 64 GiB, of which neither the driver nor NVML is real."""
-    folder = tmp_path_factory.mktemp("gpu")
-    found = stub_driver.build(folder)
-    nvml, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "faults" / "nvml_stub.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(nvml), str(source)], check=True)
-    scenario = folder / "gpus"
-    scenario.write_text("\n".join(f"{key}={value}" for key, value in {**ONE, "driver": "580.0"}.items()) + "\n")
-    more = {"NVML_STUB": str(scenario), "CUDA_STUB_UUIDS": UUIDS[0], "CUDA_STUB_MIB": "65536", "CUDA_STUB_IDLE": "1"}
+    found = stub_driver.one_gpu(tmp_path_factory.mktemp("gpu"))
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), found.get("PYTHONPATH", "")])
-    return {**os.environ, **found, **more, "PYTHONPATH": paths}
+    return {**found, "PYTHONPATH": paths}
 
 
 def test_moves_between_pycuda_and_numba_are_served_and_told(env: dict[str, str]) -> None:

@@ -7,15 +7,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import stub_driver
 from served import environment, serve
 
-HERE = Path(__file__).parent
-FAULTS = HERE.parent / "faults"
 Run = Callable[..., dict[str, Any]]
 
 COMMON = """
@@ -86,11 +83,7 @@ def pycuda(stubbed: dict[str, str]) -> Run:
 
 @pytest.fixture(scope="module")
 def numba(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("cuda")
-    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", HERE / "numba_driver.c"]
-    library = str(folder / "libcuda.so.1")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, *map(str, sources), "-ldl"], check=True)
-    yield from serve("numba.cuda", {"LD_LIBRARY_PATH": str(folder)})
+    yield from serve("numba.cuda", stub_driver.build_numbas(tmp_path_factory.mktemp("cuda")))
 
 
 def test_pycudas_arrays_are_blocks_of_the_pool_and_undone_they_are_its_own(pycuda: Run) -> None:
@@ -266,6 +259,43 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(pycuda: Run) -> N
         """
     )
     assert "may hold 64.0 MiB" in found["text"] and found["second"] and found["current"] == 0
+
+
+def test_two_threads_do_not_pass_that_cap_together(pycuda: Run) -> None:
+    """Both look at what is in use before either has allocated."""
+    found = pycuda(
+        """
+        joint = JointPool({uuid: 64 * MIB}, print, capped=False)
+        framework = JointPyCUDA(host, joint)
+        framework.apply({uuid: 64 * MIB}, {})
+        both, waits = threading.Barrier(2, timeout=10), []
+        from memguard._devices.pools import DefaultPool as kind
+        looked = kind.used
+        def used(pool):
+            found = looked(pool)
+            if waits:
+                waits.pop()
+                both.wait()
+            return found
+        kind.used = used
+        live, refused = [drv.mem_alloc(MIB)], []
+        waits += [1, 1]
+        def work():
+            context.push()
+            try:
+                live.append(drv.mem_alloc(40 * MIB))
+            except drv.MemoryError as error:
+                refused.append(str(error))
+            finally:
+                context.pop()
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join(30)
+        result["live"], result["refused"], result["used"] = len(live), len(refused), joint.figures(uuid)[1]
+        live.clear()
+        """
+    )
+    assert found == {"live": 2, "refused": 1, "used": 41 << 20}
 
 
 def test_numbas_arrays_are_blocks_of_the_pool_and_large_ones_go_back_at_once(numba: Run) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import stub_driver
 from served import serve
 
-HERE = Path(__file__).parent
-FAULTS = HERE.parent / "faults"
 Run = Callable[..., dict[str, Any]]
 
 LIVE = """
@@ -44,11 +41,7 @@ def pooled(use):
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("cuda")
-    sources = [FAULTS / "cuda_stub.c", HERE / "memory_stub.c", HERE / "numba_driver.c"]
-    library = str(folder / "libcuda.so.1")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, *map(str, sources), "-ldl"], check=True)
-    yield from serve("numba.cuda", {"LD_LIBRARY_PATH": str(folder)})
+    yield from serve("numba.cuda", stub_driver.build_numbas(tmp_path_factory.mktemp("cuda")))
 
 
 def test_a_block_is_handed_out_when_the_event_after_its_flush_is_over(beside: Run) -> None:

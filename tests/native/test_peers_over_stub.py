@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +11,13 @@ from typing import Any
 import pytest
 import stub_driver
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from stub_gpus import ONE, UUIDS
-
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "peers.py"
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One GPU, of which neither the driver nor NVML is real."""
-    folder = tmp_path_factory.mktemp("gpu")
-    found = stub_driver.build(folder)
-    nvml, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "faults" / "nvml_stub.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(nvml), str(source)], check=True)
-    scenario = folder / "gpus"
-    scenario.write_text("\n".join(f"{key}={value}" for key, value in {**ONE, "driver": "580.0"}.items()) + "\n")
-    more = {"NVML_STUB": str(scenario), "CUDA_STUB_UUIDS": UUIDS[0], "CUDA_STUB_MIB": "65536", "CUDA_STUB_IDLE": "1"}
-    return {**os.environ, **found, **more}
+    return stub_driver.one_gpu(tmp_path_factory.mktemp("gpu"))
 
 
 def test_what_is_here_is_measured_and_what_is_not_is_said(env: dict[str, str], tmp_path: Path) -> None:

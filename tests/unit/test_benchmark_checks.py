@@ -812,6 +812,7 @@ def wrong_instead(value: Any) -> list[Any]:
     return ["warning" if value == "info" else type(value)() if value else ["a"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("benchmark", WHOLE)
 def test_each_check_of_the_list_can_fail_by_one_figure(benchmark: str) -> None:
     """One figure after the other is made wrong until every check has failed: by its bar, not by a death."""

@@ -386,6 +386,7 @@ def test_each_section_with_figures_of_numba_says_what_was_put_back() -> None:
     assert programs | by_path == {"all_frameworks", "their_tests", *table.WITH_NUMBA}, programs
 
 
+@pytest.mark.long
 def test_a_document_that_shows_a_stale_result_as_current_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert table.wrong(release=False) == [], "run python benchmarks/table.py"
     stale = [path.name for path in table.RESULTS.glob("*.json") if table.stale(table.load(path.name))]

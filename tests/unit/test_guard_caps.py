@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guards import BUDGET, TORCH, cap_of, imported, replaced, simulated, start
+from guards import BUDGET, TORCH, cap_of, host_of, imported, replaced, simulated, start
 
 import memguard
 from memguard import _api
@@ -70,11 +70,72 @@ def test_the_cap_of_an_elastic_share_is_not_resized_by_hand() -> None:
     memguard.resize("cupy", "3GiB")
 
 
-def test_what_is_lent_is_not_taken_for_a_fixed_cap() -> None:
-    elastic(torch={"min": "4GiB", "max": "100%"}, cupy={"limit": "2GiB"}, numba={"min": "1GiB", "max": "2GiB"})
+LENT = {"torch": {"min": "4GiB", "max": "100%"}, "cupy": {"limit": "4GiB"}, "numba": {"min": "1GiB", "max": "4GiB"}}
+
+
+def lent(cupy: str = "1GiB") -> memguard.Guard:
+    """The room is 14 GiB. CuPy's fixed cap is lowered, and all of that is lent to torch, whose arrays are in it."""
+    guard = elastic(**LENT)
+    for name in LENT:
+        simulated(guard, name).start_importing()
+    memguard.resize("cupy", cupy)
+    assert not guard.make_room("torch", 12 * GIB).missing and guard.plan.devices[0].caps["torch"] >= 12 * GIB
+    return guard
+
+
+def test_a_fixed_cap_that_rises_again_calls_back_what_is_not_used() -> None:
+    guard = lent()
+    torch, cupy = simulated(guard, "torch"), simulated(guard, "cupy")
+    torch.allocate(8 * GIB)
+    torch.free(torch.allocate(GIB))
+    memguard.resize("cupy", "4GiB")
+    assert cap_of(cupy) == 4 * GIB and cap_of(torch) == guard.plan.devices[0].caps["torch"] == 9 * GIB
+    assert torch.stats(host_of(guard).devices()[0]).held == 9 * GIB, "no cache goes that is not needed"
+    cupy.allocate(4 * GIB)
+
+
+def test_what_is_only_cached_comes_back_for_it_too() -> None:
+    guard = lent()
+    torch, cupy = simulated(guard, "torch"), simulated(guard, "cupy")
+    torch.allocate(5 * GIB)
+    torch.free(torch.allocate(7 * GIB))
+    memguard.resize("cupy", "4GiB")
+    assert cap_of(cupy) == 4 * GIB and torch.stats(host_of(guard).devices()[0]).held == 5 * GIB
+    part = guard.plan.devices[0]
+    assert part.unallocated == part.limit - part.reserve - sum(part.caps.values()) >= 0
+    assert any("room for cupy: torch gave back" in event.text for event in guard.moved())
+
+
+def test_what_is_live_stays_and_the_refusal_names_who_has_it() -> None:
+    guard = lent()
+    torch = simulated(guard, "torch")
+    torch.allocate(10 * GIB)
+    torch.free(torch.allocate(GIB))
+    caps = dict(guard.plan.devices[0].caps)
     with pytest.raises(PlanError) as caught:
-        memguard.resize("cupy", "3GiB")
-    assert str(caught.value).endswith(", or lower the max of torch in the budget, which has what is left")
+        memguard.resize("cupy", "4GiB")
+    text = str(caught.value)
+    assert "between 2.0 MiB and 3.00 GiB is possible beside the other caps; lent to others, in live arrays:" in text
+    assert "torch 6.00 GiB" in text and text.endswith("ask for at most 3072MiB, or free arrays of torch")
+    assert guard.plan.devices[0].caps == caps and torch.stats(host_of(guard).devices()[0]).held == 11 * GIB
+    memguard.resize("cupy", "3GiB")  # what it says is possible
+    assert cap_of(simulated(guard, "cupy")) == 3 * GIB and cap_of(torch) == 10 * GIB
+
+
+def test_it_rises_beyond_what_the_budget_gave_it_but_never_into_a_min() -> None:
+    guard = lent()
+    memguard.resize("cupy", "9GiB")
+    assert guard.plan.devices[0].caps == {"torch": 4 * GIB, "cupy": 9 * GIB, "numba": GIB}
+    with pytest.raises(PlanError, match="lower another framework's cap first"):
+        memguard.resize("cupy", "10GiB")
+
+
+def test_a_cap_that_cannot_change_calls_nothing_back() -> None:
+    guard = elastic(torch={"min": "4GiB", "max": "100%"}, tensorflow={"limit": "2GiB"})
+    simulated(guard, "tensorflow").start_importing()
+    with pytest.raises(PlanError):
+        memguard.resize("tensorflow", "3GiB")
+    assert guard.plan.devices[0].caps["torch"] == 12 * GIB
 
 
 def test_a_guard_prints_the_bounds_of_an_elastic_share() -> None:

@@ -175,6 +175,46 @@ def test_no_skips(tmp_path: Path, options: list[str], folder: str, code: int, wh
     assert ("passed" in done.stdout) == (not (code and whole)), done.stdout
 
 
+PROPERTIES = """
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+seen = {"plain": 0, "own": 0, "machine": 0}
+@given(st.integers())
+def test_plain(number): seen["plain"] += 1
+@settings(max_examples=40)
+@given(st.integers())
+def test_own(number): seen["own"] += 1
+class Machine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        seen["machine"] += 1
+    @rule(number=st.integers())
+    def step(self, number): pass
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=40)
+def test_counts():
+    with open("seen", "w") as file:
+        print(*seen.values(), file=file)
+"""
+
+
+def test_the_edges_have_ten_examples_of_each_property_and_state_machine(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(PROPERTIES)
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "--hypothesis-profile=edges"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, "."], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    plain, own, machine = map(int, (tmp_path / "seen").read_text().split())
+    assert plain == own == 10 and 10 <= machine <= 12
+
+
+def test_the_scripts_let_interpreters_keep_what_they_compiled() -> None:
+    code = '. scripts/lib.sh; echo "${PYTHONDONTWRITEBYTECODE-may}"'
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(["bash", "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "may\n", done.stderr
+
+
 def test_each_framework_is_installed_as_its_extra_says() -> None:
     from memguard._specs import SPECS
 

@@ -340,7 +340,7 @@ class Pool:
         self.idle.clear()
 
 
-@pytest.mark.parametrize("unit", [1, 512, 2 * MIB, 3 * MIB])
+@pytest.mark.parametrize("unit", [1, 2 * MIB, *(pytest.param(unit, marks=pytest.mark.long) for unit in (512, 3 * MIB))])
 def test_memory_is_filled_to_its_part_and_never_beyond(unit: int) -> None:
     draw, cap = random.Random(unit), 4 * GIB
     pool = Pool(unit)

@@ -480,3 +480,15 @@ def test_siblings_are_trimmed_only_as_far_as_it_takes_the_largest_first() -> Non
     )  # last who does not say
     refused = admit("torch", 17 * GIB + 1, 20 * GIB, usages, FULL)
     assert refused.available == 17 * GIB and refused.trim == () and "add 16.00 GiB" in (refused.refusal or "")
+
+
+@pytest.mark.parametrize(("name", "granted"), [("numba", False), ("pycuda", False), ("torch", True), ("cupy", True)])
+def test_what_blocks_were_rounded_up_by_serves_no_request(name: str, granted: bool) -> None:
+    """1 MiB of what it holds is neither in use nor could be given back: pieces of segments, or mere rounding."""
+    usage, memory = Usage(64 * MIB, 63 * MIB, 0), MemoryInfo(GIB, 0, 0, GIB)
+    at_cap = _policy.admit(name, MIB // 2, 2 * MIB, 64 * MIB, {name: usage}, memory)
+    assert (at_cap.refusal is None) == granted and at_cap.available == (MIB if granted else 0)
+    full = memory._replace(free=0)
+    beside = {name: usage, "jax": Usage(0, 0, 0)}
+    on_a_full_card = _policy.admit(name, MIB // 2, 2 * MIB, GIB, beside, full)
+    assert (on_a_full_card.refusal is None) == granted

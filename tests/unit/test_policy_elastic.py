@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -118,7 +120,7 @@ def test_a_min_too_small_for_a_granule() -> None:
         planned("t4", cupy={"min": "0.001%", "max": "1%"})
 
 
-@pytest.mark.parametrize(("live", "bound"), [({}, "max"), ({"torch": GIB}, "min")])
+@pytest.mark.parametrize(("live", "bound"), [({}, "max"), ({"torch": GIB}, "min and max")])
 def test_a_refusal_says_which_bound_to_raise(live: dict[str, int], bound: str) -> None:
     part = of_room(cupy={"min": "5%", "max": "15%"}, torch={"min": "5%", "max": "90%"}, jax={"share": "10%"})
     usage, memory = Usage(0, 0, 0), MemoryInfo(100 * GIB, 0, 0, 100 * GIB)
@@ -129,6 +131,55 @@ def test_a_refusal_says_which_bound_to_raise(live: dict[str, int], bound: str) -
         refusal = _policy.admit(name, GIB, GIB, part.caps[name], {name: usage}, memory).refusal
         assert refusal is not None
         assert said in _policy.elastic_refusal(refusal, part, name, Room({}, None, GIB, live))
+
+
+@pytest.mark.parametrize("live", [{}, {"torch": 100 * MIB}])
+@pytest.mark.parametrize("needed", [500, 1100, 1300, 1500, 1900])
+def test_the_budget_that_a_refusal_asks_for_has_room_for_the_request(needed: int, live: dict[str, int]) -> None:
+    """MiB, in a room of 2000: CuPy's max is 1400, and what others have for sure leaves 1200."""
+    shares: dict[str, Any] = {
+        "cupy": {"min": 200 * MIB, "max": 1400 * MIB}, "torch": {"min": 600 * MIB, "max": 900 * MIB},
+        "jax": {"limit": 200 * MIB},
+    }  # fmt: skip
+    part = of_room(**shares)
+    part = dataclasses.replace(part, caps={**part.caps, "cupy": 400 * MIB})
+    cap = 400 * MIB if needed == 500 else 1200 * MIB  # refused by the cap of now, or by the most that it may be
+    memory = MemoryInfo(100 * GIB, 0, 0, 100 * GIB)
+    plain = _policy.admit("cupy", needed * MIB, needed * MIB, cap, {"cupy": Usage(0, 0, 0)}, memory).refusal
+    if plain is None:  # it is not refused
+        assert needed == 1100
+        return
+    refusal = _policy.elastic_refusal(plain, part, "cupy", Room({}, None, GIB, live))
+    assert ("its cap can rise to 1.17 GiB" in refusal) == (cap == 1200 * MIB)
+    assert "what others have for sure leaves 1.17 GiB" in refusal
+    keys, mib = re.findall(
+        r"raise frameworks\.cupy\.(min|max|min and max) in the budget to at least (\d+)MiB", refusal
+    )[0]
+    less = re.search(r"lower what torch or jax has for sure \(min, share or limit\) by (\d+)MiB", refusal)
+    for key in keys.split(" and "):
+        shares["cupy"][key] = int(mib) * MIB
+    if less is not None:
+        part_of_it = min(int(less[1]), 598)
+        shares["torch"]["min"] -= part_of_it * MIB
+        shares["jax"]["limit"] -= (int(less[1]) - part_of_it) * MIB
+    again = of_room(**shares)
+    assert again.elastic["cupy"][0] >= needed * MIB
+
+
+def test_a_refusal_never_asks_for_more_than_the_budget_has() -> None:
+    part = of_room(cupy={"min": "5%", "max": "100%"}, torch={"min": "5%", "max": "90%"})
+    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), _policy.beside_minima(part, "cupy")
+    plain = _policy.admit("cupy", 3 * GIB, 3 * GIB, most, {"cupy": Usage(0, 0, 0)}, memory).refusal
+    assert plain is not None
+    refusal = _policy.elastic_refusal(plain, part, "cupy", Room({}, None, GIB, {}))
+    assert "raise frameworks" not in refusal and "use a larger GPU: the budget has 1.95 GiB of this one" in refusal
+
+
+def test_where_the_card_is_full_the_bounds_are_no_matter() -> None:
+    part = of_room(cupy={"min": "5%", "max": "15%"})
+    plain = _policy.admit("cupy", MIB, MIB, GIB, {"cupy": Usage(0, 0, 0)}, MemoryInfo(GIB, 0, GIB, 0)).refusal
+    assert plain is not None
+    assert _policy.elastic_refusal(plain, part, "cupy", Room({}, None, GIB, {})) == plain
 
 
 PERCENTS = st.integers(1, 40_000).map(lambda n: f"{n / 1000:.3f}%")

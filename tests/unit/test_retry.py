@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import memguard
 from memguard import Event
 from memguard._retry import room, sizes
+from memguard._retry.recognised import first_sentences
 from memguard._types import Room
 from memguard._units import GIB
 
@@ -637,3 +638,30 @@ def test_the_example_runs_without_a_gpu() -> None:
     said = [line.strip() for line in done.stdout.splitlines()]
     assert said[1] == "SimulatedTorchOutOfMemory" and said[3] == said[5] == "PyTorch held 66 GiB"
     assert done.stderr.count("running again") == 3
+
+
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 9.09 GiB is "
+    "free. Process 1234 has 70.00 GiB memory in use. 8.00 GiB allowed; Of the allocated memory 69.50 GiB is allocated "
+    "by PyTorch, and 1.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
+    "setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (TORCH_SAYS, TORCH_SAYS.partition(" 8.00 GiB allowed")[0] + " …"),
+        ("Out of memory allocating 1,024 bytes (limit set to: 600 bytes).",) * 2,
+        ("Out of memory while trying to allocate 8 bytes.\nBuffers:\n" + "x" * 300, None),
+        ("an error of one sentence " + "with very much to say " * 20 + "and an end. " + "Then more. " * 20, None),
+        ("no end " * 1000, None),
+        ("", ""),
+    ],
+)
+def test_of_an_errors_text_whole_sentences_are_kept(text: str, kept: str | None) -> None:
+    found = first_sentences(text)
+    assert kept is None or found == kept
+    first = " ".join(text.partition("\n")[0].split(". ")[0].split())
+    assert found.startswith(first) or (len(first) > 1000 and first.startswith(found.removesuffix(" …")))
+    assert "\n" not in found and len(found) <= 1002

@@ -28,7 +28,9 @@ SEEDS, AT_ONCE = 300, 50
 CONTROLS = range(10)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(AT_ONCE, SEEDS, AT_ONCE))]
+)
 def test_no_refusal_was_avoidable(first: int) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(first, first + AT_ONCE):

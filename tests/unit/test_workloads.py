@@ -704,6 +704,20 @@ ELASTIC = {
 }
 
 
+def test_a_refusal_at_an_elastic_cap_has_a_line_for_each_thing_it_says() -> None:
+    guard = start(ELASTIC)
+    torch = simulated(guard, "torch")
+    torch.allocate(7 * GIB)
+    with block("1GiB", name="holder"), pytest.raises(BudgetExceeded) as caught:
+        background_call(lambda: block("4800MiB", framework="cupy", wait=0.1).__enter__())
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("cupy needs 4.69 GiB but can get 2.00 GiB: its cap is 2.00 GiB and it holds 0 B")
+    assert lines[1].strip().startswith("cupy is elastic: min 2.00 GiB, max 10.00 GiB; lent to others, in live arrays:")
+    assert lines[2:4] == ["    it waited 0.1 s for this", "    reserved or waited for on this GPU:"]
+    assert lines[4].startswith("      'holder' (torch, thread MainThread) reserved 1.00 GiB")
+    assert lines[5].strip().startswith("fix: free arrays") and len(lines) == 6
+
+
 def test_what_is_reserved_is_not_lent_away() -> None:
     guard = start(ELASTIC)
     with block("8GiB", framework="cupy"):

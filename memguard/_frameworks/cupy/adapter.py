@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 import sys
 import threading
 import time
@@ -33,18 +32,18 @@ from typing import Any
 
 from memguard._devices import contexts
 from memguard._frameworks import rmm
-from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.base import with_size
 from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.collector import Collector
-from memguard._frameworks.cupy.pieces import Pieces
+from memguard._frameworks.cupy.limits import Limits, limit_of, limit_to
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
+from memguard._frameworks.driver_pools import returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
-from memguard._units import GRANULE, MIB, format_size, round_up
+from memguard._units import GRANULE, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _MOST_SIZES = 4096
 """So many sizes of requests are remembered with what they are rounded to."""
 _TRIES = 2
@@ -52,27 +51,17 @@ _TRIES = 2
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
-class CuPy(Framework):
+class CuPy(Limits):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
     spec = SPECS["cupy"]
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock = threading.RLock()
-        self._caps: dict[str, int] = {}
-        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
-        self._pieces: dict[int, Pieces] = {}
         self._blocks = blocks.Blocks()
         self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # by ordinal: held, used, when, what was found
-        self._ordinals: dict[str, int] = {}
-        self._pool: Any = None
         self._allocate: Callable[[int], Any] | None = None
         self._collector: Collector | None = None
-        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
-        # The limit that holds on every device of `_limited`, and the total up to which a small request cannot pass it.
-        # -1 if they differ, so that each request looks. Until the first one there is nothing to look at.
-        self._limit, self._safe = -1, sys.maxsize
         self._shares: dict[int, int] = {}  # what `whole_share` makes of a size
         self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
         self._raw_set: Callable[..., None] | None = None
@@ -173,7 +162,7 @@ class CuPy(Framework):
         with contexts.pushed(ordinal) as there:
             for pool in (self._asked(sys.modules["cupy"]), *(former for former, _ in self._former)) if there else ():
                 if isinstance(pool, sys.modules["cupy"].cuda.MemoryAsyncPool):
-                    part = blocks.returned_by_driver(int(pool.total_bytes()), int(pool.used_bytes()))
+                    part = returned_by_trim(int(pool.total_bytes()), int(pool.used_bytes()))
                 else:
                     part = self._blocks.reclaimable(pool, ordinal, known)
                 if part is None:
@@ -238,14 +227,14 @@ class CuPy(Framework):
                         cap = min(caps[uuid], before or caps[uuid])  # its own stricter limit stays
                         cap = max(cap - self._elsewhere(ordinal), 1)
                         self._note(ordinal, before, cap)
-                        self._on(ordinal, functools.partial(_set_limit, cap))
+                        self._on(ordinal, functools.partial(limit_to, cap))
             except BaseException:
                 changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
                 self._caps, self._limited = caps_before, limited_before
                 self._limit = self._safe = -1
                 for ordinal in changed:
                     with contextlib.suppress(Exception):
-                        self._on(ordinal, functools.partial(_set_limit, limited_before[ordinal][1]))
+                        self._on(ordinal, functools.partial(limit_to, limited_before[ordinal][1]))
                 raise
         return None
 
@@ -480,36 +469,6 @@ class CuPy(Framework):
                 error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here)
             )
 
-    def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
-        """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""
-        with self._lock:
-            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
-            cap = self._caps.get(uuid)
-            if cap is None or ordinal in self._limited:
-                if cap is None and self._caps:
-                    self._say(
-                        f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
-                    )
-                return
-            cap = max(cap - self._elsewhere(ordinal), 1)
-            before = self._pool.get_limit()
-            if 0 < before < cap:
-                self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
-                cap = before
-            elif before > cap:  # set before memguard could ask its GPU; an allocation must not fail for it
-                self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
-            self._pool.set_limit(size=cap)
-            found = self._pool.get_limit()
-            if found != cap:
-                self._pool.set_limit(size=before)
-                raise CapNotApplied(
-                    self.name,
-                    f"the limit reads back as {found}",
-                    "report this with the version; until then leave cupy out of the budget",
-                )
-            self._note(ordinal, before, cap)
-            self._pieces.setdefault(ordinal, Pieces(slabs[uuid]))
-
     def _replace(self, cupy: Any, replaced: Replacements) -> None:
         """Hold the allocators that the user sets from now on, or tell at once that they are not held."""
 
@@ -572,8 +531,8 @@ class CuPy(Framework):
             self._former = [entry for entry in self._former if entry[0] is not pool]
             self._former.append((self._pool, self._limited))
             for ordinal, (before, limit) in back.items():  # its own limit, which `_limit_here` compares with the cap
-                if self._on(ordinal, _get_limit, pool) == limit:
-                    self._on(ordinal, functools.partial(_set_limit, before), pool)
+                if self._on(ordinal, limit_of, pool) == limit:
+                    self._on(ordinal, functools.partial(limit_to, before), pool)
             self._pool, self._allocate, self._limited = pool, capped, {}
             self._limit = self._safe = -1
             for ordinal in self._by_uuid().values() if contexts.initialised() else ():
@@ -583,109 +542,12 @@ class CuPy(Framework):
         assert self._raw_set is not None
         self._raw_set(allocator)
 
-    def _note(self, ordinal: int, before: int, limit: int) -> None:
-        """The limit that is set on a device, and the user's own."""
-        self._limited[ordinal] = (before, limit)
-        limits = {limit for _, limit in self._limited.values()}
-        self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
-
-    def _elsewhere(self, ordinal: int) -> int:
-        """What pools that are no longer CuPy's allocator hold of the GPU, in bytes. They get no more than that."""
-        held = 0
-        idle = bool(self._former) and not self.capturing()  # freeing memory would spoil the graph
-        for pool, limited in self._former:
-            if idle:
-                with contexts.beside_captures():
-                    self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
-            total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
-            if total or ordinal in limited:
-                before, limit = limited.get(ordinal, (0, None))
-                now = self._on(ordinal, _get_limit, pool)
-                before = before if now == limit else now
-                limited[ordinal] = (before, max(total, 1))
-                self._on(ordinal, functools.partial(_set_limit, max(total, 1)), pool)
-            held += total
-        return held
-
-    def _make_room(self, ordinal: int) -> bool:
-        """Give the pool what others have given back since. Whether that is anything."""
-        with self._lock:
-            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
-            if not self._former or ordinal not in self._limited or uuid not in self._caps:
-                return False
-            self._hold(ordinal)
-            before, limit = self._limited[ordinal]
-            cap = max(self._caps[uuid] - self._elsewhere(ordinal), 1)
-            most = min(cap, before or cap)
-            if most <= limit:
-                return False
-            self._note(ordinal, before, most)
-            self._pool.set_limit(size=most)
-            return True
-
-    def _hold(self, ordinal: int, _: Any = None) -> None:
-        """The user has set another limit for the device that is current on this thread: the stricter one holds."""
-        with self._lock:
-            if ordinal not in self._limited:
-                return
-            _, limit = self._limited[ordinal]
-            asked = int(self._pool.get_limit())
-            if asked == limit:
-                return
-            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
-            cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
-            holds = asked if 0 < asked <= cap else cap
-            self._note(ordinal, asked, holds)
-            if holds == asked:
-                return
-            self._pool.set_limit(size=holds)
-        size = f"a limit of {format_size(asked)}" if asked else "no limit"
-        self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
-
-    def _limit_live(self, cupy: Any) -> None:
-        """Limit every pool whose device already has a context."""
-        for uuid, ordinal in self._by_uuid().items():
-            if uuid not in self._caps:
-                continue
-            with contexts.pushed(ordinal) as there:
-                if not there:
-                    continue
-                before = self._pool.get_limit()
-                if before > self._caps[uuid]:
-                    raise self._looser("cupy's MemoryPool.set_limit", before, self._caps[uuid])
-                self._limit_here(cupy, ordinal)
-
-    def _refuse_looser(self, caps: Mapping[str, int]) -> None:
-        text = os.environ.get(_LIMIT, "").strip()
-        if not text:
-            return
-        for device in self.host.devices():
-            cap = caps.get(device.uuid)
-            try:
-                limit = int(float(text[:-1]) / 100 * device.usable) if text.endswith("%") else int(text)
-            except (ValueError, OverflowError):
-                limit = -1
-            if limit < 0:
-                raise ConflictingSetting(
-                    self.name, f"{_LIMIT}={text}", "cannot be read", "unset it, or write bytes or a percentage"
-                )
-            if cap is not None and limit > cap:
-                raise self._looser(f"{_LIMIT}={text}", limit, cap)
-
-    def _looser(self, setting: str, limit: int, cap: int) -> ConflictingSetting:
-        return ConflictingSetting(
-            self.name,
-            f"{setting} ({format_size(limit)})",
-            f"is looser than the cap of {format_size(cap)}",
-            f"remove it, lower it, or raise frameworks.cupy in the budget to at least {-(-limit // MIB)}MiB",
-        )
-
     def _restore(self, cupy: Any) -> None:
         with self._lock:
             for pool, limited in (*self._former, (self._pool, self._limited)):
                 for ordinal, (before, cap) in list(limited.items()):
-                    if self._on(ordinal, _get_limit, pool) == cap:
-                        self._on(ordinal, functools.partial(_set_limit, before), pool)
+                    if self._on(ordinal, limit_of, pool) == cap:
+                        self._on(ordinal, functools.partial(limit_to, before), pool)
             self._limited.clear()
             self._idle.clear()
             for pieces in self._pieces.values():
@@ -734,31 +596,6 @@ class CuPy(Framework):
         if (pieces := self._pieces.get(ordinal)) is not None:
             pieces.settle(total)
         return (total, used) if total or used or ordinal in self._limited else None
-
-    def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Call `ask` with the pool, or another one, on a device that has a context; None if it has none."""
-        with contexts.pushed(ordinal) as there:
-            return ask(self._asked(sys.modules["cupy"]) if pool is None else pool) if there else None
-
-    def _asked(self, cupy: Any) -> Any:
-        """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""
-        pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
-        known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
-        return pool if known else cupy.get_default_memory_pool()
-
-    def _by_uuid(self) -> dict[str, int]:
-        """CUDA ordinal by UUID. Only once CUDA is initialised."""
-        if not self._ordinals:
-            self._ordinals = contexts.ordinals()
-        return self._ordinals
-
-
-def _get_limit(pool: Any) -> int:
-    return int(pool.get_limit())
-
-
-def _set_limit(size: int, pool: Any) -> None:
-    pool.set_limit(size=size)
 
 
 def _pool_of(memory: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 from memguard._frameworks.driver_pages import SMALL, UNIT
 from memguard._locks import Turn
 from memguard._logs import log as _log
-from memguard._units import GRANULE, MIB, round_up
+from memguard._units import GRANULE, round_up
 
 MOST = 4096
 """With more idle blocks than this the answer is None: a reading of so many takes 1.3 ms (measured, CuPy 14.2)."""
@@ -32,8 +32,6 @@ _WITHIN = 0.02
 """Seconds to wait for another thread that reads them."""
 _FULL = GRANULE - 16 * UNIT
 """A slab whose idle pieces add up to this much has no room for pieces of others that matter."""
-_PIECE = 32 * MIB
-"""The driver's own pools grow in such steps (measured)."""
 INDEX = "_debug_arena_get_index"
 _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
@@ -145,14 +143,3 @@ def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int]
         if known == number or (known < number and filled >= _FULL):
             found += GRANULE
     return found
-
-
-def returned_by_driver(total: int, used: int) -> int | None:
-    """What a trim of the driver's own pool gives back, which `MemoryAsyncPool` takes from.
-
-    Whole pieces come back, and the driver tells nobody which pieces have a live block. So it is known where nothing is
-    live, and where what idles is less than a piece; else None.
-    """
-    if not used:
-        return total
-    return 0 if total - used < _PIECE else None

@@ -13,34 +13,28 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._devices import contexts, suspension
 from memguard._frameworks import rmm
-from memguard._frameworks.base import with_size
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
-from memguard._frameworks.joint_pool import PIECE, JointPool
+from memguard._frameworks.cupy.limits import LIMIT
+from memguard._frameworks.joint_base import MOST_TIMES, UNIT, JointCapped
+from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.replacements import Replacements
-from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage
-from memguard._units import format_size, round_up
+from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._units import format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
-_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-_UNIT = 512
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_MOST_TIMES = 3
 
 
-class JointCuPy(CuPy):
+class JointCuPy(JointCapped, CuPy):
     """CuPy's async allocator over the shared pool."""
 
-    pooled = True
-
     def __init__(self, host: Any, joint: JointPool) -> None:
-        super().__init__(host)
-        self._joint = joint
+        super().__init__(host, joint)
         self._live_sizes: dict[int, dict[int, int]] = {}  # by ordinal: the size of each live allocation, by address
 
     def _live(self, module: Any) -> bool:
@@ -50,8 +44,8 @@ class JointCuPy(CuPy):
         cupy: Any = sys.modules["cupy"]
         before = cupy.cuda.get_allocator()
         pool = getattr(before, "__self__", None)
-        if os.environ.get(_LIMIT, "").strip():
-            raise self._refused_setting(_LIMIT, "is a limit of CuPy's own pool, and holds in no other", "unset it")
+        if os.environ.get(LIMIT, "").strip():
+            raise self._refused_setting(LIMIT, "is a limit of CuPy's own pool, and holds in no other", "unset it")
         if rmm.is_cupys(before) or not isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool)):
             setting = f"cupy.cuda.set_allocator({_named(before)})"
             raise self._refused_setting(setting, "allocates past the shared pool", "remove that call")
@@ -102,20 +96,6 @@ class JointCuPy(CuPy):
                 cupy.cuda.get_current_stream().synchronize()
                 self._joint.trim(device.uuid)
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """The cache is everybody's: all that idles in it."""
-        self.trim(device)
-
-    def resize(self, caps: Mapping[str, int]) -> None:
-        raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
-
-    def footprint(self, size: int) -> int:
-        """What it takes of the pool, which may have room for it in a piece that it holds."""
-        return round_up(size, _UNIT)
-
-    def unseen(self) -> str | None:
-        return None
-
     def _drift(self, cupy: Any) -> list[str]:
         if self._allocate is None:
             return []
@@ -165,7 +145,8 @@ class JointCuPy(CuPy):
 
         def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
             """None if the pool has no room."""
-            if not capped and not self._joint.fits(self._uuid(ordinal), size):
+            claim, limit = None, None if capped else self._joint.limit(self._uuid(ordinal))
+            if limit is not None and (claim := limit.take(size)) is None:
                 return None
             try:
                 return pointer(Counted(size, stream_here(), live), 0)
@@ -173,6 +154,9 @@ class JointCuPy(CuPy):
                 if error.status != _OUT_OF_MEMORY:
                     raise
                 return None
+            finally:
+                if claim is not None:
+                    claim.end()
 
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget with `strategy: pool`."""
@@ -180,7 +164,7 @@ class JointCuPy(CuPy):
             live = known.get(ordinal)
             if live is None:
                 live = self._begin(cupy, ordinal)
-            rounded = -(-size // _UNIT) * _UNIT
+            rounded = -(-size // UNIT) * UNIT
             taken = take(rounded, ordinal, live)
             if taken is not None:
                 return taken
@@ -202,26 +186,21 @@ class JointCuPy(CuPy):
     def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
         """The memory after all, or CuPy's own error, of which is told."""
         uuid = self._uuid(ordinal)
-        for _ in range(_MOST_TIMES):
+        for _ in range(MOST_TIMES):
             if self.capturing():  # waiting for the stream would end the capture
                 break
             cupy.cuda.get_current_stream().synchronize()
             if (memory := take()) is not None:
                 return memory
-            held, _ = self._joint.figures(uuid) or (0, 0)
-            full = held + round_up(size, PIECE) <= self._caps.get(uuid, 0)  # the cap allows it: the GPU is full
-            if not self._short(Shortage(self.name, uuid, size, round_up(size, PIECE), full)):
+            if not self._short(self._shortage_on(uuid, size, self._caps)):
                 break
         raise self._refusal(cupy, uuid, size)  # of a call: no frame keeps the error, and so the program's arrays, alive
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
         """CuPy's own error, of which was told."""
         held, _ = self._joint.figures(uuid) or (0, 0)
-        error = with_size(cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0)), size)
-        if uuid in self._caps:
-            here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
-        return error
+        error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
+        return self._told_on(uuid, error, size, self._caps)
 
     def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
         """An async pool that the user sets takes from the same pool; another is told at once."""

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from memguard._devices import contexts, pool_blocks
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.joint_blocks import JointBlocks
-from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.numba.adapter import Numba
 from memguard._frameworks.numba.places import DRIVER, handle_of, numba_contexts
 from memguard._frameworks.replacements import Replacements
@@ -25,10 +24,6 @@ from memguard.errors import CapNotApplied, ConflictingSetting
 
 class JointNumba(JointBlocks, Numba):
     """Numba's device arrays, in the shared pool."""
-
-    def __init__(self, host: Any, joint: JointPool) -> None:
-        super().__init__(host)
-        self._joint, self._joint_caps = joint, dict[str, int]()
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         driver: Any = sys.modules.get(DRIVER)

@@ -12,7 +12,6 @@ from typing import Any
 
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.joint_blocks import JointBlocks
-from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
@@ -25,10 +24,6 @@ _PITCH = 512
 
 class JointPyCUDA(JointBlocks, PyCUDA):
     """PyCUDA's device allocations, in the shared pool."""
-
-    def __init__(self, host: Any, joint: JointPool) -> None:
-        super().__init__(host)
-        self._joint, self._joint_caps = joint, dict[str, int]()
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         # Runs inside the import of pycuda.driver, as the other adapter's does.

@@ -40,7 +40,6 @@ class AllocatorModel:
     footprint   as `Framework.footprint`
     first_work  what the framework's own kernels take beside the shared context at its first work
     fixed       it takes its limit when it initialises, and keeps it
-    asks        memguard's allocator serves it, which has room made before it refuses a request
     reports     it reports single allocations; of the others the recorder samples the level
     silent      with growth it does not say what it holds (TensorFlow)
     totals      it does not say its peak (CuPy)
@@ -50,7 +49,6 @@ class AllocatorModel:
     footprint: Callable[[int], int]
     first_work: int = 0
     fixed: bool = False
-    asks: bool = False
     reports: bool = False
     silent: bool = False
     totals: bool = False
@@ -63,20 +61,17 @@ MODELS: Mapping[str, AllocatorModel] = {
     "torch": replace(_GENERIC, first_work=94 * MIB),
     "bfc": AllocatorModel(bfc, bfc_footprint, 4 * MIB, fixed=True, silent=True),
     "cupy": AllocatorModel(
-        lambda start: CuPyPool(start.take, start.give, start.cap), whole_share, 94 * MIB, asks=True, totals=True
+        lambda start: CuPyPool(start.take, start.give, start.cap), whole_share, 94 * MIB, totals=True
     ),
     "xla": AllocatorModel(xla, bfc_footprint, 34 * MIB, fixed=True),
-    "pool": AllocatorModel(
-        lambda start: PyCUDAPool(start.take, start.give, start.cap), pool_footprint, asks=True, reports=True
-    ),
+    "pool": AllocatorModel(lambda start: PyCUDAPool(start.take, start.give, start.cap), pool_footprint, reports=True),
     "emm": AllocatorModel(
-        lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable),
-        round_up,
-        2 * MIB,
-        asks=True,
+        lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
     ),
 }
 """By the `allocator` of a row. A row that names no model gets the generic one: a caching pool like torch's."""
+_ASKING = frozenset(row.allocator for row in SPECS.values() if row.asks)
+"""The allocators that have room made before they refuse a request, as memguard's own do."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
@@ -143,7 +138,8 @@ class SimulatedFramework(Framework):
         row = SPECS.get(name)
         if allocator not in MODELS if allocator is not None else row is None:
             raise ValueError(f"no simulated allocator for {name!r}: give one of {', '.join(MODELS)}")
-        self.model = MODELS.get(allocator or (row.allocator if row is not None else ""), _GENERIC)
+        allocator = allocator or (row.allocator if row is not None else "")
+        self.model = MODELS.get(allocator, _GENERIC)
         self.resizable = not self.model.fixed
         # A module of its own, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
@@ -157,7 +153,7 @@ class SimulatedFramework(Framework):
             workspace=0,
             cap_is="",
             refuses_silently=silent,
-            asks=self.model.asks,
+            asks=allocator in _ASKING,
         )
         self.imported = imported
         self._gpus = host
@@ -303,7 +299,7 @@ class SimulatedFramework(Framework):
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
         within = self._allocating == threading.get_ident()  # a signal handler's, or a finalizer's: nobody is asked
-        for left in reversed(range(_MOST_ASKED + 1 if self.model.asks and not within else 1)):
+        for left in reversed(range(_MOST_ASKED + 1 if self.asks and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)
             except FrameworkOutOfMemory as error:

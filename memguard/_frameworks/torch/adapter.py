@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
+from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.torch import settings
 from memguard._specs import SPECS
@@ -45,9 +46,6 @@ _log = logging.getLogger("memguard")
 
 SEGMENT = 20 * MIB
 """Expandable segments take memory in pieces of this size (measured)."""
-PIECE = 32 * MIB
-"""The driver's pools under the async backend grow in such steps (measured)."""
-
 
 _observed: Any = None
 """The torch that has our observer: it cannot be taken back, so it is attached once."""
@@ -62,18 +60,6 @@ _FIGURES = (
     ("inactive_split_bytes", "current"),
 )
 """What a reading takes from torch's statistics."""
-
-
-def returned_by_trim(reserved: int, used: int) -> int | None:
-    """What trimming a driver pool that holds `reserved` bytes, `used` of them in live blocks, gives back to the driver.
-
-    Whole pieces come back, those with a live block stay, and the driver tells nobody which pieces those are. So it is
-    known where nothing is live, and where what idles is less than a piece; else None.
-    """
-    idle = reserved - used
-    if used == 0:
-        return reserved
-    return 0 if idle < PIECE else None
 
 
 class Torch(Framework):

@@ -1,0 +1,189 @@
+"""The limits of CuPy's pools, one for each GPU: set, held against what the user sets later, shared between pools."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memguard._devices import contexts
+from memguard._frameworks.base import Framework
+from memguard._frameworks.cupy.pieces import Pieces
+from memguard._frameworks.driver_pages import SMALL, slabs
+from memguard._units import MIB, format_size
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+"""The variable by which the user limits CuPy's own pool."""
+
+
+class Limits(Framework):
+    """For CuPy's adapter. The pools that were its allocator before share the cap with the one that is."""
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._lock = threading.RLock()
+        self._caps: dict[str, int] = {}
+        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
+        self._pieces: dict[int, Pieces] = {}
+        self._ordinals: dict[str, int] = {}
+        self._pool: Any = None
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
+        # The limit that holds on every device of `_limited`, and the total up to which a small request cannot pass it.
+        # -1 if they differ, so that each request looks. Until the first one there is nothing to look at.
+        self._limit, self._safe = -1, sys.maxsize
+
+    def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
+        """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""
+        with self._lock:
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            cap = self._caps.get(uuid)
+            if cap is None or ordinal in self._limited:
+                if cap is None and self._caps:
+                    self._say(
+                        f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
+                    )
+                return
+            cap = max(cap - self._elsewhere(ordinal), 1)
+            before = self._pool.get_limit()
+            if 0 < before < cap:
+                self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
+                cap = before
+            elif before > cap:  # set before memguard could ask its GPU; an allocation must not fail for it
+                self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
+            self._pool.set_limit(size=cap)
+            found = self._pool.get_limit()
+            if found != cap:
+                self._pool.set_limit(size=before)
+                raise CapNotApplied(
+                    self.name,
+                    f"the limit reads back as {found}",
+                    "report this with the version; until then leave cupy out of the budget",
+                )
+            self._note(ordinal, before, cap)
+            self._pieces.setdefault(ordinal, Pieces(slabs[uuid]))
+
+    def _limit_live(self, cupy: Any) -> None:
+        """Limit every pool whose device already has a context."""
+        for uuid, ordinal in self._by_uuid().items():
+            if uuid not in self._caps:
+                continue
+            with contexts.pushed(ordinal) as there:
+                if not there:
+                    continue
+                before = self._pool.get_limit()
+                if before > self._caps[uuid]:
+                    raise self._looser("cupy's MemoryPool.set_limit", before, self._caps[uuid])
+                self._limit_here(cupy, ordinal)
+
+    def _hold(self, ordinal: int, _: Any = None) -> None:
+        """The user has set another limit for the device that is current on this thread: the stricter one holds."""
+        with self._lock:
+            if ordinal not in self._limited:
+                return
+            _, limit = self._limited[ordinal]
+            asked = int(self._pool.get_limit())
+            if asked == limit:
+                return
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
+            holds = asked if 0 < asked <= cap else cap
+            self._note(ordinal, asked, holds)
+            if holds == asked:
+                return
+            self._pool.set_limit(size=holds)
+        size = f"a limit of {format_size(asked)}" if asked else "no limit"
+        self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
+
+    def _elsewhere(self, ordinal: int) -> int:
+        """What pools that are no longer CuPy's allocator hold of the GPU, in bytes. They get no more than that."""
+        held = 0
+        idle = bool(self._former) and not self.capturing()  # freeing memory would spoil the graph
+        for pool, limited in self._former:
+            if idle:
+                with contexts.beside_captures():
+                    self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
+            if total or ordinal in limited:
+                before, limit = limited.get(ordinal, (0, None))
+                now = self._on(ordinal, limit_of, pool)
+                before = before if now == limit else now
+                limited[ordinal] = (before, max(total, 1))
+                self._on(ordinal, functools.partial(limit_to, max(total, 1)), pool)
+            held += total
+        return held
+
+    def _make_room(self, ordinal: int) -> bool:
+        """Give the pool what others have given back since. Whether that is anything."""
+        with self._lock:
+            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            if not self._former or ordinal not in self._limited or uuid not in self._caps:
+                return False
+            self._hold(ordinal)
+            before, limit = self._limited[ordinal]
+            cap = max(self._caps[uuid] - self._elsewhere(ordinal), 1)
+            most = min(cap, before or cap)
+            if most <= limit:
+                return False
+            self._note(ordinal, before, most)
+            self._pool.set_limit(size=most)
+            return True
+
+    def _note(self, ordinal: int, before: int, limit: int) -> None:
+        """The limit that is set on a device, and the user's own."""
+        self._limited[ordinal] = (before, limit)
+        limits = {limit for _, limit in self._limited.values()}
+        self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
+
+    def _refuse_looser(self, caps: Mapping[str, int]) -> None:
+        text = os.environ.get(LIMIT, "").strip()
+        if not text:
+            return
+        for device in self.host.devices():
+            cap = caps.get(device.uuid)
+            try:
+                limit = int(float(text[:-1]) / 100 * device.usable) if text.endswith("%") else int(text)
+            except (ValueError, OverflowError):
+                limit = -1
+            if limit < 0:
+                raise ConflictingSetting(
+                    self.name, f"{LIMIT}={text}", "cannot be read", "unset it, or write bytes or a percentage"
+                )
+            if cap is not None and limit > cap:
+                raise self._looser(f"{LIMIT}={text}", limit, cap)
+
+    def _looser(self, setting: str, limit: int, cap: int) -> ConflictingSetting:
+        return ConflictingSetting(
+            self.name,
+            f"{setting} ({format_size(limit)})",
+            f"is looser than the cap of {format_size(cap)}",
+            f"remove it, lower it, or raise frameworks.cupy in the budget to at least {-(-limit // MIB)}MiB",
+        )
+
+    def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
+        """Call `ask` with the pool, or another one, on a device that has a context; None if it has none."""
+        with contexts.pushed(ordinal) as there:
+            return ask(self._asked(sys.modules["cupy"]) if pool is None else pool) if there else None
+
+    def _asked(self, cupy: Any) -> Any:
+        """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""
+        pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
+        known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
+        return pool if known else cupy.get_default_memory_pool()
+
+    def _by_uuid(self) -> dict[str, int]:
+        """CUDA ordinal by UUID. Only once CUDA is initialised."""
+        if not self._ordinals:
+            self._ordinals = contexts.ordinals()
+        return self._ordinals
+
+
+def limit_of(pool: Any) -> int:
+    return int(pool.get_limit())
+
+
+def limit_to(size: int, pool: Any) -> None:
+    pool.set_limit(size=size)

@@ -1,0 +1,232 @@
+"""How caps move, and what idles is given back: for one request, at a tick, and when the user asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memguard import _joint, _policy
+from memguard._caps import Caps, Entry
+from memguard._devices import contexts
+from memguard._locks import not_for_ever
+from memguard._logs import log as _log
+from memguard._reclaim.reclaimer import Reclaimer
+from memguard._types import Device, DevicePlan, Enforcement, Event, Plan, Room, Shortage
+from memguard._units import format_size, round_down
+from memguard.errors import CapNotApplied
+
+if TYPE_CHECKING:
+    from memguard._admission import Admission
+    from memguard._config import Budget
+    from memguard._devices.host import Host
+
+_PATIENCE = 2.0
+"""Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
+
+
+class Shares(Caps):
+    """The caps of a budget, and the memory that moves between them. The reclaimer decides and does it."""
+
+    def __init__(self, budget: Budget, host: Host) -> None:
+        super().__init__(budget, host)
+        self._reclaimer = Reclaimer(self)
+        self._elastic = any(part.elastic for part in self.plan.devices)
+        self._admitting: Admission | None = None
+
+    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
+        """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
+
+        On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
+        lack of memory: `missing` in what it returns says what is still not there.
+        """
+        not_for_ever(self._lock)
+        with self._lock:
+            self._check_active()
+            self._entry(framework)
+            if self._capturing():
+                return Room({}, None, needed, {})
+            where = device if device is not None else self._used_by(framework)[0].device
+            return self._reclaimer.make_room(where, framework, needed)
+
+    def open_bytes(self, framework: str, uuid: str) -> int:
+        """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
+        return 0 if self._admitting is None else self._admitting.open_bytes(framework, uuid)
+
+    def _wake(self) -> None:
+        """Whoever waits for room looks again."""
+        if self._admitting is not None:
+            self._admitting.turns.wake()
+
+    def _shortage(self, shortage: Shortage) -> bool:
+        """What adapters call when they cannot serve a request. True if it is worth another try.
+
+        It runs within the allocation, on the thread that made it, which has no lock of an adapter. If that thread is
+        within a call of the guard already, or others are for long, the request is refused as it would be.
+        """
+        if self._over or self._pid != os.getpid() or self._turn.mine:
+            return False
+        part = next((one for one in self.plan.devices if one.device.uuid == shortage.uuid), None)
+        if part is None or shortage.framework not in part.caps:
+            return False
+        done = self._turn.take(self._serve, _PATIENCE, shortage, part.device)
+        return done is not None and done[0]
+
+    def _serve(self, shortage: Shortage, device: Device) -> bool:
+        if not self.active or self._capturing():
+            return False
+        who, full = shortage.framework, shortage.full
+        room = self._reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
+        return not room.missing
+
+    def settle(self) -> None:
+        """At a tick of the monitor: elastic caps get headroom. Does nothing while another thread is within a call."""
+        for part in self.plan.devices if self._elastic and self.active else ():
+            before, caps = self._reclaimer.headroom(part.device)
+            if caps:
+                self._turn.take(self._settle, 0, before, caps)
+
+    def _settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
+        if self.active:
+            self._reclaimer.settle(before, caps)
+
+    def moved(self) -> list[Event]:
+        """What was given back and lent since the last call."""
+        events, found = self._reclaimer.events, []
+        while events:
+            found.append(events.popleft())
+        return found
+
+    def resize(self, framework: str, size: int | str) -> None:
+        """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
+        self._find_drift()
+        not_for_ever(self._lock)
+        with self._lock:
+            self._check_active()
+            entry = self._entry(framework)
+            if any(framework in part.elastic for part in self.plan.devices):
+                reason = "its share is elastic: its cap moves between min and max by itself"
+                raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
+            plan = self._resized_plan(framework, entry, self._size(size))
+            if entry.enforcement is Enforcement.PENDING:
+                self.plan = plan  # applied with the new cap when it is imported
+                return
+            if entry.drift:
+                remedy = "undo that change, and call memguard.resize again; or restart the process without it"
+                raise CapNotApplied(framework, entry.drift_reason, remedy)
+            if entry.enforcement is not Enforcement.ENFORCED:
+                raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
+            try:
+                self._resized += 1
+                entry.framework.resize(plan.caps(framework))
+            finally:
+                self._resized += self._resized % 2  # even again, and another one than before
+            self.plan = plan
+            self._trim_above_cap(framework)
+        self._wake()
+
+    def _resized_plan(self, framework: str, entry: Entry, size: int) -> Plan:
+        """With another cap on every GPU, for which what was lent comes back. PlanError if that is not enough."""
+        pending = entry.enforcement is Enforcement.PENDING
+        sets = pending or (self.movable(framework) and not entry.framework.fixed())
+        short: dict[str, Room] = {}
+        wants = [
+            part
+            for part in self.plan.devices
+            if part.elastic and framework not in part.joined and sets and not entry.drift
+            if round_down(size) > part.caps[framework] + part.unallocated
+        ]
+        for act in (False, True):  # nothing goes on one GPU if it does not fit another
+            rooms = [(part, self._reclaimer.call_back(part.device, framework, round_down(size), act)) for part in wants]
+            short = {part.device.uuid: room for part, room in rooms if room.missing}
+            if short:
+                break
+        return _policy.resized(self.plan, framework, size, short)
+
+    def trim(self, framework: str | None = None) -> int:
+        """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
+        not_for_ever(self._lock)
+        with self._lock:
+            self._check_active()
+            shared = [] if self._reclaimer.shared is None else [_joint.POOL]
+            if framework is not None and framework not in shared:
+                self._entry(framework)
+            alone = [name for name, entry in self._entries.items() if not (shared and entry.framework.pooled)]
+            chosen = [*alone, *shared] if framework is None else [framework]
+            before = [self._reclaimer.available(part.device) for part in self.plan.devices]
+            for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
+                # `usage` and not `state`, which would wait for a running import.
+                self._trim([n for n in chosen if self._reclaimer.sibling(n).usage(part.device)], part.device)
+            after = [self._reclaimer.available(part.device) for part in self.plan.devices]
+            self._wake()
+            return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
+
+    # what the reclaimer asks of it, beside `part`
+
+    def movable(self, name: str) -> bool:
+        return self._entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
+
+    def set_cap(self, name: str, uuid: str, cap: int) -> None:
+        entry, before = self._entry(name), self.plan
+        rises = cap > self.part(uuid).caps[name]
+        plan = _policy.with_cap(before, uuid, name, cap)
+        if rises:  # first: an interruption may leave the cap lower than the plan says, but never above it
+            self.plan = plan
+        if entry.enforcement is not Enforcement.PENDING:  # else it is applied with this cap when it is imported
+            try:
+                self._resized += 1
+                entry.framework.resize(plan.caps(name))
+            except Exception:
+                self.plan = before
+                raise
+            finally:
+                self._resized += self._resized % 2
+        self.plan = plan
+
+    def promised(self, name: str, uuid: str) -> int:
+        return self.open_bytes(name, uuid)
+
+    def _trim_above_cap(self, name: str) -> None:
+        """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""
+        entry = self._entry(name)
+
+        def above() -> str | None:
+            usage = entry.framework.usage(part.device)
+            held = None if usage is None else usage.held
+            return above_cap(name, held, part.caps[name], entry.enforcement.value, part.device)
+
+        for part in self.plan.devices:
+            if above() is not None:
+                self._trim([name], part.device)
+                if (note := above()) is not None:
+                    _log.warning("%s", note)
+
+    def _trim(self, names: Sequence[str], device: Device) -> None:
+        """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
+        if names and self._capturing():
+            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
+            return
+        with contexts.beside_captures():
+            for name in names:
+                self._reclaimer.sibling(name).trim(device)
+
+    def _capturing(self) -> bool:
+        """Whether this thread captures a CUDA graph."""
+        known = [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
+        return any(framework.capturing() for framework in known)
+
+    def _lend_nothing_to(self, name: str) -> None:
+        """An elastic framework whose cap will not move has its min only: what it began with can be lent to others."""
+        for part in self.plan.devices:
+            if name in part.elastic:
+                self.plan = _policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
+
+
+def above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:
+    """The note about a framework that holds more than its cap."""
+    if held is None or cap is None or held <= cap:
+        return None
+    above = f"{name}: holds {format_size(held - cap)} above its cap of {format_size(cap)} on {device.name}"
+    if enforcement != Enforcement.ENFORCED.value:
+        return f"{above}, which is {enforcement}, not enforced"
+    return f"{above}: it gets no more, and shrinks as arrays are freed and memguard.trim() runs"
