@@ -99,7 +99,11 @@ class _Connection:
         if not self._reading.acquire(timeout=patience):
             return
         try:
-            if self.dead or not select.select([self.stdout], [], [], patience)[0]:
+            if self.dead:
+                return
+            if not select.select([self.stdout], [], [], patience)[0]:
+                # Not only by its end of the pipe: something that it started may have that too.
+                self.dead = self.process.poll() is not None
                 return
             got = os.read(self.stdout.fileno(), 1 << 16)
             if not got:
