@@ -65,7 +65,8 @@ class _Connection:
         self.dead = False
         self.operations: set[object] = set()
         """Those under way: it is not killed for another request's sake then."""
-        self._writing, self._reading = threading.RLock(), threading.Lock()
+        os.set_blocking(self.stdout.fileno(), False)  # a signal handler may read what this thread was about to
+        self._writing, self._reading = threading.RLock(), threading.RLock()
         self._data = b""
         self._answers: dict[int, dict[str, Any] | None] = {}
         self._next = 0
@@ -99,7 +100,11 @@ class _Connection:
         if not self._reading.acquire(timeout=patience):
             return
         try:
-            if self.dead or not select.select([self.stdout], [], [], patience)[0]:
+            if self.dead:
+                return
+            if not select.select([self.stdout], [], [], patience)[0]:
+                # Not only by its end of the pipe: something that it started may have that too.
+                self.dead = self.process.poll() is not None
                 return
             got = os.read(self.stdout.fileno(), 1 << 16)
             if not got:
@@ -107,6 +112,8 @@ class _Connection:
             *lines, self._data = (self._data + got).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
+        except BlockingIOError:
+            return
         except (OSError, ValueError):
             self.dead = True
         finally:
@@ -292,7 +299,10 @@ class Client:
         return self._driver("unlock", process, limit)
 
     def usage(self, limit: float = 20.0) -> dict[str, Card] | None:
-        gpus = self.request("usage", limit).get("gpus")
+        answer = self.request("usage", limit)
+        if answer.get("trouble") == "died":  # since it was asked last: another one tells as well
+            answer = self.request("usage", limit)
+        gpus = answer.get("gpus")
         if gpus is None:
             return None
         return {

@@ -232,7 +232,7 @@ class _Flow:
         if step is Do.ASK:
             return client.state(process, self._patience(course))
         if step is Do.LOCK:
-            self.before, self.host = client.usage() or client.usage(), anonymous_bytes(process)
+            self.before, self.host = client.usage(), anonymous_bytes(process)
             if self.before is None:  # then nobody could tell whether there is room for it to come back
                 return Answer(None, trouble="start", text=_NO_NVML)
             if self.needs is None:

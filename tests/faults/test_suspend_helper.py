@@ -246,6 +246,29 @@ def judge(machine: Machine, outcome: flow.Outcome, before: State = State.RUNNING
     assert end is not End.ENDED
 
 
+def test_room_that_went_with_its_helper_is_no_room(machine: Machine) -> None:
+    client = machine.client()
+    assert machine.off(client).end is End.SUSPENDED and client.pid is not None
+    client._holding = client._connection  # as `hold` leaves it
+    os.kill(client.pid, signal.SIGKILL)
+    assert client.usage() is not None, "another helper, which holds nothing"
+    answer = client.restore(machine.process, 5.0)
+    assert answer.trouble == "unheld" and "restore" not in machine.calls
+
+
+def test_asked_by_a_signal_handler_while_it_waits(machine: Machine) -> None:
+    client, found = machine.client(), []
+    assert client.lock(machine.process, 100, 20.0).code == 0
+    machine.wrong("checkpoint slow 500")
+    before = signal.signal(signal.SIGALRM, lambda *_: found.append(client.request("ping", 5.0)))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert client.checkpoint(machine.process, 20.0).code == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert found[0]["pid"] == client.pid
+
+
 def test_a_state_that_waits_for_an_operation_does_not_end_it(machine: Machine) -> None:
     client = machine.client()
     assert client.lock(machine.process, 100, 20.0).code == 0
@@ -261,11 +284,11 @@ def test_a_state_that_waits_for_an_operation_does_not_end_it(machine: Machine) -
 
 
 def test_an_operation_of_one_who_has_died_is_waited_for(machine: Machine) -> None:
-    client = machine.client()
-    assert client.lock(machine.process, 100, 20.0).code == 0
+    client, other = machine.client(), machine.client()
+    assert client.lock(machine.process, 100, 20.0).code == other.state(machine.process).code == 0
     machine.wrong("checkpoint die 900")
     assert client.checkpoint(machine.process, 20.0).trouble == "died"
-    back = machine.back(client, limits=flow.Limits(state=0.2))
+    back = machine.back(other, limits=flow.Limits(state=0.2))
     assert back.end is End.RUNNING and machine.calls == ["lock", "checkpoint", "restore", "unlock"]
 
 
@@ -397,7 +420,7 @@ def test_a_forked_child_has_a_helper_of_its_own(machine: Machine) -> None:
     helper = client.pid
     pid = os.fork()
     if not pid:
-        good = client.pid is None and client.state(machine.process).code == 0 and client.pid != helper
+        good = client.pid is None and client.state(machine.process).code == 0 and client.pid not in (None, helper)
         client.close()
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
