@@ -31,8 +31,8 @@ _GRACE = 5.0
 """Seconds after `limit` in which the helper must have said so itself."""
 _TURN = 0.2
 """Seconds after which who waits for an answer looks whether another thread still reads for it."""
-_SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES")
-"""Of the environment: a budget is not for the helper, and it must see every GPU."""
+_SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CUDA_INJECTION")
+"""Of the environment: a budget or a profiler is not for the helper, and it must see every GPU."""
 _CODE = "import sys; sys.path[:] = {path!r}\nfrom memguard._suspend import helper; helper.main({parent})"
 
 
@@ -313,14 +313,19 @@ class Client:
     def hold(self, sizes: Mapping[str, int], limit: float = 60.0) -> Answer:
         answer = self.request("hold", limit, bytes=dict(sizes))
         if "trouble" in answer:
-            return Answer(None, trouble="room", text=answer.get("text") or answer["trouble"])
+            return Answer(None, trouble="room", text=answer.get("text") or "the helper process did not answer")
         self._holding = self._connection
         return Answer(0)
 
     def release(self, limit: float = 60.0) -> None:
         self._holding = None
-        if self._connection is not None:
-            self.request("release", limit)
+        self._tell("release", limit)
+
+    def _tell(self, op: str, limit: float, **fields: Any) -> None:
+        """Ask the helper if it lives: none is started for what went with it."""
+        connection = self._connection
+        if connection is not None and not connection.dead and self._pid == os.getpid():
+            self._ask(connection, op, limit, fields)
 
     def _driver(self, op: str, process: Process, limit: float, **fields: Any) -> Answer:
         return self._answer(self.request(op, limit, **process._asdict(), **fields))
@@ -341,8 +346,7 @@ class Client:
 
     def unwatch(self, process: Process) -> None:
         self._watched.discard(process)
-        if self._connection is not None:
-            self.request("unwatch", 10.0, **process._asdict())
+        self._tell("unwatch", 10.0, **process._asdict())
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event of a watched process; None if there is none within `timeout` seconds."""

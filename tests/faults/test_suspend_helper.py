@@ -256,6 +256,16 @@ def test_room_that_went_with_its_helper_is_no_room(machine: Machine) -> None:
     assert answer.trouble == "unheld" and "restore" not in machine.calls
 
 
+def test_what_cannot_be_held_is_no_room_and_nothing_is_started_to_let_it_go(machine: Machine) -> None:
+    client = machine.client()
+    client.release()
+    client.unwatch(machine.process)
+    assert client.pid is None
+    answer = client.hold({"GPU-nowhere": GIB})
+    assert answer.trouble == "room" and answer.text
+    assert client._holding is None and client.state(machine.process).code == 0
+
+
 def test_asked_by_a_signal_handler_while_it_waits(machine: Machine) -> None:
     client, found = machine.client(), []
     assert client.lock(machine.process, 100, 20.0).code == 0
