@@ -282,10 +282,10 @@ def test_limits_in_a_container_whose_mount_begins_within_the_tree(machine: Machi
     assert [limit.left for limit in machine.facts().limits or ()] == [GIB]
 
 
-@pytest.mark.parametrize("path", ["/../other", "/elsewhere"])
-def test_limits_of_a_cgroup_that_is_not_mounted_here_are_unknown(machine: Machine, path: str) -> None:
+@pytest.mark.parametrize(("path", "begin"), [("/../other", "/"), ("/elsewhere", "/docker/ab"), ("/", "/../..")])
+def test_limits_of_a_cgroup_that_is_not_mounted_here_are_unknown(machine: Machine, path: str, begin: str) -> None:
     machine.process(cgroup=f"0::{path}\n")
-    machine.write("proc/self/mountinfo", "31 23 0:28 /docker/ab /sys/fs/cgroup rw - cgroup2 cgroup rw\n")
+    machine.write("proc/self/mountinfo", f"31 23 0:28 {begin} /sys/fs/cgroup rw - cgroup2 cgroup rw\n")
     machine.group(".", {"memory.max": 1, "memory.current": 1})
     assert machine.facts().limits is None
     assert any("cgroup" in line for line in refusals.unknown(machine.facts()))
@@ -360,6 +360,13 @@ def test_a_child_with_a_context(nvml: SimpleNamespace, sleeper: subprocess.Popen
     (child,) = itself().children or ()
     assert (child.pid, child.bytes) == (sleeper.pid, MIB)
     assert itself(together={sleeper.pid}).children == ()
+
+
+def test_files_that_are_mapped_and_no_longer_there() -> None:
+    """As after an update of the driver's package, or when device files were made anew."""
+    found = proc.parse_maps(MAPS.replace("580.159.04", "580.159.04 (deleted)").replace("-uvm", "-uvm (deleted)"))
+    assert found == proc.parse_maps(MAPS) and found.driver == "7f10aa000000"
+    assert len(found.gpu) == 3
 
 
 # Whatever the files hold
