@@ -251,6 +251,18 @@ def test_limits_of_the_whole_path_the_tightest_first(machine: Machine) -> None:
     assert machine.codes(needs=4 * GIB) == [*_rights(machine), "cgroup-memory"]
 
 
+@pytest.mark.parametrize(("mode", "room"), [("0", None), ("1", None), ("2", 3 * GIB), ("", None)])
+def test_a_kernel_that_promises_no_more_than_it_has(machine: Machine, mode: str, room: int | None) -> None:
+    machine.process()
+    machine.write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    text = f"MemAvailable: {32 << 20} kB\nCommitLimit: {8 << 20} kB\nCommitted_AS: {5 << 20} kB\n"
+    machine.write("proc/meminfo", text)
+    assert machine.facts().grantable == room
+    assert ("host-memory" in machine.codes(needs=4 * GIB)) is (room is not None)
+    machine.write("proc/meminfo", f"MemAvailable: {32 << 20} kB\n")
+    assert machine.facts().grantable is None
+
+
 def _rights(machine: Machine) -> list[str]:
     """Files that this test writes as root look like those of a process that is not dumpable."""
     return [] if os.getuid() else ["no-permission"]
