@@ -117,7 +117,7 @@ class Guard(Shares):
             entries = {name: Entry(self._create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
-                entry.framework.on_change = self._find_drift
+                entry.framework.on_change = self._changed
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
                 entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage
@@ -288,6 +288,10 @@ class Guard(Shares):
             if where == uuid:
                 found[name] = known.count, known.last
         return found
+
+    def _changed(self) -> None:
+        """What adapters call when a setting was changed that a cap depends on."""
+        self._find_drift()
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""

@@ -96,6 +96,8 @@ def _html(text: str) -> str:
 
 def _process(part: DeviceLedger) -> str:
     limit = "" if part.limit is None else f" of its limit of {format_size(part.limit)}"
+    if part.suspended is not None:
+        return f"this process: suspended, {format_size(part.suspended)}{limit} in host memory"
     return f"this process: {format_size(part.process)}{limit}"
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memguard._devices import contexts
+from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._monitor.leaks import Workloads
@@ -152,6 +152,8 @@ class Session:
         """Trim what the budget says to trim under pressure. Raise UnderPressure if it says so and pressure lasts."""
         if not self._due and not self._raises:  # mostly
             return
+        if suspension.now is not None:  # both wait until the process is back
+            return
         here = self._here
         if getattr(here, "busy", False) or getattr(here, "monitor", False):
             return
@@ -207,7 +209,7 @@ class Session:
         ledger = guard.ledger()
         processes = {
             part.device.uuid: {p: n for p, n in guard.host.processes(part.device).items() if p != guard.host.pid}
-            for part in guard.plan.devices
+            for part in (guard.plan.devices if suspension.now is None else ())
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
         return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
@@ -273,6 +275,10 @@ class Session:
             self._call(event)
 
     # any thread
+
+    def announce(self, event: Event) -> None:
+        """Something that was done from outside the budget: into the timeline, and to the callbacks."""
+        self._announce(event)
 
     def _announce(self, event: Event) -> None:
         """Into the timeline, and to the callbacks."""

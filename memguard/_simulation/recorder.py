@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 
 from memguard import _api
 from memguard._blocks import Block, End
+from memguard._devices import suspension
 from memguard._frameworks.base import Framework
 from memguard._guard import Guard
 from memguard._logs import log as _log
@@ -73,6 +74,7 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
     if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
         raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
     guard = _api.current()
+    suspension.check("memguard.record_trace")
     if isinstance(guard, IdleGuard):
         _log.warning("no trace is recorded: %s", guard.why)
         return lambda error: None
@@ -142,6 +144,8 @@ def since(events: list[TraceEvent], begun: float, begun_now: float, ended: float
 
 def _usage(framework: Framework, device: Device) -> Usage | None:
     """The framework's usage. None also if the reading raises, which must not break the block."""
+    if suspension.now is not None:
+        return None
     try:
         return framework.usage(device)
     except Exception as error:
@@ -183,6 +187,8 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
+        if suspension.now is not None:  # nothing is allocated meanwhile
+            return
         for name, framework in self._frameworks.items():
             for position, part in enumerate(self._guard.plan.devices):
                 usage = _usage(framework, part.device)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._devices import contexts
+from memguard._devices import contexts, suspension
 from memguard._frameworks import rmm
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
 from memguard._frameworks.cupy.limits import LIMIT
@@ -131,6 +131,12 @@ class JointCuPy(JointCapped, CuPy):
                     among[self.ptr] = size
 
             def __del__(self) -> None:  # before CuPy gives it back, after which the address may be another's
+                if suspension.now is not None:  # `cudaFreeAsync` would keep this thread until the process is back
+                    suspension.put_off(self._end)
+                    return
+                self._end()
+
+            def _end(self) -> None:
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)
