@@ -177,7 +177,7 @@ from memguard.errors import ConfigError
         (GOOD + "suspend: {when_idel: 1h}", 4, 11, "suspend.when_idel", "unknown key 'when_idel'; allowed: when_idle, "
          "by_others, host_memory", "did you mean 'when_idle'?"),
         (GOOD + "suspend: {by_others: on}", 4, 22, "suspend.by_others", "true or false, found 'on'", "write 'true'"),
-        (GOOD + "suspend: {host_memory: no}", 4, 24, "suspend.host_memory", "check or ignore, found 'no'", "'check' or"),
+        (GOOD + "suspend: {host_memory: no}", 4, 24, "suspend.host_memory", "check or ignore", "'check'"),
         (GOOD + "monitor: {warn: 85}", 4, 17, "monitor.warn", "85 is not a percentage", "'85%'"),
         (GOOD + "monitor: {warn: 0.85}", 4, 17, "monitor.warn", "'0.85' is not a percentage", "'85%'"),
         (GOOD + "monitor: {warn: }", 4, 16, "monitor.warn", "has no value", "write '85%'"),
