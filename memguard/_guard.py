@@ -289,10 +289,6 @@ class Guard(Shares):
                 found[name] = known.count, known.last
         return found
 
-    def _changed(self) -> None:
-        """What adapters call when a setting was changed that a cap depends on."""
-        self._find_drift()
-
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)

@@ -142,6 +142,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuPointerGetAttribute": (_OutAny, _Enum, _Address),
     "cuMemGetAddressRange_v2": (_Out64, _OutSize, _Address),
     "cuMemGetInfo_v2": (_OutSize, _OutSize),
+    "cuMemAlloc_v2": (_Out64, c_size_t),
+    "cuMemFree_v2": (_Address,),
     "cuMemcpy": (_Address, _Address, c_size_t),
     "cuMemcpyAsync": (_Address, _Address, c_size_t, _Stream),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _Address, c_size_t, _Stream),

@@ -46,6 +46,11 @@ def outlived(active: Session | None) -> bool:
     return own is not None and active is not None and active is not own
 
 
+def on_monitor() -> bool:
+    """Whether this thread is a monitor's, as that of a function of `on_pressure` may be."""
+    return getattr(_thread, "session", None) is not None
+
+
 class Session:
     """One budget from `start` until its guard stops."""
 

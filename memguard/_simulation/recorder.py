@@ -144,8 +144,6 @@ def since(events: list[TraceEvent], begun: float, begun_now: float, ended: float
 
 def _usage(framework: Framework, device: Device) -> Usage | None:
     """The framework's usage. None also if the reading raises, which must not break the block."""
-    if suspension.now is not None:
-        return None
     try:
         return framework.usage(device)
     except Exception as error:
@@ -187,8 +185,6 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        if suspension.now is not None:  # nothing is allocated meanwhile
-            return
         for name, framework in self._frameworks.items():
             for position, part in enumerate(self._guard.plan.devices):
                 usage = _usage(framework, part.device)

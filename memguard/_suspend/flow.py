@@ -157,6 +157,7 @@ def free_now(process: Process, needs: Needs, client: Door, cancel: threading.Eve
     yield ""
 
 
+_NO_NVML = "NVML does not say how much memory it has on which GPU\n    fix: run `nvidia-smi` and check the driver"
 _MARGIN = 4 * MIB
 """A restore with 1.5 MiB to spare worked, one that lacked 0.4 MiB destroyed the process (H200)."""
 
@@ -229,11 +230,11 @@ class _Flow:
     def _done(self, step: Do, course: Course) -> Answer:
         client, process, limits = self.client, self.process, self.limits
         if step is Do.ASK:
-            copying = course.long and course.why is not None and course.why.step in (Do.CHECKPOINT, Do.RESTORE)
-            longest = limits.of_copy(self.needs) if copying else self.lock_timeout + limits.lock
-            return client.state(process, longest if course.long else limits.state)
+            return client.state(process, self._patience(course))
         if step is Do.LOCK:
             self.before, self.host = client.usage(), anonymous_bytes(process)
+            if self.before is None:  # then nobody could tell whether there is room for it to come back
+                return Answer(None, trouble="start", text=_NO_NVML)
             if self.needs is None:
                 self.needs = measure.left(process.pid, self.before, None)
             return client.lock(process, max(1, round(1000 * self.lock_timeout)), self.lock_timeout + limits.lock)
@@ -246,6 +247,15 @@ class _Flow:
         if step is Do.CHECKPOINT:
             return client.checkpoint(process, limits.of_copy(self.needs))
         return client.unlock(process, limits.unlock)
+
+    def _patience(self, course: Course) -> float:
+        """Seconds for the state to be asked: it waits while an operation is under way, also of one who has died."""
+        if stopped(self.process) or not (course.long or course.goal is Goal.ON):
+            return self.limits.state
+        if course.goal is Goal.OFF and course.why is not None and course.why.step is Do.LOCK:
+            return self.lock_timeout + self.limits.lock
+        size = anonymous_bytes(self.process) if self.needs is None else None
+        return self.limits.of_copy(self.needs if size is None else {"": size})
 
     def _restored(self) -> Answer:
         """Wait for room, and restore within it. Until the restore begins, an interruption leaves it suspended."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from memguard import _api
-from memguard._devices import suspension
+from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
+from memguard._monitor.session import on_monitor
 from memguard._suspend import guard as guards
 from memguard._suspend import leaving, quiet
 from memguard._suspend.types import Process, Progress, Suspension, Why
@@ -24,6 +26,7 @@ from memguard.errors import CannotSuspend, Suspended
 
 QUIET = 10.0
 """Seconds in which what memguard has under way must end."""
+_NOT_THERE = "set a flag there, and call memguard.suspend() on a thread of the program"
 _LOOK = 0.5
 """Seconds for which the watcher waits for news at a time."""
 
@@ -111,7 +114,7 @@ def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memo
     """Take this process off its GPUs. As `memguard.suspend`; `owner` as for `Gate`."""
     global _now
     _refuse_twice()
-    _refuse_in_child()
+    _refuse_here()
     if not _lock.acquire(blocking=False):
         raise Suspended("another thread takes this process off its GPUs, or brings it back\n    fix: wait for it")
     try:
@@ -262,18 +265,19 @@ def _refuse_twice() -> None:
         raise Suspended(str(error).replace("memguard.suspend: this process is", "this process is already", 1))
 
 
-def _refuse_in_child() -> None:
-    from memguard._devices import contexts
-
+def _refuse_here() -> None:
+    """What only memguard knows against it."""
+    if on_monitor():
+        raise CannotSuspend([("monitor", "a function of on_pressure runs on the monitor's thread", _NOT_THERE)])
+    recorder = sys.modules.get("memguard._simulation.recorder")
+    recording = getattr(recorder, "_recording", None)
+    if recording is not None and recording.pid == os.getpid():
+        reason = "memguard.record_trace records what the frameworks allocate"
+        raise CannotSuspend([("recording", reason, "end that block first")])
     if contexts._lost or _api._why_none == _api._FORKED:
+        reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(
-            [
-                (
-                    "forked",
-                    "this process was forked from one that uses CUDA, and has no GPU of its own",
-                    "suspend the parent, or start children with multiprocessing's 'spawn'",
-                )
-            ]
+            [("forked", reason, "suspend the parent, or start children with multiprocessing's 'spawn'")]
         )
 
 

@@ -5,28 +5,24 @@ What speaks against it is looked for first. What came of the flow (`Outcome`) be
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from memguard import _api
 from memguard._devices.checkpoint import State
 from memguard._suspend import facts, flow, refusals
 from memguard._suspend.client import Client
-from memguard._suspend.door import Card, Door
+from memguard._suspend.door import Door
 from memguard._suspend.identity import this_process
+from memguard._suspend.room import Waiting
 from memguard._suspend.steps import End
-from memguard._suspend.types import Process, Suspension, Wait, Why
+from memguard._suspend.types import Suspension, Why
 from memguard._suspend.waiting import Calls
 from memguard._types import MemoryInfo
-from memguard._units import format_size
 from memguard.errors import CannotResume, CannotSuspend
 
 _UNCHANGED = (End.RUNNING, End.UNTOUCHED, End.ENDED)
-_AGAIN = 0.5
-"""Seconds between two looks for room."""
 _READING = 2.0
 """Seconds that a ledger waits for the helper's figures."""
 
@@ -51,6 +47,7 @@ class Route:
             lock_timeout=timeout,
             cancel=calls.stop,
             give_up=calls.give_up,
+            room=Waiting(None, calls.tell),
         )
         if done.end in _UNCHANGED:
             raise _refused(_split("driver", done.text))
@@ -60,7 +57,7 @@ class Route:
         return Suspension(self.process, done.bytes or {}, done.host, since, done.seconds, why, done.parts)
 
     def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
-        room = waiting(timeout, calls)
+        room = Waiting(timeout, calls.tell)
         needs = found.bytes or None
         done = flow.bring_back(self.process, client=self.door, needs=needs, room=room, cancel=calls.stop)
         if done.end is not End.RUNNING:
@@ -141,35 +138,6 @@ def of_this_process() -> Route:
     reading = session.guard.ledger()
     cards = {part.device.uuid: part.device.usable for part in reading.devices}
     return Simulated(cards, {part.device.uuid: part.process for part in reading.devices if part.process})
-
-
-def waiting(timeout: float | None, calls: Calls) -> flow.Room:
-    """A `Room` that looks again and again until there is room, and says what is missing."""
-
-    @contextlib.contextmanager
-    def room(process: Process, needs: flow.Needs, door: Door, cancel: threading.Event | None) -> Iterator[str]:
-        began = time.monotonic()
-        while True:
-            with flow.free_now(process, needs, door, cancel) as lacking:
-                spent = time.monotonic() - began
-                stopped = cancel is not None and cancel.is_set()
-                if not lacking or stopped or (timeout is not None and spent >= timeout):
-                    yield lacking
-                    return
-            for look in _looks(door.usage() or {}, needs or {}, spent):
-                calls.tell(look)
-            calls.stop.wait(_AGAIN)
-
-    return room
-
-
-def _looks(cards: Mapping[str, Card], needs: Mapping[str, int], seconds: float) -> Iterator[Wait]:
-    for uuid, size in needs.items():
-        card = cards.get(uuid)
-        if card is None or card.free >= size:
-            continue
-        most = sorted(card.processes.items(), key=lambda one: -(one[1] or 0))
-        yield Wait(uuid, size, card.free, 0, tuple(f"pid {pid}: {format_size(held)}" for pid, held in most), seconds)
 
 
 def _split(code: str, text: str) -> tuple[str, str, str]:

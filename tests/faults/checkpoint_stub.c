@@ -151,6 +151,7 @@ static int do_it(const char *call, int pid, int before, int after) {
     } else if (!strcmp(what, "die")) {
         if (number && !fork()) { /* the target goes on: this child has the gate until it has */
             setsid();
+            for (int file = 0; file < 256; file++) if (file != gate) close(file);
             usleep((unsigned)number * 1000);
             done(call, pid, before, after);
             _exit(0);

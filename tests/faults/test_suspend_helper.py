@@ -23,7 +23,7 @@ from memguard._devices.checkpoint import State
 from memguard._suspend import flow
 from memguard._suspend.client import Client
 from memguard._suspend.identity import process_of
-from memguard._suspend.steps import End
+from memguard._suspend.steps import Answer, End
 from memguard._suspend.types import Process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,7 +217,8 @@ def test_whatever_fails_what_is_said_is_true(tmp_path: Path, libraries: Path) ->
         machine.wrong(*first)
         judge(machine, machine.off(client, limits=flow.Limits()))
         machine.wrong(*second)
-        judge(machine, machine.back(client, limits=flow.Limits()))
+        before = machine.state
+        judge(machine, machine.back(client, limits=flow.Limits()), before)
         machine.wrong()
         if not machine.destroyed:
             assert machine.back(client, limits=flow.Limits()).end is End.RUNNING
@@ -231,7 +232,7 @@ def test_whatever_fails_what_is_said_is_true(tmp_path: Path, libraries: Path) ->
         machine.end()
 
 
-def judge(machine: Machine, outcome: flow.Outcome) -> None:
+def judge(machine: Machine, outcome: flow.Outcome, before: State = State.RUNNING) -> None:
     """What is said of the process is true."""
     state, end = machine.state, outcome.end
     if end is End.SUSPENDED:
@@ -240,9 +241,63 @@ def judge(machine: Machine, outcome: flow.Outcome) -> None:
         assert state is State.RUNNING
     elif end is End.LOST:
         assert machine.destroyed
-    elif end is End.UNTOUCHED and state is not State.RUNNING:
-        assert "state" in outcome.text or "another program" in outcome.text or "control" in outcome.text
+    elif end is End.UNTOUCHED:
+        assert state is before
     assert end is not End.ENDED
+
+
+def test_room_that_went_with_its_helper_is_no_room(machine: Machine) -> None:
+    client = machine.client()
+    assert machine.off(client).end is End.SUSPENDED and client.pid is not None
+    client._holding = client._connection  # as `hold` leaves it
+    os.kill(client.pid, signal.SIGKILL)
+    assert client.usage() is not None, "another helper, which holds nothing"
+    answer = client.restore(machine.process, 5.0)
+    assert answer.trouble == "unheld" and "restore" not in machine.calls
+
+
+def test_asked_by_a_signal_handler_while_it_waits(machine: Machine) -> None:
+    client, found = machine.client(), []
+    assert client.lock(machine.process, 100, 20.0).code == 0
+    machine.wrong("checkpoint slow 500")
+    before = signal.signal(signal.SIGALRM, lambda *_: found.append(client.request("ping", 5.0)))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert client.checkpoint(machine.process, 20.0).code == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert found[0]["pid"] == client.pid
+
+
+def test_a_state_that_waits_for_an_operation_does_not_end_it(machine: Machine) -> None:
+    client = machine.client()
+    assert client.lock(machine.process, 100, 20.0).code == 0
+    helper = client.pid
+    machine.wrong("checkpoint slow 700")
+    found: list[Answer] = []
+    thread = threading.Thread(target=lambda: found.append(client.checkpoint(machine.process, 20.0)))
+    thread.start()
+    assert until(lambda: machine.calls[-1] == "checkpoint")
+    assert client.state(machine.process, 0.1) == Answer(None, trouble="timeout")
+    thread.join()
+    assert found == [Answer(0)] and client.pid == helper and machine.state is State.CHECKPOINTED
+
+
+def test_an_operation_of_one_who_has_died_is_waited_for(machine: Machine) -> None:
+    client, other = machine.client(), machine.client()
+    assert client.lock(machine.process, 100, 20.0).code == other.state(machine.process).code == 0
+    machine.wrong("checkpoint die 900")
+    assert client.checkpoint(machine.process, 20.0).trouble == "died"
+    back = machine.back(other, limits=flow.Limits(state=0.2))
+    assert back.end is End.RUNNING and machine.calls == ["lock", "checkpoint", "restore", "unlock"]
+
+
+def test_without_nvml_nothing_is_begun(machine: Machine) -> None:
+    """Nobody could tell whether there is room for it to come back."""
+    scenario = machine.folder / "scenario"
+    scenario.write_text(scenario.read_text() + "init=9\n")
+    off = machine.off(machine.client())
+    assert off.end is End.UNTOUCHED and "NVML does not say" in off.text and machine.calls == []
 
 
 def test_a_stopped_process(machine: Machine) -> None:
@@ -365,7 +420,7 @@ def test_a_forked_child_has_a_helper_of_its_own(machine: Machine) -> None:
     helper = client.pid
     pid = os.fork()
     if not pid:
-        good = client.pid is None and client.state(machine.process).code == 0 and client.pid != helper
+        good = client.pid is None and client.state(machine.process).code == 0 and client.pid not in (None, helper)
         client.close()
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -25,9 +25,11 @@ class FakeGate:
 
     def __init__(self, owner: int | None) -> None:
         self.owner, self.closed = owner, True
+        self.told: Callable[[], object] = lambda: None
 
     def open(self) -> None:
         self.closed = False
+        self.told()
 
 
 class FakeWay:

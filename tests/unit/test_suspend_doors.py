@@ -201,6 +201,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
         assert "suspended, " in str(guard) and repr(guard) and guard.active
         assert guard.peaks() == {} and guard.moved() == []
         guard.settle()
+        assert not guard._capturing()
         assert not guard._shortage(Shortage("torch", guard.plan.devices[0].device.uuid, 1, 1, True))
         for refused in (guard.sample, guard.stop, guard.trim, lambda: guard.make_room("torch", 1)):
             with pytest.raises(Suspended):

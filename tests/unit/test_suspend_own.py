@@ -346,3 +346,37 @@ def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert own.current() is not None and way.gates[-1].closed
+
+
+def test_what_waited_at_a_gate_finds_memguard_awake(way: FakeWay, budget: Guard) -> None:
+    seen: list[Any] = []
+    memguard.suspend()
+    gate = way.gates[-1]
+    gate.told = lambda: seen.append((suspension.now, type(budget)))
+    memguard.resume()
+    assert seen == [(None, Guard)]
+
+
+def test_a_callback_on_the_monitors_thread_cannot_suspend(way: FakeWay, budget: Guard) -> None:
+    found: list[BaseException] = []
+
+    def callback(event: Event) -> None:
+        try:
+            memguard.suspend()
+        except MemguardError as error:
+            found.append(error)
+
+    session = _api.current_session()
+    forget = memguard.on_pressure(callback)
+    session.guard._reclaimer.events.append(Event(time.time(), "reclaim", "given back"))
+    until = time.monotonic() + 10
+    while not found and time.monotonic() < until:
+        time.sleep(0.01)
+    forget()
+    assert isinstance(found[0], CannotSuspend) and "on the monitor's thread" in str(found[0])
+
+
+def test_a_trace_that_is_recorded_refuses_it(way: FakeWay, budget: Guard, tmp_path: Path) -> None:
+    with memguard.record_trace(tmp_path / "trace.jsonl"), pytest.raises(CannotSuspend, match="record_trace records"):
+        memguard.suspend()
+    memguard.suspend()

@@ -1,0 +1,123 @@
+"""Waits until a suspended process fits on its GPUs again, and keeps the room until its restore begins.
+
+First come, first served among the user's own processes (`turn`). Others are not asked: what a stranger takes between
+two looks is waited for again, and what is held (`holder`) nobody can take. Once it is let go, the driver takes it for
+the restored process within milliseconds; docs/suspend.md says what was measured of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from memguard._devices.placeholder import MARGIN
+from memguard._suspend import who
+from memguard._suspend.door import Card, Door
+from memguard._suspend.identity import anonymous_bytes
+from memguard._suspend.turn import Turn
+from memguard._suspend.types import Process, Progress, Wait
+from memguard._units import format_size
+from memguard.errors import MemguardError
+
+_EVERY = 0.25
+"""Seconds between two looks at what is free."""
+
+
+def short(needs: Mapping[str, int], cards: Mapping[str, Card]) -> dict[str, int]:
+    """How many bytes each GPU (UUID) lacks for `needs`; without those that have enough. Pure."""
+    lacking = {}
+    for uuid, size in needs.items():
+        free = cards[uuid].free if uuid in cards else 0
+        if free < size + MARGIN:
+            lacking[uuid] = size + MARGIN - free
+    return lacking
+
+
+class Waiting:
+    """A `flow.Room`. It waits `timeout` seconds at most (None: without end), and tells `progress` how it stands."""
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        progress: Progress | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        where: str | None = None,
+    ) -> None:
+        self._timeout, self._progress, self._clock, self._where = timeout, progress, clock, where
+
+    @contextlib.contextmanager
+    def __call__(
+        self, process: Process, needs: Mapping[str, int] | None, client: Door, cancel: threading.Event | None
+    ) -> Iterator[str]:
+        if needs is None:
+            cards = client.usage()
+            most = anonymous_bytes(process)
+            if cards is None or most is None:
+                yield "nobody knows how many bytes it needs, and neither NVML nor /proc says"
+                return
+            # Nobody recorded it: each GPU must have what the process holds in host memory.
+            needs = dict.fromkeys(cards, most)
+        try:
+            turn = Turn(needs, self._where).__enter__()
+        except (OSError, MemguardError) as error:
+            yield f"it cannot take its turn: {error}"
+            return
+        try:
+            yield self._until(needs, client, cancel or threading.Event(), turn)
+        finally:
+            client.release()
+            turn.__exit__()
+
+    def _until(self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn) -> str:
+        """Hold the room. Returns "" once it is held, else why not."""
+        started = self._clock()
+        while True:
+            cards = client.usage()
+            lacking = "NVML does not say what is free"
+            if cards is not None:
+                missing, ahead = short(needs, cards), turn.ahead()
+                unknown = next((uuid for uuid in needs if uuid not in cards), None)
+                if unknown is not None:
+                    return f"GPU {unknown}, on which it was, is not here any more"
+                if not missing and not ahead:
+                    held = client.hold(needs)
+                    if not held.trouble:
+                        return ""
+                    missing = {held.text: 0}
+                waits = _waits(needs, cards, ahead, self._clock() - started)
+                lacking = _words(waits, missing)
+                if self._progress is not None:
+                    for wait in waits:
+                        self._progress(wait)
+            if self._timeout is not None and self._clock() - started >= self._timeout:
+                return lacking
+            if cancel.wait(_EVERY):
+                return lacking
+
+
+def _waits(
+    needs: Mapping[str, int], cards: Mapping[str, Card], ahead: Mapping[str, tuple[int, ...]], seconds: float
+) -> list[Wait]:
+    found = []
+    for uuid, size in needs.items():
+        card = cards[uuid]
+        holders = who.holders(card.processes, card.used)
+        found.append(Wait(uuid, size + MARGIN, card.free, len(ahead.get(uuid, ())), holders, seconds))
+    return found
+
+
+def _words(waits: list[Wait], missing: Mapping[str, int]) -> str:
+    lines = []
+    for wait in waits:
+        if wait.uuid in missing:
+            lines.append(f"{wait.uuid} has {format_size(wait.free)} free, and it needs {format_size(wait.needs)}")
+        elif wait.ahead:
+            lines.append(f"{wait.uuid}: {wait.ahead} came before it and wait for their turn")
+        else:
+            continue
+        lines += [f"    {line}" for line in wait.holders]
+    lines += [text for text in missing if text not in {wait.uuid for wait in waits}]
+    return "\n".join(lines)

@@ -1,0 +1,134 @@
+"""Whose turn it is to restore on a GPU: first come, first served, among the processes of one user.
+
+A ticket is a file in the user's own folder, named by when its owner came. The owner holds a lock on it (`flock`), which
+the kernel takes away when it dies: a ticket without a lock is nobody's, and whoever sees it removes it. No process has
+to be alive for another's turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memguard.errors import MemguardError
+
+_NEW = ".new"
+
+
+def folder() -> str:
+    """The user's own folder for suspended processes; made if need be. MemguardError if it is another's.
+
+    `XDG_RUNTIME_DIR/memguard`, or `memguard-UID` in the folder for temporary files. Processes that are to see each
+    other need the same one.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    user = os.geteuid()
+    own = os.path.isabs(runtime) and os.path.isdir(runtime) and os.stat(runtime).st_uid == user
+    path = os.path.join(runtime, "memguard") if own else os.path.join(tempfile.gettempdir(), f"memguard-{user}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+        raise MemguardError(
+            f"{path} is not a folder that only this user can enter, so it cannot be trusted\n"
+            "    fix: remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A place in the queue of one GPU, held through the open file `fd`."""
+
+    path: str
+    fd: int
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+class Turn:
+    """A place in the queues of some GPUs (UUIDs), from `__enter__` to `__exit__`.
+
+    All places of one have the same time, so that two that wait for the same GPUs never wait for each other.
+    """
+
+    def __init__(self, uuids: Iterable[str], where: str | None = None) -> None:
+        self._uuids, self._where = sorted(uuids), where
+        self._tickets: list[Ticket] = []
+
+    def __enter__(self) -> Turn:
+        where = self._where or folder()
+        # The same clock for every process since the machine started; the PID tells two of one instant apart.
+        label = f"{time.monotonic_ns():020d}-{os.getpid()}"
+        try:
+            for uuid in self._uuids:
+                self._tickets.append(_taken(os.path.join(where, f"turn-{uuid}"), label))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._tickets:
+            self._tickets.pop().close()
+
+    def ahead(self) -> dict[str, tuple[int, ...]]:
+        """The PIDs of those who came before, by GPU, first come first; empty where it is this one's turn."""
+        found = {uuid: _before(ticket) for uuid, ticket in zip(self._uuids, self._tickets, strict=True)}
+        return {uuid: pids for uuid, pids in found.items() if pids}
+
+
+def _taken(queue: str, label: str) -> Ticket:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(queue, 0o700)
+    path = os.path.join(queue, label)
+    # Locked before it has its name: nobody sees a ticket of a living process without a lock.
+    fd = os.open(path + _NEW, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(path + _NEW, path)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path + _NEW)
+        raise
+    return Ticket(path, fd)
+
+
+def _before(ticket: Ticket) -> tuple[int, ...]:
+    queue, own = os.path.split(ticket.path)
+    found = []
+    for name in sorted(os.listdir(queue)):
+        if name.endswith(_NEW) or name >= own:
+            continue
+        if _held(os.path.join(queue, name)):
+            found.append(int(name.rpartition("-")[2]))
+    return tuple(found)
+
+
+def _held(path: str) -> bool:
+    """Whether a living process holds the ticket; one that nobody holds is removed."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return False
+    finally:
+        os.close(fd)
