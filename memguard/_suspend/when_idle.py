@@ -7,14 +7,17 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from memguard import _api
 from memguard._devices import suspension
+from memguard._devices.nvml import Nvml
 from memguard._frameworks import real_imports
 from memguard._logs import log as _log
-from memguard._suspend import cells
+from memguard._suspend import cells, proc
 from memguard._suspend.idle import Watcher
+from memguard.errors import DeviceError
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -44,9 +47,14 @@ def end_of_budget() -> None:
         end()
 
 
-def of_environment(seconds: float) -> None:
-    """`memguard run --when-idle`, which every Python below it inherits: most have no cells, and nothing happens."""
-    shell = shell_here()
+def of_environment(text: str) -> None:
+    """`memguard run --when-idle`, which every Python below it inherits: most have no cells, and nothing happens.
+
+    Raises ValueError for what is no such duration.
+    """
+    from memguard._config.values import IDLE, duration
+
+    seconds, shell = duration(text, *IDLE), shell_here()
     if shell is not None and not (_source == "notebook" and alive()):
         begin(seconds, shell, "environment")
 
@@ -55,7 +63,7 @@ def begin(seconds: float, shell: Any, source: Source, ignore_host_memory: bool =
     """Watch from now on, instead of what watched before."""
     global _watcher, _source
     found = cells.attach(shell)
-    watcher = Watcher(seconds, found.ran, used, functools.partial(_leave, found, ignore_host_memory), _say)
+    watcher = Watcher(seconds, found.ran, Usage(), functools.partial(_leave, found, ignore_host_memory), _say)
     with _lock:
         if _watcher is not None:
             _watcher.stop()
@@ -88,9 +96,32 @@ def shell_here() -> Any:
     return get() if callable(get) else None
 
 
-def used() -> bool | None:
-    """Whether this process has used a GPU since the last look; None if nobody knows."""
-    return None
+class Usage:
+    """Whether this process has used a GPU since it was asked last, by NVML."""
+
+    def __init__(self, nvml: Nvml | None = None) -> None:
+        self._nvml = nvml or Nvml()
+        self._uuids: list[str] = []
+        self._stamps: dict[str, int] = {}
+
+    def __call__(self) -> bool | None:
+        """None if NVML does not say: also where it does not name this process, as in a PID namespace of its own."""
+        if _simulated():
+            return None
+        try:
+            answers = [*self._answers(os.getpid())]
+        except DeviceError:
+            self._uuids = []
+            return None
+        return True if True in answers else None if not answers or None in answers else False
+
+    def _answers(self, pid: int) -> Iterator[bool | None]:
+        """Of each GPU on which NVML names this process."""
+        self._uuids = self._uuids or [device.uuid for device in self._nvml.devices()]
+        for uuid in self._uuids:
+            if pid in self._nvml.processes(uuid):
+                used, self._stamps[uuid] = self._nvml.used_since(uuid, pid, self._stamps.get(uuid, 0))
+                yield used
 
 
 def _leave(found: cells.Cells, ignore_host_memory: bool) -> bool:
@@ -99,10 +130,21 @@ def _leave(found: cells.Cells, ignore_host_memory: bool) -> bool:
     from memguard._suspend import own
 
     with found.none() as free:
-        if not free or suspension.now is not None:
+        if not free or suspension.now is not None or not has_gpu():
             return False
         own.suspend(_suspend.TIMEOUT, "idle", found.owner, ignore_host_memory)
     return True
+
+
+def has_gpu(root: str = "/") -> bool:
+    """Whether this process may have something on a GPU: else there is nothing to take off it, and nothing to say."""
+    found = proc.maps(root, os.getpid())
+    return _simulated() or found is None or bool(found.uvm or found.gpu)
+
+
+def _simulated() -> bool:
+    session = _api._active
+    return session is not None and session.guard.active and session.guard.host.simulated
 
 
 def _say(text: str) -> None:

@@ -106,3 +106,22 @@ def test_an_interrupted_wait_leaves_it_suspended_and_the_cell_does_not_run(nb: N
     assert "suspended, 5." in nb.text("%memguard")
     assert "back on the GPUs" in nb.text(f"open({str(file)!r}, 'w').close()")
     assert file.exists()
+
+
+def test_a_kernel_below_memguard_run_is_watched_without_the_extension(tmp_path: Path) -> None:
+    (tmp_path / "budget.yaml").write_text(BUDGET)
+    given = {"MEMGUARD_CONFIG": "budget.yaml", "MEMGUARD_SIMULATE": "h200", "MEMGUARD_WHEN_IDLE": "1s"}
+    with kernel(tmp_path, **given) as nb:
+        nb.run(*SETUP.splitlines())
+        time.sleep(2.5)
+        shown = nb.text("print(len(ways), suspension.now, when_idle.seconds())")
+        assert "back on the GPUs in" in shown and "1 None 1.0" in shown
+
+
+def test_a_kernel_under_a_budget_with_when_idle_is_watched_until_the_budget_ends(tmp_path: Path) -> None:
+    (tmp_path / "budget.yaml").write_text(BUDGET + "suspend: {when_idle: 1s}\n")
+    with kernel(tmp_path, MEMGUARD_CONFIG="budget.yaml", MEMGUARD_SIMULATE="h200") as nb:
+        nb.run(*SETUP.splitlines())
+        time.sleep(2.5)
+        assert "1 None 1.0" in nb.text("print(len(ways), suspension.now, when_idle.seconds())")
+        assert "None False" in nb.text("memguard.shutdown()", "print(when_idle.seconds(), when_idle.alive())")
