@@ -13,6 +13,7 @@ from typing import Protocol
 
 from memguard import _api
 from memguard._devices import contexts, suspension
+from memguard._locks import Turn
 from memguard._logs import log as _log
 from memguard._monitor.session import on_monitor
 from memguard._suspend import guard as guards
@@ -93,8 +94,9 @@ class _Own:
         suspension.catch_up()
 
 
-_lock = threading.Lock()
-"""Held by the thread that takes the process off its GPUs, or brings it back."""
+_turn = Turn()
+"""Of the thread that takes the process off its GPUs, or brings it back."""
+_BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
 
 
@@ -112,15 +114,21 @@ def chosen_way() -> Way:
 
 def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memory: bool = False) -> Suspension:
     """Take this process off its GPUs. As `memguard.suspend`; `owner` as for `Gate`."""
-    global _now
     _refuse_twice()
     _refuse_here()
-    if not _lock.acquire(blocking=False):
-        raise Suspended("another thread takes this process off its GPUs, or brings it back\n    fix: wait for it")
+    done = None if _turn.mine else _turn.take(_suspend, 0, timeout, why, owner, ignore_host_memory)
+    if done is None:
+        raise Suspended(f"{_BUSY}\n    fix: wait for it")
+    _tell(done[0])
+    return done[0]
+
+
+def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bool) -> Suspension:
+    global _now
+    _refuse_twice()
+    _watch_forks()
+    own = _now = _Own(chosen_way(), owner)
     try:
-        _refuse_twice()
-        _watch_forks()
-        own = _now = _Own(chosen_way(), owner)
         try:
             own.way.check(ignore_host_memory)
         except BaseException:
@@ -128,7 +136,7 @@ def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memo
             raise
         work = Work(functools.partial(_leave, own, timeout, why))
         try:
-            found = work.wait()
+            return work.wait()
         except BaseException:
             if work.result is not None and not work.given_up:  # the interruption came when it was off already
                 _take_back(own)
@@ -136,11 +144,8 @@ def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memo
                 _log.warning("the process stays suspended. fix: memguard.resume()")
             raise
     finally:
-        if _now is not None and _now.suspension is None:
+        if own.suspension is None:
             _now = None
-        _lock.release()
-    _tell(found)
-    return found
 
 
 def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
@@ -176,18 +181,18 @@ def resume(timeout: float | None, progress: Progress | None) -> None:
     own = _now
     if own is None or own.suspension is None:
         return
-    if not _lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-        raise Suspended("another thread is bringing this process back\n    fix: wait for it")
-    try:
-        if _now is own:
-            _return(own, timeout, progress)
-    finally:
-        _lock.release()
+    patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+    if _turn.mine or _turn.take(_resume, patience, own, timeout, progress) is None:
+        raise Suspended(f"{_BUSY}\n    fix: wait for it")
+
+
+def _resume(own: _Own, timeout: float | None, progress: Progress | None) -> None:
+    if _now is own:
+        _return(own, timeout, progress)
 
 
 def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None:
-    """With the lock held."""
-
+    """With the turn."""
     assert own.suspension is not None
     found = own.suspension
 
@@ -198,20 +203,27 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
         except BaseException:
             quiet.stays()
             raise
-        _came_back(own)
         return True
 
-    Work(go).wait(progress)
+    work = Work(go)
+    try:
+        work.wait(progress)
+    finally:
+        if work.result:  # on this thread, as PyCUDA frees nothing on another than the one that allocated it
+            try:
+                _came_back(own)
+            finally:
+                _came_back(own)  # again: a Ctrl-C may have come into the one before
 
 
 def _came_back(own: _Own, by: str = "") -> None:
-    """It is on its GPUs again. Any thread; the first call counts."""
+    """It is on its GPUs again. Any thread that has the turn; what an interrupted call left is done by the next."""
     global _now
+    own.open()
     if own.over:
         return
     own.over = True
     found = own.suspension
-    own.open()
     if _now is own:
         _now = None
     leaving.dismiss()
@@ -232,14 +244,8 @@ def _watch(own: _Own) -> None:
             _log.debug("whether the process is still suspended is unknown: %s", str(error))
             time.sleep(_LOOK)
             continue
-        while back and not own.over and not _lock.acquire(timeout=_LOOK):
-            pass  # `resume` here is at it
-        if not back or own.over:
-            continue
-        try:
-            _came_back(own, ", brought back by another process")
-        finally:
-            _lock.release()
+        while back and not own.over:  # while `resume` here is at it, it has the turn
+            _turn.take(_came_back, _LOOK, own, ", brought back by another process")
 
 
 def _tell(found: Suspension) -> None:
@@ -288,8 +294,8 @@ def _watch_forks() -> None:
 
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
-    global _now, _lock
-    own, _now, _lock = _now, None, threading.Lock()
+    global _now, _turn
+    own, _now, _turn = _now, None, Turn()
     suspension.forked()
     leaving.dismiss()
     if own is not None:

@@ -33,6 +33,15 @@ def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> 
     read. `figures` are asked for what the GPUs have while this process cannot ask.
     """
     until = time.monotonic() + seconds
+    if not _api._lock.acquire(timeout=_left(until)):
+        raise _busy("memguard.init or shutdown on another thread", "let it end")
+    try:
+        return _begin(undo, until, figures)
+    finally:
+        _api._lock.release()
+
+
+def _begin(undo: Undo, until: float, figures: guards.Figures | None) -> Ledger | None:
     session = _api._active
     if session is None or not session.active:
         undo.add("the word that the process is suspended", end)

@@ -380,3 +380,48 @@ def test_a_trace_that_is_recorded_refuses_it(way: FakeWay, budget: Guard, tmp_pa
     with memguard.record_trace(tmp_path / "trace.jsonl"), pytest.raises(CannotSuspend, match="record_trace records"):
         memguard.suspend()
     memguard.suspend()
+
+
+def test_an_init_that_is_under_way_refuses_it(way: FakeWay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "QUIET", 0.2)
+    with _api._lock, pytest.raises(CannotSuspend, match=r"memguard\.init or shutdown on another thread"):
+        memguard.suspend()
+    assert suspension.now is None and not way.gates
+
+
+def test_a_signal_handler_within_a_suspension_cannot_begin_another(way: FakeWay) -> None:
+    errors: list[MemguardError] = []
+
+    def handler(*_: object) -> None:
+        for call in (memguard.suspend, memguard.resume):
+            try:
+                call()
+            except MemguardError as error:
+                errors.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        way.at = lambda step: (os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.1)) if step == "checkpoint" else None
+        memguard.suspend()
+        assert own.current() is not None
+        way.at = lambda step: (os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.1)) if step == "restore" else None
+        memguard.resume()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(errors) >= 2 and all(isinstance(error, Suspended) for error in errors)
+
+
+def test_a_ctrl_c_while_the_gates_open_opens_them(way: FakeWay, budget: Guard) -> None:
+    memguard.suspend()
+    gate = way.gates[-1]
+    came: list[int] = []
+
+    def told() -> None:
+        if not came:
+            came.append(threading.get_ident())
+            raise KeyboardInterrupt
+
+    gate.told = told
+    with pytest.raises(KeyboardInterrupt):
+        memguard.resume()
+    assert came == [threading.get_ident()] and not gate.closed and type(budget) is Guard and own.current() is None
