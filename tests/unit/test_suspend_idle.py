@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memguard
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
+from memguard._suspend import when_idle
 from memguard._suspend.idle import Look, Watcher, idle_for, patience
-from memguard.errors import CannotSuspend, MemguardError
+from memguard._suspend.when_idle import Usage, has_gpu
+from memguard.errors import CannotSuspend, DeviceError, MemguardError
 
 LOOKS = st.lists(
     st.builds(
@@ -174,3 +181,81 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     watcher.stop()
     thread.join(5)
     assert not thread.is_alive() and not watcher.alive
+
+
+class FakeNvml:
+    """GPUs by UUID: which processes are on it, and what NVML says of this one's use."""
+
+    def __init__(self, **gpus: tuple[set[int], bool | None]) -> None:
+        self.gpus, self.asked = gpus, [("", 0)][:0]
+        self.lost = False
+
+    def devices(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(uuid=uuid) for uuid in self.gpus]
+
+    def processes(self, uuid: str) -> dict[int, int | None]:
+        if self.lost:
+            raise DeviceError("lost")
+        return dict.fromkeys(self.gpus[uuid][0], 1)
+
+    def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
+        self.asked.append((uuid, stamp))
+        return self.gpus[uuid][1], stamp + 100
+
+
+ME = os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "answer"),
+    [
+        ({"a": ({ME, 1}, True), "b": ({ME}, False)}, True),
+        ({"a": ({ME}, False), "b": ({1}, True)}, False),
+        ({"a": ({ME}, False), "b": ({ME}, None)}, None),
+        ({"a": ({ME}, None), "b": ({ME}, True)}, True),
+        ({"a": ({1}, True)}, None),
+        ({}, None),
+    ],
+    ids=["one of two", "others do not count", "unknown on one", "known is enough", "not named", "no GPU"],
+)
+def test_use_is_that_of_this_process_on_the_gpus_that_it_is_on(gpus: Any, answer: bool | None) -> None:
+    assert Usage(FakeNvml(**gpus))() is answer  # type: ignore[arg-type]
+
+
+def test_each_look_asks_for_what_came_after_the_one_before() -> None:
+    nvml = FakeNvml(a=({ME}, False))
+    usage = Usage(nvml)  # type: ignore[arg-type]
+    assert [usage(), usage()] == [False, False] and nvml.asked == [("a", 0), ("a", 100)]
+    nvml.lost = True
+    assert usage() is None
+
+
+def test_a_process_without_cuda_has_nothing_to_leave(tmp_path: Path) -> None:
+    maps = tmp_path / "proc" / str(ME) / "maps"
+    maps.parent.mkdir(parents=True)
+    line = "7f00-7f01 rw-s 00000000 00:05 1 {}\n"
+    maps.write_text(line.format("/usr/lib/libc.so.6"))
+    assert not has_gpu(str(tmp_path))
+    maps.write_text(line.format("/dev/nvidia-uvm"))
+    assert has_gpu(str(tmp_path))
+
+
+@pytest.fixture
+def no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(when_idle, "shell_here", lambda: None)
+
+
+def test_in_a_plain_script_when_idle_is_a_warning(no_shell: None, caplog: pytest.LogCaptureFixture) -> None:
+    budget = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "suspend": {"when_idle": "10min"}}
+    with caplog.at_level("WARNING", "memguard"), memguard.guard(budget, simulate="h200"):
+        assert when_idle.seconds() is None
+    (said,) = [one.getMessage() for one in caplog.records if "when_idle" in one.getMessage()]
+    assert "nothing would bring it back" in said and "fix: " in said
+
+
+def test_below_memguard_run_a_plain_script_hears_nothing(no_shell: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "memguard"):
+        when_idle.of_environment("10min")
+    assert when_idle.seconds() is None and caplog.records == []
+    with pytest.raises(ValueError, match="is not between 1s and"):
+        when_idle.of_environment("10ms")
