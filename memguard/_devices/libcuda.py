@@ -242,6 +242,15 @@ def opened(path: str) -> ctypes.CDLL | None:
         return None
 
 
+def exports(*functions: str) -> bool | None:
+    """Whether the libcuda that this process has loaded has these functions; None if it has loaded none."""
+    try:
+        library = ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4))
+    except OSError:
+        return None
+    return all(address(library, function) is not None for function in functions)
+
+
 def address(library: ctypes.CDLL, function: str) -> int | None:
     """Where a function lies; None if the library has none of that name."""
     try:

@@ -327,6 +327,15 @@ class Nvml:
         """Whether MIG divides the GPU. This version does not support the parts."""
         return self._call("MIG mode of", lambda n, uuid: self._mig(n, self._handle(n, uuid)), uuid)
 
+    def driver(self) -> str:
+        """The driver's version, as 580.159.04."""
+        return self._call("driver version", lambda n, _: str(n.nvmlSystemGetDriverVersion()), "")
+
+    def vgpu(self, uuid: str) -> bool:
+        """Whether it is a virtual GPU: this machine is a guest that has a part of a card. A card passed on whole is
+        none."""
+        return self._call("virtualization mode of", lambda n, uuid: self._vgpu(n, self._handle(n, uuid)), uuid)
+
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
@@ -556,6 +565,13 @@ class Nvml:
     def _mig(n: Any, handle: Any) -> bool:
         try:
             return bool(n.nvmlDeviceGetMigMode(handle)[0])
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
+            return False
+
+    @staticmethod
+    def _vgpu(n: Any, handle: Any) -> bool:
+        try:
+            return bool(n.nvmlDeviceGetVirtualizationMode(handle) == n.NVML_GPU_VIRTUALIZATION_MODE_VGPU)
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
             return False
 

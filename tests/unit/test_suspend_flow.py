@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from memguard._suspend.door import Card, Door
 from memguard._suspend.flow import Outcome
 from memguard._suspend.identity import anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._suspend.simulated import Direct
-from memguard._suspend.steps import End
+from memguard._suspend.steps import Answer, End
 from memguard._suspend.types import Process
 from memguard._units import GIB, MIB
 
@@ -164,18 +164,51 @@ def test_a_placeholder_that_has_gone_with_its_helper_is_made_again() -> None:
     assert rooms == ["", ""] and target.calls.count("restore") == 1
 
 
+class Interruptible(Direct):
+    """Raises after the call of that number is done, counted down from when it was set."""
+
+    interrupt: int | None = None
+
+    def state(self, process: Process, limit: float = 10.0) -> Answer:
+        return self.count(super().state(process, limit))
+
+    def _call(self, call: Callable[[int], int], process: Process) -> Answer:
+        return self.count(super()._call(call, process))
+
+    def count(self, answer: Answer) -> Answer:
+        if self.interrupt is not None:
+            self.interrupt = self.interrupt - 1 if self.interrupt else None
+            if self.interrupt is None:
+                raise Interrupted
+        return answer
+
+
+def test_interrupted_within_the_restore_it_comes_back() -> None:
+    driver, _, target = simulated()
+    client = Interruptible(driver)
+    off = flow.take_off(ME, client=client, settle=0)
+    client.interrupt = 1
+    back = flow.bring_back(ME, client=client, needs=off.bytes, room=held)
+    assert back.end is End.RUNNING and target.state is State.RUNNING and isinstance(back.interruption, Interrupted)
+
+
 faults = st.one_of(
     st.builds(Fault, st.just("code"), st.sampled_from((1, 2, 3, 46, 304, 401, 600, 801, 999))),
     st.builds(Fault, st.sampled_from(("hang", "die")), st.just(0), st.booleans()),
 )
 
 
+seldom = st.sampled_from((False,) * 5 + (True,))
+moments = st.sampled_from((None,) * 12 + tuple(range(8)))
+
+
 class Suspended(RuleBasedStateMachine):
     """Off and back, in any order, with calls that fail, hang or end the helper, and strangers on the card."""
 
-    @initialize(managed=st.booleans(), importer=st.sampled_from((False, False, False, True)))
+    @initialize(managed=seldom, importer=seldom)
     def begin(self, managed: bool, importer: bool) -> None:
-        self.driver, self.client, self.target = simulated(managed=managed, importer=importer)
+        self.driver, _, self.target = simulated(managed=managed, importer=importer)
+        self.client = Interruptible(self.driver)
         self.needs = dict(self.target.bytes)
         self.breaks = importer
         """Whether a restore may destroy the process for another reason than a lack of room."""
@@ -185,12 +218,18 @@ class Suspended(RuleBasedStateMachine):
         self.driver.fail(call, fault)
         self.breaks = self.breaks or (call == "restore" and fault.code in (1, 2))
 
-    @rule(size=st.integers(0, 16 * GIB), uuid=st.sampled_from((A, B)))
-    def stranger(self, size: int, uuid: str) -> None:
+    @rule(uuid=st.sampled_from((A, B)), spare=st.sampled_from((-GIB, -1, 0, MIB, 4 * MIB - 1, 4 * MIB, 4 * GIB)))
+    def stranger(self, uuid: str, spare: int) -> None:
+        """Another process leaves that much more free than this one needs."""
         self.driver.others[uuid] = 0
-        self.driver.others[uuid] = min(size, max(self.driver.free(uuid), 0))
+        self.driver.others[uuid] = max(self.driver.free(uuid) - self.needs[uuid] - spare, 0)
 
-    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), twice=st.booleans())
+    @rule(number=st.integers(0, 8))
+    def interrupted_within(self, number: int) -> None:
+        """A Ctrl-C comes into the wait for the answer of one of the next calls, which is done all the same."""
+        self.client.interrupt = number
+
+    @rule(at=moments, raises=st.booleans(), twice=st.booleans())
     def take_off(self, at: int | None, raises: bool, twice: bool) -> None:
         before, (cancel, on_step), give_up = self.target.state, self.cancelling(at, raises), threading.Event()
         if twice:
@@ -200,7 +239,7 @@ class Suspended(RuleBasedStateMachine):
             before,
         )
 
-    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
+    @rule(at=moments, raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
     def bring_back(self, at: int | None, raises: bool, room: flow.Room) -> None:
         before, (cancel, on_step) = self.target.state, self.cancelling(at, raises)
         back = flow.bring_back(ME, client=self.client, needs=self.needs, room=room, on_step=on_step, cancel=cancel)
@@ -210,6 +249,7 @@ class Suspended(RuleBasedStateMachine):
     def resumed(self) -> None:
         """What `memguard resume PID` does once nothing fails and there is room: always back."""
         self.driver.faults.clear()
+        self.client.interrupt = None
         others, self.driver.others = self.driver.others, dict.fromkeys(self.driver.cards, 0)
         before, breaks = self.target.state, self.target.importer
         back = flow.finish(ME, client=self.client, needs=self.needs, room=held)
