@@ -187,7 +187,7 @@ class Helper:
             if self._holder is None:
                 import importlib
 
-                self._holder = importlib.import_module("memguard._suspend.holder").Holder()
+                self._holder = importlib.import_module("memguard._devices.placeholder").Holder()
             return self._holder
 
     def _release(self) -> None:
