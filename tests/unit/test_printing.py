@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "extra argument": (["check", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
-ANSWERS = ("doctor", "reclaim", "replay", "simulate")
+ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suspend")
 
 
 class Raw(io.RawIOBase):
