@@ -21,13 +21,15 @@ from memguard._suspend.processes import Listing
 from memguard._suspend.steps import End
 from memguard._suspend.types import Process, Progress
 from memguard._suspend.working import BusyError, Work
-from memguard._units import format_size
+from memguard._units import GIB, format_size
 from memguard.errors import MemguardError
 
 DONE, NO, UNKNOWN = 0, 1, 2
 """What a command answers, and its exit code."""
 ROLL_BACK = 60.0
 """Seconds for which a process that was just taken off waits for the room that it has left."""
+SPARE = GIB
+"""What a process may have on a GPU beyond what NVML listed for it, where nobody has measured what it left."""
 _LOOK = 0.05
 ALLOW = "allow it in the budget with which it is started: `suspend: {by_others: true}`"
 HAZARDS = (
@@ -108,14 +110,25 @@ def found(pid: int) -> Process:
 
 
 def family(process: Process, listed: Listing, wanted: Callable[[processes.Row], bool]) -> list[Process]:
-    """The process and all below it that are `wanted`; those furthest down first. Other users' are left out."""
-    below = proc.family("/", process.pid) or {}
-    chosen = [process]
-    for pid, stat in below.items():
+    """The process and all below it that are `wanted`; those furthest down first. Other users' are left out.
+
+    The process itself is left out if it is not, and others are: a launcher often has no GPU memory.
+    """
+    chosen = []
+    for pid, stat in (proc.family("/", process.pid) or {}).items():
         row = listed.of(pid)
         if row is not None and wanted(row) and processes.user_of(pid) == os.geteuid():
             chosen.append(Process(pid, stat.start))
+    own = listed.of(process.pid)
+    if not chosen or (own is not None and wanted(own)):
+        chosen.insert(0, process)
     return chosen[::-1]
+
+
+def sizes_of(row: processes.Row | None) -> dict[str, int]:
+    """What NVML lists for a process, by GPU; empty if it does not say it for each GPU."""
+    sizes = {} if row is None else row.bytes
+    return {uuid: size for uuid, size in sizes.items() if size} if all(sizes.values()) else {}
 
 
 def suspend(
@@ -250,7 +263,7 @@ def resume(
         with Work(process, "asked") as work:
             found = work.found
             wait = room.Waiting(timeout, progress)
-            needs = found.bytes if found is not None else None
+            needs = needs_of(found)
             done = flow.finish(process, client=client, needs=needs, room=wait, on_step=work, cancel=cancel)
             work.ended(done.end.value)
     except (BusyError, OSError) as error:
@@ -265,6 +278,13 @@ def resume(
     away = f", after {max(0.0, time.time() - found.since):,.0f} s" if found is not None else ""
     text = f"process {pid} is back on its GPUs{size}{away}"
     return Result(process, DONE, text, "running", needs, done.seconds, True)
+
+
+def needs_of(record: records.Record | None) -> dict[str, int] | None:
+    """The bytes by GPU that a process needs to come back: rather too many, as too few destroy it. None: unknown."""
+    if record is None or not record.bytes:
+        return None
+    return dict(record.bytes) if record.measured else {uuid: size + SPARE for uuid, size in record.bytes.items()}
 
 
 def _went(process: Process, sizes: Mapping[str, int] | None, seconds: float) -> str:

@@ -20,9 +20,10 @@ from memguard._devices.nvml import Nvml
 from memguard._suspend import identity, proc, records, who, working
 from memguard._suspend.door import Door
 from memguard._suspend.records import Budgeted, Record
+from memguard._suspend.turn import folder
 from memguard._suspend.types import Process
 from memguard._units import GIB, format_size
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, MemguardError
 
 SCHEMA = 1
 At = Literal["running", "locked", "suspended", "failed", "unknown"]
@@ -226,8 +227,13 @@ def _unlisted(gpus: Iterable[Gpu]) -> list[str]:
 def read(door: Callable[[], Door], root: str = "/", where: str | None = None) -> Readings:
     """Raises DeviceError without NVML. `door` is opened only if the driver has to be asked."""
     gpus = _gpus()
-    known, budgets = records.every(where)
-    working.tidy(where)
+    known, budgets, unsafe = list[Record](), list[Budgeted](), ""
+    try:
+        where = where or folder()
+        known, budgets = records.every(where)
+        working.tidy(where)
+    except (OSError, MemguardError) as error:
+        unsafe = f"what processes have said of themselves is not read: {error}".replace("\n    ", "; ")
     recorded = {record.process for record in known}
     listed = {pid for gpu in gpus for pid in gpu.processes}
     silent = candidates(root, listed | {os.getpid()})
@@ -236,9 +242,11 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
     states = {process: states[process] for process in shown}
     workers = {process: by for process in recorded if (by := working.worked_on(process, where)) is not None}
     for record in known:  # nobody is at it, and it runs: who began it was killed, or could not remove it
-        if states.get(record.process) is State.RUNNING and record.process not in workers:
+        left = states.get(record.process) is State.RUNNING and record.process not in workers
+        if left and records.of(record.process, where) == record:
             records.remove(record.process, where=where)
     people = {pid: person(pid) for pid in listed | {process.pid for process in shown}}
+    notes += [unsafe] if unsafe else []
     return Readings(gpus, people, tuple(known), tuple(budgets), states, workers, tuple(notes))
 
 

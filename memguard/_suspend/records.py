@@ -47,7 +47,8 @@ _NAME = re.compile(r"(suspended|budget)-([0-9]{1,10})-([0-9]{1,19})\.json", re.A
 class Record:
     """A process that is off its GPUs, or on its way. `step` is one of STEPS, `since` Unix time.
 
-    `bytes` by GPU (UUID) that it needs to come back, None if nobody knows. `command` and `budget` are for people.
+    `bytes` by GPU (UUID) that it needs to come back, None if nobody knows; unless `measured`, they are what NVML listed
+    for it before, which is a little less. `command` and `budget` are for people.
     """
 
     process: Process
@@ -57,6 +58,7 @@ class Record:
     why: Why
     command: str = ""
     budget: str | None = None
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def write(record: Record, where: str | None = None) -> None:
         "why": record.why,
         "command": record.command[:_LONGEST],
         "budget": record.budget and record.budget[:_LONGEST],
+        "measured": record.measured,
     }
     _write(path_of(record.process, SUSPENDED, where), record.process, fields)
 
@@ -145,7 +148,7 @@ def every(where: str | None = None) -> tuple[list[Record], list[Budgeted]]:
 
 def record_of(message: Mapping[str, Any], process: Process) -> Record:
     """Raises ValueError for what memguard would not have written."""
-    _check(message, process, {"step", "bytes", "since", "why", "command", "budget"})
+    _check(message, process, {"step", "bytes", "since", "why", "command", "budget", "measured"})
     sizes, since = message["bytes"], message["since"]
     if message["step"] not in STEPS:
         raise ValueError("its step is unknown")
@@ -157,8 +160,11 @@ def record_of(message: Mapping[str, Any], process: Process) -> Record:
         raise ValueError("its time is malformed")
     if message["why"] not in get_args(Why):
         raise ValueError("why is unknown")
+    if not isinstance(message["measured"], bool):
+        raise ValueError("whether its bytes were measured is unknown")
     budget = None if message["budget"] is None else _text(message["budget"])
-    return Record(process, message["step"], sizes, float(since), message["why"], _text(message["command"]), budget)
+    command, measured = _text(message["command"]), message["measured"]
+    return Record(process, message["step"], sizes, float(since), message["why"], command, budget, measured)
 
 
 def budgeted_of(message: Mapping[str, Any], process: Process) -> Budgeted:

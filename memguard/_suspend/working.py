@@ -80,7 +80,7 @@ class Work:
         if step == "lock":  # it runs: what was recorded before is of somebody who was killed before that
             self.found = self._now = None
         if self._now is None:
-            sizes = None if self._sizes is None else self._sizes()
+            sizes = (self._sizes() or None) if self._sizes is not None else None
             command = who.command(self._process.pid)
             self._now = Record(self._process, step, sizes, time.time(), self._why, command, self._budget)
         self._keep(replace(self._now, step=step))
@@ -96,9 +96,10 @@ class Work:
             elif self.found is not None:
                 self._keep(self.found)
         elif end in ("suspended", "lost") and self._now is not None:
-            known = self._now.bytes if sizes is None else sizes
             since = self.found.since if self.found is not None else time.time()
-            self._keep(replace(self._now, step=end, bytes=known, since=since))
+            self._now = replace(self._now, step=end, since=since)
+            # No byte at all cannot be: a context has some hundred MiB.
+            self._keep(replace(self._now, bytes=sizes, measured=True) if sizes else self._now)
 
     def _keep(self, record: Record) -> None:
         self._now = record

@@ -27,14 +27,12 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, as_json:
 
     process, stop = outside.found(pid), outside.Stop()
     with Client() as client:
-        chosen, sizes = [process], {}
+        chosen, sizes = [process], dict[int, dict[str, int]]()
         if tree or unsafe:
             listed = processes.listing(processes.read(lambda: client))
             if tree:
                 chosen = outside.family(process, listed, lambda row: row.state == "running")
-            for one in chosen:
-                row = listed.of(one.pid)
-                sizes[one.pid] = {uuid: size or 0 for uuid, size in row.bytes.items()} if row is not None else {}
+            sizes = {one.pid: outside.sizes_of(listed.of(one.pid)) for one in chosen}
         if unsafe and not as_json:
             _warn()
         results, interrupted = waiting.interruptible(
