@@ -56,13 +56,16 @@ class Listener:
         self._places = threading.Semaphore(MOST)
 
     def begin(self) -> None:
+        folder, name = os.path.split(self.path)
+        new = os.path.join(folder, f"new-{name}")
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)  # of an earlier budget of this process
-        with _short(self.path) as path:
+            os.unlink(new)
+        with _short(new) as path:
             self._socket.bind(path)
-        os.chmod(self.path, 0o600)
+        os.chmod(new, 0o600)
         self._socket.listen(16)
         self._socket.settimeout(_LOOK)
+        os.rename(new, self.path)  # now: one that is bound and does not listen looks like a dead one's
         threading.Thread(target=self._listen, name="memguard-listener", daemon=True).start()
 
     def end(self) -> None:
@@ -207,6 +210,22 @@ def _end() -> None:
     """At the exit, and in a forked child, where only the child's copies are closed."""
     for undo in tuple(_active):
         undo.run()
+
+
+def tidy(where: str | None = None) -> None:
+    """Remove the sockets that nobody listens at any more."""
+    where = where or folder()
+    for name in os.listdir(where):
+        if not name.startswith("listen-"):
+            continue
+        path = os.path.join(where, name)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_LOOK)
+            try:
+                with _short(path) as short:
+                    connection.connect(short)
+            except ConnectionRefusedError:
+                os.unlink(path)
 
 
 class RefusedError(MemguardError):

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from memguard._devices.checkpoint import State
 from memguard._devices.nvml import Nvml
-from memguard._suspend import identity, proc, records, who, working
+from memguard._suspend import identity, listener, proc, records, who, working
 from memguard._suspend.door import Door
 from memguard._suspend.records import Budgeted, Record
 from memguard._suspend.turn import folder
@@ -232,6 +232,7 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
         where = where or folder()
         known, budgets = records.every(where)
         working.tidy(where)
+        listener.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {error}".replace("\n    ", "; ")
     recorded = {record.process for record in known}
