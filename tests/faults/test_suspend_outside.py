@@ -175,3 +175,174 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     assert machine.state(pid) == RUNNING and machine.record(process) is None
     assert "alloc" in machine.calls  # room was held for it
     assert "nothing was to be done" in machine.call("resume", pid).stdout
+
+
+KILL = """
+    import os
+    from memguard._suspend.working import Work
+    told = Work.__call__
+
+    def call(self, step):
+        told(self, step)
+        if step == {step!r}:
+            os.kill(os.getpid(), 9)
+
+    Work.__call__ = call
+    """
+
+
+@pytest.mark.parametrize("step", ["lock", "settle", "checkpoint", "suspended"])
+def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: str) -> None:
+    process = machine.start()
+    before = KILL.format(step=step)
+    if step == "suspended":  # it is off already, and nobody has written that down
+        before = KILL.format(step="state").replace("step ==", "self._now and step ==")
+    assert machine.call("suspend", process.pid, "--unsafe", before=before).returncode == -signal.SIGKILL
+    record = machine.record(process)
+    assert record is not None and record.step == step.replace("suspended", "checkpoint")
+    assert record.bytes == {UUIDS[0]: GIB} and not record.measured
+    assert machine.becomes(process.pid, CHECKPOINTED if step == "suspended" else RUNNING)  # by its helper
+    if step == "suspended":
+        machine.scenario()
+        (row,) = machine.json("ps")["processes"]
+        assert (row["state"], row["step"], row["worker"]) == ("suspended", "checkpoint", None)
+    done = machine.json("resume", process.pid, "--wait", "10s")
+    assert done["processes"][0]["changed"] is (step == "suspended")
+    assert machine.state(process.pid) == RUNNING and machine.record(process) is None
+    assert os.listdir(machine.where) in ([], [f"turn-{UUIDS[0]}"])
+
+
+@pytest.mark.parametrize("step", ["room", "restore", "unlock"])
+def test_a_resume_that_is_killed_is_finished_by_another(machine: Machine, step: str) -> None:
+    process = machine.start()
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("resume", process.pid, before=KILL.format(step=step)).returncode == -signal.SIGKILL
+    record = machine.record(process)
+    assert record is not None and (record.step, record.measured) == (step, True)
+    done = machine.call("resume", process.pid)
+    assert done.returncode == 0, done.stderr
+    assert machine.becomes(process.pid, RUNNING) and machine.record(process) is None
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint", "restore"])
+def test_killed_within_the_drivers_call(machine: Machine, call: str) -> None:
+    """The driver ends it by itself, whoever is killed."""
+    process = machine.start()
+    command = ["suspend", "--unsafe"] if call != "restore" else ["resume"]
+    if call == "restore":
+        assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    machine.wrong(f"{call} slow 700")
+    step = KILL.format(step=call).replace("os.kill(os.getpid(), 9)", KILL_SOON)
+    assert machine.call(*command, process.pid, before=step).returncode == -signal.SIGKILL
+    done = machine.call("resume", process.pid)
+    assert done.returncode == 0, done.stderr
+    assert machine.becomes(process.pid, RUNNING) and machine.record(process) is None
+
+
+KILL_SOON = "__import__('threading').Timer(0.3, os.kill, (os.getpid(), 9)).start()"
+
+
+def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
+    """With its own word for how it went; --unsafe does not go behind its back."""
+    says = """
+        from memguard._suspend import listener
+        from memguard._suspend.identity import this_process
+        from memguard._suspend.types import Suspension
+        from memguard.errors import CannotSuspend
+        asked = []
+
+        def suspend():
+            asked.append(None)
+            if len(asked) < 3:
+                raise CannotSuspend([("capture", "a CUDA graph is being captured", "wait for it")])
+            return Suspension(this_process(), {"GPU-a": 3 << 30}, None, time.time(), 0.5, "by_others")
+
+        listener.start(suspend, "b.yaml")
+    """
+    process = machine.start(says)
+    (row,) = machine.json("ps")["processes"]
+    assert (row["budget"], row["by_others"], row["state"]) == ("b.yaml", True, "running")
+    for options in ((), ("--unsafe",)):
+        done = machine.call("suspend", process.pid, *options)
+        assert done.returncode == 1 and "refuses" in done.stderr and "a CUDA graph is being captured" in done.stderr
+    found = machine.json("suspend", process.pid)
+    assert found["processes"][0]["bytes"] == {"GPU-a": 3 * GIB} and found["processes"][0]["done"] is True
+    assert machine.calls == []
+
+
+def test_a_tree_goes_together(machine: Machine) -> None:
+    process = machine.start(children=2)
+    children = [one for one in machine.children if one is not None]
+    done = machine.json("suspend", process.pid, "--unsafe", "--tree")
+    assert {one["pid"] for one in done["processes"]} == {process.pid, *(one.pid for one in children)}
+    assert done["processes"][-1]["pid"] == process.pid  # children first
+    assert all(machine.state(one.pid) == CHECKPOINTED for one in (process, *children))
+    machine.scenario()
+    back = machine.json("resume", process.pid, "--tree")
+    assert len(back["processes"]) == 3 and all(one["done"] for one in back["processes"])
+    assert all(machine.state(one.pid) == RUNNING for one in (process, *children))
+
+
+def test_a_tree_of_which_one_refuses_comes_back(machine: Machine) -> None:
+    process = machine.start(children=2)
+    children = [one for one in machine.children if one is not None]
+    machine.wrong("lock slow 0", "lock code 600")  # the second one
+    done = machine.json("suspend", process.pid, "--unsafe", "--tree", code=1)
+    codes = {one["pid"]: one["done"] for one in done["processes"]}
+    assert codes == dict.fromkeys((process.pid, *(one.pid for one in children)), False)
+    texts = " ".join(one["text"] for one in done["processes"])
+    assert "brought back" in texts and "did not end" in texts and "nothing was changed" in texts
+    assert all(machine.state(one.pid) == RUNNING for one in (process, *children))
+    assert machine.calls.count("restore") == 1 and all(machine.record(one) is None for one in (process, *children))
+
+
+def test_no_room_says_who_holds_it_and_leaves_it_whole(machine: Machine) -> None:
+    process = machine.start()
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    other = machine.start()
+    machine.sizes[other.pid] = 16 * GIB - 1
+    machine.scenario()
+    done = machine.call("resume", process.pid, "--wait", "0s")
+    assert done.returncode == 1 and f"(PID {other.pid}" in done.stderr and "stays suspended and whole" in done.stderr
+    assert "restore" not in machine.calls and machine.state(process.pid) == CHECKPOINTED
+    record = machine.record(process)
+    assert record is not None and record.step == "suspended"
+
+
+def test_ctrl_c_while_it_waits_leaves_it_suspended(machine: Machine) -> None:
+    process = machine.start()
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    machine.scenario(used=16 * GIB)
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "memguard", "resume", str(process.pid)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=machine.environ,
+    )
+    assert waiting.stderr is not None
+    assert "waits for room" in waiting.stderr.readline()
+    busy = machine.call("resume", process.pid)
+    assert busy.returncode == 1 and f"process {waiting.pid} is suspending or resuming it" in busy.stderr
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(20) == 130
+    said = waiting.stderr.read()
+    waiting.stderr.close()
+    assert "stays suspended" in said and machine.state(process.pid) == CHECKPOINTED
+    machine.scenario()
+    assert machine.call("resume", process.pid).returncode == 0
+
+
+def test_what_cannot_be(machine: Machine) -> None:
+    process = machine.start()
+    gone = machine.call("suspend", 2**22 + 5)
+    assert gone.returncode == 2 and "there is no process" in gone.stderr
+    other = machine.call("resume", process.pid, before="import os; os.geteuid = lambda: 12345")
+    assert other.returncode == 1 and "only its own user can" in other.stderr
+    process_file = machine.folder / f"{process.pid}.process"
+    process_file.unlink()  # the driver knows of no CUDA in it: as another's
+    done = machine.call("suspend", process.pid, "--unsafe")
+    assert done.returncode == 1 and "nothing was changed" in done.stderr and machine.record(process) is None
+    os.kill(process.pid, signal.SIGSTOP)
+    process_file.write_text(f"0 0 {GIB}\n")
+    done = machine.call("suspend", process.pid, "--unsafe")
+    assert done.returncode == 1 and "is stopped (state T)" in done.stderr and machine.calls == []
