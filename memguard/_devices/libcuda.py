@@ -183,6 +183,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuCheckpointProcessUnlock": (_Int, POINTER(CUcheckpointUnlockArgs)),
 }
 """The parameters of each function. All return a CUresult."""
+CHECKPOINT = tuple(f"cuCheckpointProcess{name}" for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"))
+"""What suspends and resumes a process. Driver 570 brought these functions."""
 
 
 class DriverAPI:

@@ -23,8 +23,6 @@ from memguard.errors import DeviceError
 T = TypeVar("T")
 Given = ParamSpec("Given")
 
-CALLS = tuple(f"cuCheckpointProcess{name}" for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"))
-"""What libcuda must have. Driver 570 brought them."""
 _INJECTED = f"a library that CUDA loads into the process ({proc.INJECTION})"
 
 
@@ -49,8 +47,9 @@ class Gpu(NamedTuple):
 class Facts:
     """What was found of one process; None where it is not known.
 
-    The machine. `machine` is `uname -m`; `driver` the kernel module's version; `calls` whether libcuda has `CALLS`;
-    `available` is MemAvailable in bytes.
+    The machine. `machine` is `uname -m`; `driver` the kernel module's version; `calls` whether libcuda has
+    `libcuda.CHECKPOINT`. `available` is MemAvailable in bytes, `grantable` what the kernel still promises, if it
+    promises no more than it has.
 
     The process. `running`: it is there, and no other has its PID. `state`, `tracer`: as in `/proc/PID/stat` and
     `status`, `tracer` 0 for none. `user` is its effective user, `asker` ours; `capable`: we have CAP_SYS_PTRACE.
@@ -70,6 +69,7 @@ class Facts:
     wsl: bool | None = None
     gpus: tuple[Gpu, ...] = ()
     available: int | None = None
+    grantable: int | None = None
     limits: tuple[Limit, ...] | None = None
     running: bool | None = None
     state: str | None = None
@@ -105,6 +105,8 @@ def collect(
 ) -> Facts:
     """The facts of a process that holds `bytes` of GPUs (UUID).
 
+    Not within a process that is off its GPUs: its NVML calls wait until it is back.
+
     `inside`: it is this process, whose frameworks can be asked. `together`: PIDs that are suspended with it, and those
     of memguard's own helpers: they are not counted as children. `root` is the file system's, for tests.
     """
@@ -121,10 +123,11 @@ def collect(
         dict(bytes),
         machine=system.machine,
         driver=survey.module(root) or nvml.driver,
-        calls=libcuda.exports(*CALLS),
+        calls=libcuda.exports(*libcuda.CHECKPOINT),
         wsl=machine_memory.wsl(system.release, root),
         gpus=nvml.gpus,
         available=machine_memory.available(root),
+        grantable=machine_memory.grantable(root),
         limits=cgroups.limits(root, pid),
         running=_running(root, process, stat),
         state=stat.state if stat is not None else None,

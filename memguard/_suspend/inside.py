@@ -138,9 +138,9 @@ def _numba_shares(objects: Objects) -> Iterator[str]:
 def _torch_groups(modules: Modules) -> Iterator[str]:
     """Each group of NCCL's has a thread that asks CUDA for events, whether or not it was used."""
     distributed = modules.get("torch.distributed.distributed_c10d")
-    world = getattr(distributed, "_world", None)
-    if world is None:
+    if distributed is None:
         return
+    world = distributed._world
     names = [f"{kind} {world.pg_backend_config.get(group, '')}" for group, (kind, _) in list(world.pg_map.items())]
     count = sum("nccl" in name.lower() for name in names)
     if count:

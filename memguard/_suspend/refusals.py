@@ -307,6 +307,13 @@ def _memory(facts: Facts, needs: int) -> Iterator[Reason]:
             f"free {format_size(needs - facts.available)} of host memory, or trim GPU caches first "
             f"(memguard.trim()); {_IGNORE}",
         )
+    if facts.grantable is not None and facts.grantable < needs:
+        yield _reason(
+            "host-memory",
+            f"{wants}, and the kernel grants {format_size(facts.grantable)} more (vm.overcommit_memory is 2: "
+            "CommitLimit less Committed_AS of /proc/meminfo)",
+            f"ask for `sysctl vm.overcommit_memory=0`, or a higher vm.overcommit_ratio; {_IGNORE}",
+        )
     short = next((limit for limit in facts.limits or () if limit.left < needs), None)
     if short is not None:
         then = "the kernel would kill it" if short.kills else "the kernel would slow it to a crawl"

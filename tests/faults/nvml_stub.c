@@ -166,6 +166,13 @@ int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {
     return code ? code : mode == 99 ? NOT_SUPPORTED : OK;
 }
 
+int nvmlDeviceGetVirtualizationMode(void *handle, unsigned *out) {
+    int index, code = check(handle, &index);
+    u64 mode = number("virtual", index, 99);
+    *out = (unsigned)mode;
+    return code ? code : mode == 99 ? NOT_SUPPORTED : OK;
+}
+
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *out) {
     int index, code = check(handle, &index);
     if (code || (code = (int)number("denied", index, number("memory", -1, OK)))) return code;

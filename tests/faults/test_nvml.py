@@ -171,6 +171,12 @@ def test_a_gpu_divided_by_mig_is_refused_with_its_name(run: Run) -> None:
     assert found["count"] == 2
 
 
+def test_virtual_gpus_and_the_version_of_the_driver(run: Run) -> None:
+    code = f"result['found'] = [Nvml().vgpu({UUIDS[0]!r}), Nvml().vgpu({UUIDS[1]!r}), Nvml().driver()]"
+    assert run(code, TWO, virtual0=2, driver="570.1")["found"] == [True, False, "570.1"]
+    assert run(code, TWO, virtual0=1, driver="570.1")["found"] == [False, False, "570.1"], "passed on whole"
+
+
 def test_a_gpu_that_knows_no_mig_has_none(run: Run) -> None:
     code = f"result['mig'] = [Nvml().mig({UUIDS[0]!r}), Nvml().mig({UUIDS[1]!r})]"
     assert run(code, TWO)["mig"] == [False, False]
