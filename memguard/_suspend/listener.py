@@ -40,7 +40,8 @@ ANSWER = 600.0
 """Seconds in which the answer must come: the GPUs' work ends first, and the copy takes as long as it takes."""
 MOST = 4
 """Requests that are served at once. One that asks beyond that waits for its turn."""
-_LOOK = 1.0
+_AGAIN = 1.0
+"""Seconds until the next try where there is no file descriptor for a connection; and for a connection in `tidy`."""
 _TEXT = 2000
 """Characters of an answer's text."""
 Ask = Callable[[], Suspension]
@@ -64,7 +65,6 @@ class Listener:
             self._socket.bind(path)
         os.chmod(new, 0o600)
         self._socket.listen(16)
-        self._socket.settimeout(_LOOK)
         os.rename(new, self.path)  # now: one that is bound and does not listen looks like a dead one's
         threading.Thread(target=self._listen, name="memguard-listener", daemon=True).start()
 
@@ -84,15 +84,10 @@ class Listener:
             while not self._over.is_set():
                 try:
                     connection, _ = self._socket.accept()
-                except TimeoutError:
-                    continue
                 except OSError as error:  # it was shut, or no file descriptor is left
-                    if not self._over.wait(_LOOK):
+                    if not self._over.wait(_AGAIN):
                         _log.debug("listener: %s", error)
                     continue
-                if self._over.is_set():
-                    connection.close()
-                    return
                 self._places.acquire()
                 try:
                     threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -220,7 +215,7 @@ def tidy(where: str | None = None) -> None:
             continue
         path = os.path.join(where, name)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_LOOK)
+            connection.settimeout(_AGAIN)
             try:
                 with _short(path) as short:
                     connection.connect(short)

@@ -117,10 +117,11 @@ def family(process: Process, listed: Listing, wanted: Callable[[processes.Row], 
     chosen = []
     for pid, stat in (proc.family("/", process.pid) or {}).items():
         row = listed.of(pid)
-        if row is not None and wanted(row) and processes.user_of(pid) == os.geteuid():
+        own = processes.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
+        if row is not None and own and wanted(row):
             chosen.append(Process(pid, stat.start))
-    own = listed.of(process.pid)
-    if not chosen or (own is not None and wanted(own)):
+    first = listed.of(process.pid)
+    if not chosen or (first is not None and wanted(first)):
         chosen.insert(0, process)
     return chosen[::-1]
 

@@ -36,6 +36,7 @@ _AT: Mapping[State | None, At] = {
 }
 STATE, STATES = 3.0, 20.0
 """Seconds in which the driver must say a process's state, and all of them."""
+_HELPER = "from memguard._suspend import helper"
 _UNLISTED = GIB
 """The driver itself holds some hundred MiB of each GPU."""
 
@@ -270,7 +271,13 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def person(pid: int) -> Person:
-    return Person(identity.start_of(pid), owner(pid), who.command(pid))
+    command = "memguard (room for a restore)" if is_helper(pid) else who.command(pid)
+    return Person(identity.start_of(pid), owner(pid), command)
+
+
+def is_helper(pid: int, root: str = "/") -> bool:
+    """Whether it is a helper process of memguard's, whose context is a placeholder's."""
+    return _HELPER in (proc.text(proc.of(root, pid, "cmdline")) or "")
 
 
 def owner(pid: int) -> str:

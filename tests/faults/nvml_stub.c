@@ -18,6 +18,8 @@ typedef struct { u64 total, free, used; } memory_t;
 typedef struct { unsigned version; u64 total, reserved, free, used; } memory_v2_t;
 typedef struct { unsigned pid; u64 bytes; unsigned gpu_instance, compute_instance; } process_t;
 
+typedef struct { unsigned pid; u64 time; unsigned sm, memory, encoder, decoder; } sample_t;
+
 enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7, LOST = 15 };
 
 static int ready_in; /* the process that initialised; a forked child has to do it again */
@@ -171,6 +173,27 @@ int nvmlDeviceGetVirtualizationMode(void *handle, unsigned *out) {
     u64 mode = number("virtual", index, 99);
     *out = (unsigned)mode;
     return code ? code : mode == 99 ? NOT_SUPPORTED : OK;
+}
+
+/* busy0=pid:percent,pid:percent. Nobody sampled is NOT_FOUND (6). */
+int nvmlDeviceGetProcessUtilization(void *handle, sample_t *out, unsigned *count, u64 since) {
+    char list[2048] = "", *rest = list, *entry;
+    int index, code = check(handle, &index);
+    if (code || (code = (int)number("busy_code", -1, OK))) return code;
+    if (!text("busy", index, list, sizeof list) || since < 1000000000000000ULL) return 6;
+    unsigned found = 0;
+    while ((entry = strsep(&rest, ",")))
+        if (*entry) {
+            if (out && found < *count) {
+                memset(&out[found], 0, sizeof *out);
+                out[found].pid = (unsigned)strtoul(entry, &entry, 10);
+                out[found].sm = (unsigned)strtoul(entry + 1, NULL, 10);
+            }
+            found++;
+        }
+    code = found && (!out || found > *count) ? TOO_SMALL : OK;
+    *count = found;
+    return code;
 }
 
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *out) {

@@ -470,3 +470,23 @@ def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch, system: str,
     with pytest.raises(DeviceError, match=re.escape(text)) as caught:
         RealHost()
     assert "memguard.init(..., simulate='h200')" in str(caught.value)
+
+
+def test_the_utilisation_of_each_process(run: Run) -> None:
+    found = run(
+        """
+        nvml = Nvml()
+        (device,) = nvml.devices()
+        for name, changes in (
+            ("some", {"busy0": "41:80,42:3,41:90,43:4000000"}),
+            ("nobody", {"busy0": ""}),
+            ("denied", {"busy0": "41:80", "busy_code": 4}),
+            ("not supported", {"busy_code": 3}),
+        ):
+            scenario(**changes)
+            said = nvml.utilisation(device.uuid)
+            result[name] = said if said is None else sorted(said.items())
+        """
+    )
+    assert found["some"] == [[41, 90], [42, 3]]
+    assert found["nobody"] is found["denied"] is found["not supported"] is None

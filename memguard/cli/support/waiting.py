@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from memguard._suspend.outside import Stop
 
 T = TypeVar("T")
+_LOOK = 0.1
 _AGAIN = 30.0
 """Seconds after which a plain line is written again if nothing has changed."""
 
@@ -88,6 +90,8 @@ def interruptible(call: Callable[[], T], stop: Stop, says: str) -> tuple[T, bool
     The first Ctrl-C sets `stop.once` and says `says`, the second sets `stop.twice`; the call ends by itself then.
     """
     over, found, wrong = threading.Event(), list[T](), list[BaseException]()
+    came: list[int] = []
+    """Ctrl-C. It raises nothing: an exception at any place would end the command within what it does."""
 
     def work() -> None:
         try:
@@ -97,17 +101,32 @@ def interruptible(call: Callable[[], T], stop: Stop, says: str) -> tuple[T, bool
         finally:
             over.set()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    interrupted = False
-    while not over.is_set():
-        try:
-            over.wait(1.0)
-        except KeyboardInterrupt:
-            (stop.twice if stop.once.is_set() else stop.once).set()
-            if not interrupted:
+    with _counted(came):
+        threading.Thread(target=work, daemon=True).start()
+        said = False
+        while not over.wait(_LOOK):
+            if came:
+                stop.once.set()
+            if len(came) > 1:
+                stop.twice.set()
+            if came and not said:
+                said = True
                 click.echo(says, err=True)
-            interrupted = True
     if wrong:
         raise wrong[0]
-    return found[0], interrupted
+    return found[0], bool(came)
+
+
+@contextlib.contextmanager
+def _counted(came: list[int]) -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if before not in (signal.SIG_IGN, None):  # ignored, as of `nohup ... &`: it stays so
+            signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    except ValueError:  # only the main thread can
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
