@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -209,18 +210,27 @@ def test_what_is_no_request_does_nothing(data: bytes) -> None:
         return suspension()
 
     listener.start(ask, "b")
-    with connected() as connection:
+    with connected() as connection, contextlib.suppress(ConnectionResetError):
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(100) == b"" and asked == []
+        assert connection.recv(100) == b""
+    assert asked == []
     assert listener.request(ME, "state") == "running"
 
 
 def test_another_users_request_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener.start(suspension, "b")
+    asked: list[None] = []
+
+    def ask() -> Suspension:
+        asked.append(None)
+        return suspension()
+
+    listener.start(ask, "b")
     monkeypatch.setattr(wire, "same_user", lambda who: False)
-    with connected() as connection:
+    with connected() as connection, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        connection.sendall(wire.encode({"memguard": 1, "op": "suspend"}))
         assert connection.recv(100) == b""
+    assert asked == []
     with pytest.raises(listener.SilentError, match="another process listens in its place"):
         listener.request(ME)
 

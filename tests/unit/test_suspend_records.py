@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard._suspend import records, working
-from memguard._suspend.identity import process_of, this_process
+from memguard._suspend.identity import this_process
 from memguard._suspend.records import STEPS, Budgeted, Record
 from memguard._suspend.types import Process
 from memguard._suspend.working import BusyError, Work
@@ -32,14 +30,6 @@ RECORD = Record(ME, "suspended", {"GPU-a": GIB}, 1_700_000_000.5, "asked", "pyth
 @pytest.fixture
 def where(tmp_path: Path) -> str:
     return str(tmp_path)
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    target = subprocess.Popen(["sleep", "60"])
-    yield target
-    target.kill()
-    target.wait()
 
 
 def test_a_record_is_read_as_it_was_written(where: str) -> None:
@@ -275,21 +265,26 @@ def test_a_killed_worker_holds_nothing(where: str) -> None:
         assert work.found is not None and work.found.step == "lock"
 
 
-def test_a_forked_child_does_not_keep_it(where: str, sleeper: subprocess.Popen[bytes]) -> None:
-    process = process_of(sleeper.pid)
-    assert process is not None
+def test_a_forked_child_does_not_keep_it(where: str) -> None:
+    """The one who works on it is killed, and its child lives on."""
     read, write = os.pipe()
-    with Work(process, "asked", where=where):
-        pid = os.fork()
-        if not pid:
-            os.write(write, b"x")
+    pid = os.fork()
+    if not pid:
+        try:
+            Work(ME, "asked", where=where).__enter__()
+            child = os.fork()
+            if child:
+                os.write(write, str(child).encode())
             signal.pause()
-        os.read(read, 1)
+        finally:
+            os._exit(1)
+    child = int(os.read(read, 20))
     try:
-        with Work(process, "asked", where=where):
-            pass
-    finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        with Work(ME, "asked", where=where):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
         os.close(read)
         os.close(write)

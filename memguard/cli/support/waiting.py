@@ -58,16 +58,18 @@ class _Drawn:
         self._live, self._waits = live, dict[str, Wait]()
 
     def __call__(self, wait: Wait) -> None:
-        from rich.console import Group
         from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
         self._waits[wait.uuid] = wait
-        parts: list[object] = [Text(f"waits for room, {wait.seconds:,.0f} s; Ctrl-C leaves it suspended")]
+        rows = Table.grid()
+        rows.add_row(Text(f"waits for room, {wait.seconds:,.0f} s; Ctrl-C leaves it suspended"))
         for one in self._waits.values():
-            parts.append(ProgressBar(total=one.needs, completed=min(one.free, one.needs), width=40))
-            parts += [Text(shown(line)) for line in lines(one)]
-        self._live.update(Group(*parts))  # type: ignore[attr-defined, arg-type]
+            rows.add_row(ProgressBar(total=one.needs, completed=min(one.free, one.needs), width=40))
+            for line in lines(one):
+                rows.add_row(Text(shown(line)))
+        self._live.update(rows)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
