@@ -1,6 +1,6 @@
 """Which functions of cuda-python (`cuda.bindings`, `cuda.core`) and RMM wait while the process is off its GPUs.
 
-`cuda.bindings` releases the GIL around each call; `cuda.core` and RMM call the driver in C, past those names. Numba
+Who holds the GIL was not read or measured. `cuda.core` and RMM call the driver in C, past those names. Numba
 uses both. Methods that start with two underscores are left out where the type is written in C.
 """
 

@@ -1,7 +1,7 @@
 """Which of JAX's functions wait while the process is off its GPUs.
 
 A compiled function that ran before runs again without a line of Python (`PjitFunction`): its launch waits in the
-driver, without the GIL. So do arithmetic operators. Their results wait in Python.
+driver. So do arithmetic operators. Their results wait in Python. Who holds the GIL was not read or measured.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ GATES = (
         kept=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
         holds=programs,
         left=(
-            "jax: a compiled function that ran before, and operators: the launch waits in the driver, without the GIL",
+            "jax: a compiled function that ran before, and operators: the launch waits in the driver",
             "jax: a program that is compiled anew while suspended waits, and is not kept alive",
         ),
     ),

@@ -1,7 +1,7 @@
 """Which of TensorFlow's functions wait while the process is off its GPUs.
 
 Every eager operation and every `tf.function` ends in one of the `TFE_Py_*Execute*`, a graph of TensorFlow 1 in
-`TF_SessionRun*`. They release the GIL before they run a kernel.
+`TF_SessionRun*`. Who holds the GIL there was not read or measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which of PyTorch's functions wait while the process is off its GPUs.
 
-Read in PyTorch's sources: `torch/csrc/cuda/{Module,Stream,Event,Graph}.cpp`, `c10/cuda/CUDACachingAllocator.cpp`,
-`aten/src/ATen/cuda/CachingHostAllocator.cpp`. Its bindings release the GIL before they call an operator.
+The names were read in PyTorch's Python sources (2.13). What they end in and who holds the GIL was not read in its C++
+sources nor measured. The entries of `torch._C` are optional: only builds with CUDA have them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def freed_on_gpu(tensor: Any) -> bool:
     return bool(tensor.is_cuda or tensor.is_pinned())
 
 
-_SYNCHRONIZES = "cuStreamSynchronize, after a copy that waits in the driver without the GIL"
+_SYNCHRONIZES = "cuStreamSynchronize, after a copy that waits in the driver"
 _PINS = "cuEventQuery of what uses page-locked memory (CachingHostAllocator::process_events)"
 
 GATES = (
@@ -144,7 +144,7 @@ GATES = (
             ),
         ),
         left=(
-            "torch: operators on GPU tensors wait in the driver, without the GIL",
+            "torch: operators on GPU tensors wait in the driver",
             "torch: compiled graphs and scripted functions wait in the driver",
         ),
     ),
