@@ -1,8 +1,8 @@
 """Which of PyCUDA's functions wait while the process is off its GPUs.
 
-Read in PyCUDA's sources: `src/cpp/cuda.hpp`. It releases the GIL for copies, synchronizes and the older launches
-(`CUDAPP_CALL_GUARDED_THREADED`), and for nothing else: `_launch_kernel`, allocations, frees, `memset_*` and the loading
-of modules hold it (`CUDAPP_CALL_GUARDED`). Its destructors hold it as well.
+Read in PyCUDA's sources: `src/cpp/cuda.hpp`, `src/wrapper/wrap_cudadrv.cpp`. It releases the GIL for copies, memsets,
+synchronizes and the older launches (`CUDAPP_CALL_GUARDED_THREADED`), but for few others: `_launch_kernel`, allocations,
+frees and the loading of modules hold it (`CUDAPP_CALL_GUARDED`). Its destructors hold it as well.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from memguard._frameworks.gated import Entry, Gates, entries, kinds
 
 _FUNCTIONS = (
     ("fail", "cuMemGetInfo, cuIpcGetMemHandle", "mem_get_info mem_get_ipc_handle"),
-    ("hold", "cuMemAlloc, cuMemAllocPitch, cuMemAllocManaged", "mem_alloc mem_alloc_pitch managed_empty"),
+    (
+        "hold",
+        "cuMemAlloc, cuMemAllocPitch, cuMemAllocManaged",
+        "mem_alloc mem_alloc_pitch managed_empty mem_get_address_range",
+    ),
     ("hold", "cuMemHostAlloc, cuMemHostRegister", "pagelocked_empty register_host_memory"),
     ("hold", "cuModuleLoadDataEx, cuModuleLoad", "module_from_buffer module_from_file"),
     (
-        "hold",
+        "wait",
         "the driver's function of that name",
         "memset_d8 memset_d16 memset_d32 memset_d2d8 memset_d2d16 memset_d2d32 memset_d8_async memset_d16_async"
-        " memset_d32_async memset_d2d8_async memset_d2d16_async memset_d2d32_async mem_get_address_range",
+        " memset_d32_async memset_d2d8_async memset_d2d16_async memset_d2d32_async",
     ),
     ("hold", "cuProfilerStart and the like", "initialize_profiler start_profiler stop_profiler"),
     ("wait", "cuInit", "init"),
