@@ -461,6 +461,24 @@ def test_what_was_put_off_is_done_and_its_failure_said(caplog: pytest.LogCapture
     assert done == [1, 2] and "gone" in caplog.text
 
 
+def test_a_forked_child_gives_nothing_back() -> None:
+    done: list[int] = []
+    off()
+    suspension.put_off(lambda: done.append(1))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            suspension.forked()
+            suspension.catch_up()
+            code = 0 if not done and suspension.now is None and suspension._of_parent else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    on()
+    assert done == [1]
+
+
 def test_a_framework_imported_meanwhile_gets_its_cap_afterwards(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     capped: list[str] = []
     monkeypatch.setattr(Guard, "_imported", lambda self, name: capped.append(name))

@@ -233,6 +233,7 @@ def capped(driver: Any) -> type:
                     return
                 if suspension.now is not None:  # the driver would keep this thread until the process is back
                     block.state = PENDING
+                    self.pool.idle.pop(block, None)
                     self.deallocations.add_later(self.carry_out, block)
                     return
                 block.state = BACK
