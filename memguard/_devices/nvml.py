@@ -358,6 +358,14 @@ class Nvml:
         none."""
         return self._call("virtualization mode of", lambda n, uuid: self._vgpu(n, self._handle(n, uuid)), uuid)
 
+    def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
+        """Whether a process has used the GPU since `stamp`, and NVML's newest stamp; None if NVML does not say.
+
+        A stamp is NVML's: microseconds, of a call before; 0 for all of the few seconds that it remembers. What takes
+        much less than a percent of a sampling period (a sixth of a second to one second) may not show.
+        """
+        return self._call("utilization of", lambda n, uuid: self._used_since(n, uuid, pid, stamp), uuid)
+
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
@@ -578,6 +586,26 @@ class Nvml:
             found[pid] = together if together is None or together <= total else None
         return found
 
+    def _used_since(self, n: Any, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
+        try:
+            samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), stamp)
+        except n.NVMLError_NotFound:  # none is newer
+            return False, stamp
+        except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound, n.NVMLError_NoPermission):
+            return None, stamp
+        except n.NVMLError as error:
+            if error.value == n.NVML_SUCCESS:  # what nvidia-ml-py makes of an empty list
+                return False, stamp
+            raise
+        fresh = [
+            sample
+            for sample in samples
+            # Entries of processes that have ended may hold anything.
+            if sample.timeStamp > stamp and max(_parts(sample)) <= 100
+        ]
+        used = any(sample.pid == pid and any(_parts(sample)) for sample in fresh)
+        return used, max((sample.timeStamp for sample in fresh), default=stamp)
+
     @staticmethod
     def _architecture(n: Any, handle: Any) -> str:
         try:
@@ -605,6 +633,11 @@ class Nvml:
             return bool(n.nvmlDeviceGetVirtualizationMode(handle) == n.NVML_GPU_VIRTUALIZATION_MODE_VGPU)
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
             return False
+
+
+def _parts(sample: Any) -> tuple[int, ...]:
+    """Per cent of each engine."""
+    return sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil
 
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:

@@ -29,9 +29,12 @@ class Off:
 
     def __str__(self) -> str:
         """`suspended, 12.3 GiB in host memory`."""
-        if not self.bytes:
-            return "suspended"
-        return f"suspended, {format_size(sum(self.bytes.values()))} in host memory"
+        return f"suspended, {self.text_of_bytes} in host memory" if self.bytes else "suspended"
+
+    @property
+    def text_of_bytes(self) -> str:
+        """`12.3 GiB`, of all GPUs together."""
+        return format_size(sum(self.bytes.values()))
 
 
 now: Off | None = None

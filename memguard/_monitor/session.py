@@ -6,6 +6,7 @@ The monitor's thread notices and reports. What frees memory or raises waits for 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import threading
 import time
@@ -90,11 +91,21 @@ class Session:
             hooks.install(self._scene, self._write_oom, self._announce_oom)
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
+            self._watch_idleness()
         except BaseException:
             self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
+
+    def _watch_idleness(self) -> None:
+        suspend = self.guard.budget.suspend
+        if suspend is None or suspend.when_idle is None:
+            return
+        # By its name: a process that leaves its GPUs is a matter of a layer above, which uses this one.
+        when_idle = importlib.import_module("memguard._suspend.when_idle")
+        self._undo.add("the watch for idleness", when_idle.end_of_budget)
+        when_idle.of_budget(suspend.when_idle, suspend.host_memory == "ignore")
 
     def _start_monitor(self) -> None:
         from memguard._monitor.pressure import Settings

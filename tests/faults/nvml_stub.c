@@ -4,7 +4,7 @@
  * mig_code=, arch_code=, processes_code=, lost= (index of a GPU that is gone, -1: none), and for the GPU of index 0:
  * uuid0=, name0=, total0=, reserved0=, used0=, mig0=, arch0=, processes0=pid:bytes,pid:na, handle0= and denied0= (error
  * codes, of its handle and its memory). slow_init=, slow_memory=, slow_processes= are milliseconds; fail= of 1,000 calls
- * fail, which ones is up to seed=. NVML_STUB_LOG names a file for `init` and `shutdown`. `stub_nvml_calls` counts how
+ * fail, which ones is up to seed=. utilization0=pid:stamp:percent,… and utilization_code= are of the processes'. NVML_STUB_LOG names a file for `init` and `shutdown`. `stub_nvml_calls` counts how
  * often a GPU's memory (0) and processes (1) were asked for. Built with -DONCE the file is read at the first call only,
  * for measurements, in which reading a file would count.
  */
@@ -227,5 +227,31 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, proce
     linger("slow_processes");
     if (code || (code = (int)number("processes_code", -1, OK))) return code;
     return listed("processes", index, count, out);
+}
+#endif
+
+#ifndef NO_UTILIZATION
+typedef struct { unsigned pid; u64 stamp; unsigned sm, mem, enc, dec; } sample_t;
+
+/* "utilization0=PID:STAMP:SM,..."; those after `seen` */
+int nvmlDeviceGetProcessUtilization(void *handle, sample_t *out, unsigned *count, u64 seen) {
+    char list[2048] = "", *rest = list, *entry;
+    int index, code = check(handle, &index);
+    if (code || (code = (int)number("utilization_code", -1, OK))) return code;
+    text("utilization", index, list, sizeof list);
+    unsigned found = 0;
+    while ((entry = strsep(&rest, ",")))
+        if (*entry) {
+            sample_t one = {0};
+            one.pid = (unsigned)strtoul(entry, &entry, 10);
+            one.stamp = strtoull(entry + 1, &entry, 10);
+            one.sm = (unsigned)strtoul(entry + 1, NULL, 10);
+            if (one.stamp <= seen) continue;
+            if (out && found < *count) out[found] = one;
+            found++;
+        }
+    code = !found ? 6 /* not found */ : !out || found > *count ? TOO_SMALL : OK;
+    *count = found;
+    return code;
 }
 #endif
