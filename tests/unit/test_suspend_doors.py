@@ -282,7 +282,7 @@ def test_a_notebook_shows_the_record(guard: Guard) -> None:
 
     with memguard.suspended():
         assert notebook._in_use()["torch"] == 2 * GIB
-        assert notebook._line([]).devices[0].suspended is not None
+        assert notebook._line([], None).devices[0].suspended is not None
 
 
 def test_nothing_stays_replaced(guard: Guard) -> None:
