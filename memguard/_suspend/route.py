@@ -6,6 +6,7 @@ What speaks against it is looked for first. What came of the flow (`Outcome`) be
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -132,11 +133,12 @@ class Simulated(Route):
         self.driver = SimulatedCheckpoint(cards)
         self.driver.targets[os.getpid()] = Target(dict(own))
         super().__init__(Direct(self.driver))
-        self._folder = tempfile.TemporaryDirectory(prefix="memguard-simulated-")  # nobody else waits for these GPUs
-        self.where = self._folder.name
+        # Nobody else waits for these GPUs. Not a TemporaryDirectory, which a forked child would remove at its end.
+        self.where = tempfile.mkdtemp(prefix="memguard-simulated-")
 
     def close(self) -> None:
-        self._folder.cleanup()
+        if self.where is not None:
+            shutil.rmtree(self.where, ignore_errors=True)
 
 
 def of_this_process() -> Route:
