@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 import threading
@@ -98,11 +97,14 @@ _turn = Turn()
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
+_of_parent: list[_Own] = []
+"""In a forked child."""
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
-    made: Gate = importlib.import_module("memguard._suspend.gate").close(owner, undo)
-    return made
+    from memguard._suspend import gate
+
+    return gate.close(owner, undo)
 
 
 def chosen_way() -> Way:
@@ -299,6 +301,7 @@ def _forked() -> None:
     suspension.forked()
     leaving.dismiss()
     if own is not None:
+        _of_parent.append(own)  # what it keeps alive would call CUDA at its end
         own.over = True
         if own.gate is not None:
             own.gate.closed = False

@@ -17,7 +17,7 @@ from memguard._frameworks import real_imports
 from memguard._logs import log as _log
 from memguard._suspend import cells, proc
 from memguard._suspend.idle import Watcher
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, Suspended
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -110,7 +110,7 @@ class Usage:
             return None
         try:
             answers = [*self._answers(os.getpid())]
-        except DeviceError:
+        except (DeviceError, Suspended):  # it may be leaving just now
             self._uuids = []
             return None
         return True if True in answers else None if not answers or None in answers else False

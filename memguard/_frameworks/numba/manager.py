@@ -26,7 +26,7 @@ from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Poo
 from memguard._frameworks.numba.watch import default_alone, ended
 from memguard._frameworks.shortages import TRIES, short_of, within
 from memguard._units import format_size, round_up
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, Suspended
 
 _OUT_OF_MEMORY = 2
 
@@ -351,7 +351,7 @@ def _record() -> Sequence[Mark] | None:
                 return None
             made.extend(ended.under_way())
             made.extend(streams.Mark(ordinal, streams.LEGACY, handle) for ordinal, handle in places)
-    except DeviceError:
+    except (DeviceError, Suspended):
         for mark in made:
             mark.close()
         return None
