@@ -209,18 +209,20 @@ def _end() -> None:
 
 def tidy(where: str | None = None) -> None:
     """Remove the sockets that nobody listens at any more."""
-    where = where or folder()
-    for name in os.listdir(where):
-        if not name.startswith("listen-"):
-            continue
-        path = os.path.join(where, name)
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_AGAIN)
-            try:
-                with _short(path) as short:
-                    connection.connect(short)
-            except ConnectionRefusedError:
-                os.unlink(path)
+    for place in [where] if where is not None else records.folders():
+        for name in os.listdir(place):
+            if name.startswith("listen-"):
+                _tidy(os.path.join(place, name))
+
+
+def _tidy(path: str) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_AGAIN)
+        try:
+            with _short(path) as short:
+                connection.connect(short)
+        except ConnectionRefusedError:
+            os.unlink(path)
 
 
 class RefusedError(MemguardError):
@@ -243,7 +245,9 @@ def request(process: Process, op: str = "suspend", *, seconds: float = ANSWER, w
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
             connection.settimeout(REQUEST)
-            with _short(path_of(process, where)) as path:
+            places = [where] if where is not None else records.folders(process)
+            paths = [path_of(process, one) for one in places]
+            with _short(next((path for path in paths if os.path.exists(path)), paths[0])) as path:
                 connection.connect(path)
             who = wire.peer(connection)
             if who.pid != process.pid or not wire.same_user(who):

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from memguard._suspend import records, who
 from memguard._suspend.records import Record
-from memguard._suspend.turn import folder
 from memguard._suspend.types import Process, Why
 from memguard.errors import MemguardError
 
@@ -24,7 +23,7 @@ from memguard.errors import MemguardError
 class BusyError(MemguardError):
     """Somebody else is taking the process off its GPUs, or bringing it back. `by` is that process's PID, or None."""
 
-    def __init__(self, process: Process, by: int | None) -> None:
+    def __init__(self, process: Process, by: int | None = None) -> None:
         self.by = by
         does = f"process {by}" if by else "another process"
         super().__init__(
@@ -58,11 +57,16 @@ class Work:
         self._now: Record | None = None
 
     def __enter__(self) -> Work:
-        self._where = self._where or folder()
-        self._path = os.path.join(self._where, f"work-{self._process.pid}-{self._process.start}")
+        places = [self._where] if self._where is not None else records.folders(self._process)
+        held = [one for one in places if os.path.exists(records.path_of(self._process, where=one))]
+        where = self._where = held[0] if held else places[0]
+        for other in places:  # whoever works on it may have another folder of its own
+            if other != where and (by := worked_on(self._process, other)) is not None:
+                raise BusyError(self._process, by)
+        self._path = os.path.join(where, f"work-{self._process.pid}-{self._process.start}")
         self._fd = _locked(self._path, self._process, max(self._patience, _LOOKED_AT))
         _mine.add(self._fd)
-        self.found = self._now = records.of(self._process, self._where)
+        self.found = self._now = records.of(self._process, where)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,11 +160,16 @@ def _same(fd: int, path: str) -> bool:
 
 def worked_on(process: Process, where: str | None = None) -> int | None:
     """The PID of who takes the process off its GPUs just now, or brings it back. None: nobody, 0: unknown who."""
-    path = os.path.join(where or folder(), f"work-{process.pid}-{process.start}")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
+    for one in [where] if where is not None else records.folders(process):
+        with contextlib.suppress(OSError):
+            found = _owner(os.path.join(one, f"work-{process.pid}-{process.start}"))
+            if found is not None:
+                return found
+    return None
+
+
+def _owner(path: str) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,10 +183,11 @@ def worked_on(process: Process, where: str | None = None) -> int | None:
 
 def tidy(where: str | None = None) -> None:
     """Remove the locks of those that were killed."""
-    where = where or folder()
-    for name in os.listdir(where):
-        path = os.path.join(where, name)
-        if name.startswith("work-"):
+    for place in [where] if where is not None else records.folders():
+        for name in os.listdir(place):
+            if not name.startswith("work-"):
+                continue
+            path = os.path.join(place, name)
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:

@@ -49,6 +49,7 @@ class Machine:
             "ROOM_STUB_UUID": UUIDS[0].removeprefix("GPU-").replace("-", ""),
             "LD_LIBRARY_PATH": str(libraries),
             "XDG_RUNTIME_DIR": str(self.runtime),
+            "TMPDIR": str(folder),  # nothing of this machine's is listed
             "PYTHONPATH": str(ROOT),
         }
         self.library = libraries / "libcuda.so.1"
@@ -268,6 +269,24 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     found = machine.json("suspend", process.pid)
     assert found["processes"][0]["bytes"] == {"GPU-a": 3 * GIB} and found["processes"][0]["done"] is True
     assert machine.calls == []
+
+
+def test_one_that_was_started_elsewhere(machine: Machine) -> None:
+    """Its folder is another: that of a job, of cron, of a session."""
+    process = machine.start("from memguard._suspend import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')")
+    here = machine.environ["XDG_RUNTIME_DIR"]
+    (machine.folder / "other").mkdir(0o700)
+    machine.environ["XDG_RUNTIME_DIR"] = str(machine.folder / "other")
+    (row,) = machine.json("ps")["processes"]
+    assert (row["budget"], row["by_others"]) == ("b.yaml", True)
+    done = machine.call("suspend", process.pid)
+    assert done.returncode == 1 and "division by zero" in done.stderr
+    records.remove(process, records.BUDGET, machine.where)
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    machine.environ["XDG_RUNTIME_DIR"] = here
+    machine.where = str(machine.folder / "other" / "memguard")
+    record = machine.record(process)
+    assert record is not None and record.step == "suspended"
 
 
 def test_a_tree_goes_together(machine: Machine) -> None:
