@@ -53,8 +53,9 @@ class Facts:
 
     The process. `running`: it is there, and no other has its PID. `state`, `tracer`: as in `/proc/PID/stat` and
     `status`, `tracer` 0 for none. `user` is its effective user, `asker` ours; `capable`: we have CAP_SYS_PTRACE.
-    `uvm` counts its mappings of /dev/nvidia-uvm. `tools`: what profiles or debugs it from a library of its own.
-    `limits`: of its cgroups. `children`: those with contexts, without what is suspended together with it.
+    `mps`: it uses a GPU through the Multi-Process Service. `uvm` counts its mappings of /dev/nvidia-uvm. `tools`: what
+    profiles or debugs it from a library of its own. `limits`: of its cgroups. `children`: those with contexts, without
+    what is suspended together with it.
 
     Asked inside the process, and None from outside, each a tuple of lines: `ipc`, `captures`, `profilers`. `nccl` is
     known from outside only where there is one. `unseen`: what could not be read although somebody asked.
@@ -80,6 +81,7 @@ class Facts:
     capable: bool | None = None
     dumpable: bool | None = None
     namespace: bool | None = None
+    mps: bool | None = None
     uvm: int | None = None
     tools: tuple[str, ...] | None = None
     children: tuple[Child, ...] | None = None
@@ -138,6 +140,7 @@ def collect(
         capable=own.capable,
         dumpable=True if inside else proc.dumpable(root, pid, user),
         namespace=True if inside else proc.same_namespace(root, pid),
+        mps=pid in nvml.shared if nvml.shared is not None else None,
         uvm=maps.uvm if maps is not None else None,
         tools=_tools(root, pid, maps, inside),
         children=_children(root, pid, maps, nvml.processes, frozenset(together)),
@@ -171,6 +174,9 @@ class _Readings:
             told = [one for one in lists if one is not None]
             whole = bool(devices) and not nvml.refused and len(told) == len(lists)
             self.processes = _summed(told) if whole else None
+            clients = [_asked(nvml.mps, device.uuid) for device in devices]
+            asked = [one for one in clients if one is not None]
+            self.shared = frozenset[int]().union(*asked) if asked else None
         finally:
             nvml.close()
 

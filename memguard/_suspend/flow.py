@@ -92,7 +92,7 @@ def take_off(
     wanted_back = flow.interruption is not None or (cancel is not None and cancel.is_set())
     if off.end is not End.SUSPENDED or not wanted_back:
         return off
-    flow.cancel, flow.needs, flow.quiet = give_up, off.bytes, True
+    flow.cancel, flow.needs, flow.quiet = give_up, off.bytes or None, True
     on = flow.run(Goal.ON)
     why = Why(Do.CHECKPOINT, None, "cancelled", "")
     text = on.text if on.end is not End.RUNNING else said.text(Goal.OFF, End.RUNNING, why, process)
@@ -177,7 +177,8 @@ class _Flow:
         needs: Needs = None,
     ) -> None:
         self.process, self.client, self.on_step, self.cancel = process, client, on_step, cancel
-        self.room, self.limits, self.needs = room or free_now, limits, needs
+        self.room, self.limits = room or free_now, limits
+        self.needs = needs or None  # none at all is not known: a context has bytes
         self.lock_timeout, self.settle = lock_timeout, settle
         self.parts: dict[str, float] = {}
         self.interruption: BaseException | None = None

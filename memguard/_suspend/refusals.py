@@ -28,6 +28,7 @@ Code = Literal[
     "stopped",
     "frozen",
     "debugger",
+    "mps",
     "managed-memory",
     "cuda-ipc",
     "nccl",
@@ -222,6 +223,16 @@ def _debugger(facts: Facts) -> Iterator[Reason]:
         )
 
 
+def _served(facts: Facts) -> Iterator[Reason]:
+    if facts.mps:
+        yield _reason(
+            "mps",
+            "it uses its GPU through the Multi-Process Service (MPS), with which suspending was never tried",
+            "start it without MPS: outside the service's CUDA_MPS_PIPE_DIRECTORY, or after "
+            "`echo quit | nvidia-cuda-mps-control`",
+        )
+
+
 def _managed(facts: Facts) -> Iterator[Reason]:
     if facts.uvm is not None and facts.uvm > 1:
         yield _reason(
@@ -332,6 +343,7 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Reason]], ...] = (
     _namespace,
     _stopped,
     _debugger,
+    _served,
     _managed,
     _shared,
     _nccl,

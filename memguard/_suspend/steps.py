@@ -89,6 +89,8 @@ class Course:
     """What was done is being taken back."""
     given_up: bool = False
     """It is left suspended: there is no room, or nobody wants it back any more."""
+    doubtful: bool = False
+    """A restore gave no answer. It may have failed, which destroys the process, and it would look suspended still."""
     long: bool = False
     why: Why | None = None
     state: State | None = None
@@ -175,7 +177,7 @@ class Course:
         if self._destroyed():
             return replace(known, next=End.LOST)
         if self.given_up:
-            return replace(known, next=End.SUSPENDED)
+            return replace(known, next=End.UNKNOWN if self.doubtful else End.SUSPENDED)
         code = self.why.code if self.why is not None and self.why.step is Do.RESTORE else None
         if self.restores >= _MOST or code not in (None, driver.ILLEGAL_STATE):
             return replace(known, next=End.UNKNOWN)
@@ -209,7 +211,8 @@ class Course:
             return self._give_up(answer)
         if answer.trouble == "unheld":
             return replace(self, restores=self.restores + 1) if self.restores < _MOST else self._give_up(answer)
-        known = replace(self, restores=self.restores + 1, long=answer.code is None)
+        doubtful = self.doubtful or (answer.code is None and answer.trouble != "start")
+        known = replace(self, restores=self.restores + 1, long=answer.code is None, doubtful=doubtful)
         if answer.code == driver.SUCCESS:
             return replace(known, next=Do.UNLOCK, unlocks=self.unlocks + 1)
         if answer.code is not None:  # what it said counts more than an answer that did not come before

@@ -106,7 +106,7 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An NVML of one GPU, or of none while `answers` is False."""
-    said = SimpleNamespace(answers=True, processes={PID: GIB}, mig=False, vgpu=False, unified=False, refused=())
+    said = SimpleNamespace(answers=True, processes={PID: GIB}, mps=(), mig=False, vgpu=False, unified=False, refused=())
 
     class Fake:
         @property
@@ -190,6 +190,16 @@ def test_what_nvml_says_of_the_gpu_refuses_it(
     machine.process()
     setattr(nvml, answer, True)
     assert (code in machine.codes()) if code else not {"mig", "vgpu", "unified-memory"} & set(machine.codes())
+
+
+def test_a_client_of_mps(machine: Machine, nvml: SimpleNamespace) -> None:
+    machine.process()
+    nvml.mps = {PID + 1}
+    assert machine.facts().mps is False
+    nvml.mps = {PID, PID + 1}
+    assert "mps" in machine.codes()
+    nvml.answers = False
+    assert machine.facts().mps is None
 
 
 def test_a_part_of_a_gpu_is_known_by_its_name(machine: Machine, nvml: SimpleNamespace) -> None:

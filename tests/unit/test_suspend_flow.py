@@ -148,6 +148,21 @@ def test_a_restore_that_was_begun_is_ended() -> None:
     assert back.end is End.RUNNING and target.state is State.RUNNING
 
 
+@pytest.mark.parametrize("needs", [None, {}])
+def test_without_a_record_each_gpu_must_have_what_it_has_in_host_memory(needs: flow.Needs) -> None:
+    driver, client, target = simulated()
+    me = this_process()
+    driver.targets = {me.pid: target}
+    target.state = State.CHECKPOINTED
+    driver.others[B] = 8 * GIB - MIB
+    back = flow.finish(me, client=client, needs=needs)
+    assert back.end is End.SUSPENDED and "GPU-b has 1.0 MiB free" in back.text
+    driver.others[B] = 0
+    assert flow.finish(me, client=client, needs=needs).end is End.RUNNING
+    other = flow.finish(Process(1 << 22, 1), client=client, needs=needs)
+    assert other.end is End.UNTOUCHED, "nobody has that PID"
+
+
 def test_brought_back_by_another_while_it_waits_for_room() -> None:
     """The room would never come: the process itself has it."""
     driver, client, target = simulated()

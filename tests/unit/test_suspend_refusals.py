@@ -37,6 +37,7 @@ FINE = Facts(
     capable=False,
     dumpable=True,
     namespace=True,
+    mps=False,
     uvm=1,
     tools=(),
     children=(),
@@ -62,6 +63,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("stopped", {"state": "t", "tracer": 77}, "77", "detach"),
     ("frozen", {"frozen": True}, "frozen", "unpause"),
     ("debugger", {"tracer": 77}, "77", "detach"),
+    ("mps", {"mps": True}, "MPS", "without MPS"),
     ("managed-memory", {"uvm": 2}, "2 times", "free all managed memory"),
     ("cuda-ipc", {"ipc": ("memguard.exchange: 1 array exported",)}, "1 array exported", "handle.close()"),
     ("nccl", {"nccl": ("torch.distributed: 1 process group of NCCL",)}, "torch.distributed", "destroy_process_group"),
@@ -185,6 +187,7 @@ anything = st.builds(
     capable=maybe,
     dumpable=maybe,
     namespace=maybe,
+    mps=maybe,
     uvm=st.none() | st.integers(),
     tools=lines,
     children=st.none()

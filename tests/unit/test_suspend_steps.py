@@ -78,6 +78,8 @@ def test_off(answers: list[Answer], steps: str, ended: End, says: str) -> None:
         ([OFF, Answer(None, trouble="room", text="none"), RUNNING], "state restore state", End.RUNNING, ""),
         ([OFF, Answer(None, trouble="room", text="none"), HANGS, HANGS], "state restore state state", End.UNKNOWN,
          "was off its GPUs when"),
+        ([OFF, DIED, OFF, Answer(None, trouble="room", text="none"), OFF], "state restore state restore state",
+         End.UNKNOWN, "during `restore`"),
         ([OFF, Answer(None, trouble="unheld"), OK, OK, RUNNING], "state restore restore unlock state", End.RUNNING, ""),
         ([LOCKED, Answer(999), LOCKED, Answer(999), LOCKED, Answer(999), LOCKED],
          "state unlock state unlock state unlock state", End.UNKNOWN, "it is locked"),
