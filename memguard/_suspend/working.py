@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from memguard._logs import log as _log
 from memguard._suspend import records, who
 from memguard._suspend.records import Record
 from memguard._suspend.types import Process, Why
@@ -21,21 +22,24 @@ from memguard.errors import MemguardError
 
 
 class BusyError(MemguardError):
-    """Somebody else is taking the process off its GPUs, or bringing it back. `by` is that process's PID, or None."""
+    """Somebody else is taking the process off its GPUs, or bringing it back: `by` is that one's PID, or None.
 
-    def __init__(self, process: Process, by: int | None = None) -> None:
+    Or nobody can know, as nothing can be written there (`text`).
+    """
+
+    def __init__(self, process: Process, by: int | None = None, text: str = "") -> None:
         self.by = by
         does = f"process {by}" if by else "another process"
-        super().__init__(
-            f"process {process.pid}: {does} is suspending or resuming it just now\n    fix: wait for it, or end it"
-        )
+        text = text or f"{does} is suspending or resuming it just now\n    fix: wait for it, or end it"
+        super().__init__(f"process {process.pid}: {text}")
 
 
 class Work:
     """Taking a process off its GPUs, or bringing it back: one at a time, by any process of this user.
 
     Within the block it is an `OnStep` of the flows that keeps the record. `ended` says how it came out. If nothing was
-    done, another's record stays as it was. Entering raises BusyError after `patience` seconds.
+    done, another's record stays as it was. Entering raises BusyError after `patience` seconds; OSError, or another
+    MemguardError if the user's folder is not safe. The step `lock` raises OSError if it cannot be recorded.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Work:
             sizes = (self._sizes() or None) if self._sizes is not None else None
             command = who.command(self._process.pid)
             self._now = Record(self._process, step, sizes, time.time(), self._why, command, self._budget)
-        self._keep(replace(self._now, step=step))
+        self._keep(replace(self._now, step=step), must=step == "lock")
 
     def ended(self, end: str, sizes: Mapping[str, int] | None = None) -> None:
         """`end` is the value of a `steps.End`; `sizes`, the bytes by GPU that it needs to come back, if known."""
@@ -105,9 +109,15 @@ class Work:
             # No byte at all cannot be: a context has some hundred MiB.
             self._keep(replace(self._now, bytes=sizes, measured=True) if sizes else self._now)
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record, must: bool = False) -> None:
+        """Before the lock it must be written down. After it nothing is left undone because of a full disk."""
         self._now = record
-        records.write(record, self._where)
+        try:
+            records.write(record, self._where)
+        except OSError as error:
+            if must:
+                raise
+            _log.warning("that process %d is at `%s` cannot be recorded: %s", self._process.pid, record.step, error)
 
 
 _LOOKED_AT = 0.2

@@ -210,6 +210,27 @@ def test_untouched_leaves_anothers_record(where: str) -> None:
     assert records.of(ME, where) is None
 
 
+def test_a_full_disk_prevents_the_lock_and_nothing_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    with Work(ME, "asked", where=where) as work:
+        with monkeypatch.context() as patched:
+            patched.setattr(records, "_write", fails)
+            with pytest.raises(OSError, match="no space"):
+                work("lock")
+        work("lock")
+        with monkeypatch.context() as patched:
+            patched.setattr(records, "_write", fails)
+            for step in ("settle", "checkpoint", "state"):
+                work(step)
+            work.ended("suspended", {"GPU-a": 1})
+            for step in ("room", "restore", "unlock"):
+                work(step)
+        work.ended("running")
+    assert os.listdir(where) == []
+
+
 def test_a_loss_stays_written_down(where: str) -> None:
     records.write(RECORD, where)
     with Work(ME, "asked", where=where) as work:
