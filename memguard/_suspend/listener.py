@@ -23,7 +23,7 @@ from typing import Any
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
-from memguard._suspend import records
+from memguard._suspend import HostMemory, records
 from memguard._suspend.identity import this_process
 from memguard._suspend.records import Budgeted
 from memguard._suspend.turn import folder
@@ -191,6 +191,20 @@ def start(ask: Ask | None, budget: str = "") -> Undo:
         undo.run()
         raise
     return undo
+
+
+def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo) -> None:
+    """Tell other processes of a budget that begins here, and `undo` it. What prevents that is only logged."""
+    from memguard import _suspend
+
+    ask = functools.partial(_suspend.suspend, why="by_others", host_memory=host_memory) if by_others else None
+    try:
+        started = start(ask, os.path.basename(source) or "budget")
+    except (OSError, MemguardError) as error:
+        log = _log.warning if by_others else _log.debug
+        log("other processes cannot see this budget, nor suspend this process: %s", text_of(error))
+        return
+    undo.add("the note for other processes", started.run)
 
 
 @functools.cache

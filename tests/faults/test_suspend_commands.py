@@ -57,16 +57,20 @@ class Machine:
         self.sizes: dict[int, int] = {}
         self.wrong()
 
-    def start(self, code: str = "", children: int = 0) -> Process:
-        """A process that has 1 GiB. `code` runs in it, then it sleeps. It says the PIDs of its `children`."""
+    def start(self, code: str = "", children: int = 0, loads: bool = True) -> Process:
+        """A process that has 1 GiB. `code` runs in it, then it sleeps. It says the PIDs of its `children`.
+
+        `loads`: it has libcuda mapped, and none of the driver's devices.
+        """
         program = f"""
             import ctypes, subprocess, sys, time
-            ctypes.CDLL({str(self.library)!r})
+            {loads} and ctypes.CDLL({str(self.library)!r})
             children = [subprocess.Popen(["sleep", "600"]) for _ in range({children})]
             {textwrap.indent(textwrap.dedent(code), "            ").strip()}
             print(*(child.pid for child in children), flush=True)
             time.sleep(600)
         """
+        self.scenario()
         target = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program)],
             stdout=subprocess.PIPE,
@@ -269,6 +273,45 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     found = machine.json("suspend", process.pid)
     assert found["processes"][0]["bytes"] == {"GPU-a": 3 * GIB} and found["processes"][0]["done"] is True
     assert machine.calls == []
+
+
+def test_a_budget_that_allows_it(machine: Machine) -> None:
+    """The whole of it: the process takes itself off its GPU, and sees that it was brought back."""
+    says = """
+        import memguard, threading, types
+        # This is about who asks whom: what waits at the gates has tests of its own.
+        open_gate = types.SimpleNamespace(closed=True, open=lambda: None)
+        sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}, "suspend": {"by_others": True}}
+        memguard.init(budget)
+
+        def tell():
+            while memguard.ledger().devices[0].suspended is None:
+                time.sleep(0.02)
+            print("off", flush=True)
+            while memguard.ledger().devices[0].suspended is not None:
+                time.sleep(0.02)
+            memguard.shutdown()
+            print("back", flush=True)
+
+        threading.Thread(target=tell).start()
+    """
+    process = machine.start(says, loads=False)
+    (row,) = machine.json("ps")["processes"]
+    assert (row["budget"], row["by_others"], row["state"]) == ("budget", True, "running")
+    done = machine.call("suspend", process.pid)
+    assert done.returncode == 0, done.stderr
+    out = machine.targets[0].stdout
+    assert out is not None and out.readline() == "off\n" and machine.state(process.pid) == CHECKPOINTED
+    machine.scenario()
+    (row,) = machine.json("ps")["processes"]
+    assert (row["state"], row["why"], row["bytes"]) == ("suspended", "by_others", {UUIDS[0]: GIB})
+    assert "already" in machine.call("suspend", process.pid).stdout
+    back = machine.call("resume", process.pid)
+    assert back.returncode == 0 and machine.state(process.pid) == RUNNING, back.stderr
+    machine.scenario()
+    assert out.readline() == "back\n"
+    assert [name for name in os.listdir(machine.where) if not name.startswith("turn-")] == []
 
 
 def test_one_that_was_started_elsewhere(machine: Machine) -> None:
