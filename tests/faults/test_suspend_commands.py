@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
-from memguard._suspend import records
+from memguard._suspend import outside, records
+from memguard._suspend.client import Client
 from memguard._suspend.identity import process_of
 from memguard._suspend.types import Process
 
@@ -138,6 +139,12 @@ class Machine:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
+    def resume(self, process: Process) -> outside.Result:
+        """As the command does it, in this process."""
+        names = ("CHECKPOINT_STUB", "NVML_STUB", "ROOM_STUB_UUID", "LD_LIBRARY_PATH")
+        with Client({name: self.environ[name] for name in names}) as client:
+            return outside.resume(process, client, timeout=10.0)
+
     def record(self, process: Process) -> records.Record | None:
         return records.of(process, self.where)
 
@@ -152,8 +159,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, libraries: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine(tmp_path, libraries)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(made.runtime))
     yield made
     made.end()
 
@@ -211,8 +219,8 @@ def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: 
         machine.scenario()
         (row,) = machine.json("ps")["processes"]
         assert (row["state"], row["step"], row["worker"]) == ("suspended", "checkpoint", None)
-    done = machine.json("resume", process.pid, "--wait", "10s")
-    assert done["processes"][0]["changed"] is (step == "suspended")
+    done = machine.resume(process)
+    assert (done.code, done.changed) == (0, step == "suspended"), done.text
     assert machine.state(process.pid) == RUNNING and machine.record(process) is None
     assert os.listdir(machine.where) in ([], [f"turn-{UUIDS[0]}"])
 
@@ -224,8 +232,8 @@ def test_a_resume_that_is_killed_is_finished_by_another(machine: Machine, step: 
     assert machine.call("resume", process.pid, before=KILL.format(step=step)).returncode == -signal.SIGKILL
     record = machine.record(process)
     assert record is not None and (record.step, record.measured) == (step, True)
-    done = machine.call("resume", process.pid)
-    assert done.returncode == 0, done.stderr
+    done = machine.resume(process)
+    assert done.code == 0, done.text
     assert machine.becomes(process.pid, RUNNING) and machine.record(process) is None
 
 
@@ -239,8 +247,8 @@ def test_killed_within_the_drivers_call(machine: Machine, call: str) -> None:
     machine.wrong(f"{call} slow 700")
     step = KILL.format(step=call).replace("os.kill(os.getpid(), 9)", KILL_SOON)
     assert machine.call(*command, process.pid, before=step).returncode == -signal.SIGKILL
-    done = machine.call("resume", process.pid)
-    assert done.returncode == 0, done.stderr
+    done = machine.resume(process)
+    assert done.code == 0, done.text
     assert machine.becomes(process.pid, RUNNING) and machine.record(process) is None
 
 
