@@ -261,6 +261,7 @@ def test_who_waits_gets_it(where: str) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_killed_worker_holds_nothing(where: str) -> None:
     pid = os.fork()
     if not pid:
@@ -286,6 +287,7 @@ def test_a_killed_worker_holds_nothing(where: str) -> None:
         assert work.found is not None and work.found.step == "lock"
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_keep_it(where: str) -> None:
     """The one who works on it is killed, and its child lives on."""
     read, write = os.pipe()
