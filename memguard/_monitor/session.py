@@ -92,6 +92,7 @@ class Session:
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
             self._watch_idleness()
+            self._tell_others()
         except BaseException:
             self.guard.stop()
             raise
@@ -106,6 +107,14 @@ class Session:
         when_idle = importlib.import_module("memguard._suspend.when_idle")
         self._undo.add("the watch for idleness", when_idle.end_of_budget)
         when_idle.of_budget(suspend.when_idle, suspend.host_memory == "ignore")
+
+    def _tell_others(self) -> None:
+        """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
+        suspend = self.guard.budget.suspend
+        if suspend is None or self.guard.host.simulated:  # without the section `init` loads nothing of it
+            return
+        listener = importlib.import_module("memguard._suspend.listener")
+        listener.of_budget(self.guard.budget.source, suspend.by_others, suspend.host_memory, self._undo)
 
     def _start_monitor(self) -> None:
         from memguard._monitor.pressure import Settings

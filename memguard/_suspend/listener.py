@@ -23,7 +23,7 @@ from typing import Any
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
-from memguard._suspend import records
+from memguard._suspend import HostMemory, records
 from memguard._suspend.identity import this_process
 from memguard._suspend.records import Budgeted
 from memguard._suspend.turn import folder
@@ -193,6 +193,20 @@ def start(ask: Ask | None, budget: str = "") -> Undo:
     return undo
 
 
+def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo) -> None:
+    """Tell other processes of a budget that begins here, and `undo` it. What prevents that is only logged."""
+    from memguard import _suspend
+
+    ask = functools.partial(_suspend.suspend, why="by_others", host_memory=host_memory) if by_others else None
+    try:
+        started = start(ask, os.path.basename(source) or "budget")
+    except (OSError, MemguardError) as error:
+        log = _log.warning if by_others else _log.debug
+        log("other processes cannot see this budget, nor suspend this process: %s", text_of(error))
+        return
+    undo.add("the note for other processes", started.run)
+
+
 @functools.cache
 def _prepare() -> None:
     import atexit
@@ -209,18 +223,20 @@ def _end() -> None:
 
 def tidy(where: str | None = None) -> None:
     """Remove the sockets that nobody listens at any more."""
-    where = where or folder()
-    for name in os.listdir(where):
-        if not name.startswith("listen-"):
-            continue
-        path = os.path.join(where, name)
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_AGAIN)
-            try:
-                with _short(path) as short:
-                    connection.connect(short)
-            except ConnectionRefusedError:
-                os.unlink(path)
+    for place in [where] if where is not None else records.folders():
+        for name in os.listdir(place):
+            if name.startswith("listen-"):
+                _tidy(os.path.join(place, name))
+
+
+def _tidy(path: str) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_AGAIN)
+        try:
+            with _short(path) as short:
+                connection.connect(short)
+        except ConnectionRefusedError:
+            os.unlink(path)
 
 
 class RefusedError(MemguardError):
@@ -243,7 +259,9 @@ def request(process: Process, op: str = "suspend", *, seconds: float = ANSWER, w
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
             connection.settimeout(REQUEST)
-            with _short(path_of(process, where)) as path:
+            places = [where] if where is not None else records.folders(process)
+            paths = [path_of(process, one) for one in places]
+            with _short(next((path for path in paths if os.path.exists(path)), paths[0])) as path:
                 connection.connect(path)
             who = wire.peer(connection)
             if who.pid != process.pid or not wire.same_user(who):

@@ -20,7 +20,6 @@ from memguard._devices.nvml import Nvml
 from memguard._suspend import identity, listener, proc, records, who, working
 from memguard._suspend.door import Door
 from memguard._suspend.records import Budgeted, Record
-from memguard._suspend.turn import folder
 from memguard._suspend.types import Process
 from memguard._units import GIB, format_size
 from memguard.errors import DeviceError, MemguardError
@@ -230,15 +229,21 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
     gpus = _gpus()
     known, budgets, unsafe = list[Record](), list[Budgeted](), ""
     try:
-        where = where or folder()
         known, budgets = records.every(where)
         working.tidy(where)
         listener.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {error}".replace("\n    ", "; ")
-    recorded = {record.process for record in known}
     listed = {pid for gpu in gpus for pid in gpu.processes}
     silent = candidates(root, listed | {os.getpid()})
+    if not unsafe:  # those that were started elsewhere may have said it elsewhere
+        others = [*silent, *(process for pid in listed if (process := identity.process_of(pid)) is not None)]
+        have = {record.process for record in known}, {found.process for found in budgets}
+        known += [one for process in others if process not in have[0] and (one := records.of(process, where))]
+        budgets += [
+            found for process in others if process not in have[1] and (found := records.budget_of(process, where))
+        ]
+    recorded = {record.process for record in known}
     states, notes = _states(door, [*recorded, *(one for one in silent if one not in recorded)])
     shown = {process for process, state in states.items() if process in recorded or state is not None}
     states = {process: states[process] for process in shown}

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import stat
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,51 +97,95 @@ def write_budget(found: Budgeted, where: str | None = None) -> None:
 
 def remove(process: Process, kind: str = SUSPENDED, where: str | None = None) -> None:
     """Nothing happens if there is none."""
-    with contextlib.suppress(OSError, MemguardError):
-        os.unlink(path_of(process, kind, where))
+    for one in _places(process, where):
+        with contextlib.suppress(OSError):
+            os.unlink(path_of(process, kind, one))
 
 
 def of(process: Process, where: str | None = None) -> Record | None:
     """What is known of a process; None if nothing is."""
-    try:
-        return record_of(_read(path_of(process, SUSPENDED, where)), process)
-    except (OSError, ValueError, MemguardError):
-        return None
+    for one in _places(process, where):
+        with contextlib.suppress(OSError, ValueError):
+            return record_of(_read(path_of(process, SUSPENDED, one)), process)
+    return None
 
 
 def budget_of(process: Process, where: str | None = None) -> Budgeted | None:
-    try:
-        return budgeted_of(_read(path_of(process, BUDGET, where)), process)
-    except (OSError, ValueError, MemguardError):
-        return None
+    for one in _places(process, where):
+        with contextlib.suppress(OSError, ValueError):
+            return budgeted_of(_read(path_of(process, BUDGET, one)), process)
+    return None
 
 
 def every(where: str | None = None) -> tuple[list[Record], list[Budgeted]]:
     """All of this user's processes that live. What was left by others that have ended is removed."""
-    records, budgets = list[Record](), list[Budgeted]()
-    where = where or folder()
-    for name in sorted(os.listdir(where)):
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        process = Process(int(match[2]), int(match[3]))
-        path = os.path.join(where, name)
-        try:
-            message = _read(path)
-            if not _here(message):
+    records, budgets = dict[Process, Record](), dict[Process, Budgeted]()
+    for place in [where] if where is not None else folders():
+        for name in sorted(os.listdir(place)):
+            match = _NAME.fullmatch(name)
+            if match is None:
                 continue
-            if not lives(process):
-                os.unlink(path)
-                continue
-            if match[1] == SUSPENDED:
-                records.append(record_of(message, process))
-            else:
-                budgets.append(budgeted_of(message, process))
-        except FileNotFoundError:
-            continue  # it came back meanwhile
-        except (OSError, ValueError) as error:
-            _log.debug("%s is not read: %s", path, error)
-    return records, budgets
+            process = Process(int(match[2]), int(match[3]))
+            path = os.path.join(place, name)
+            try:
+                message = _read(path)
+                if not _here(message):
+                    continue
+                if not lives(process):
+                    os.unlink(path)
+                elif match[1] == SUSPENDED:
+                    records.setdefault(process, record_of(message, process))
+                else:
+                    budgets.setdefault(process, budgeted_of(message, process))
+            except FileNotFoundError:
+                continue  # it came back meanwhile
+            except (OSError, ValueError) as error:
+                _log.debug("%s is not read: %s", path, error)
+    return list(records.values()), list(budgets.values())
+
+
+# Where.
+
+
+def folders(process: Process | None = None) -> list[str]:
+    """Where this user's processes may have written, this one's own folder first.
+
+    One that was started elsewhere (cron, a job, another session) may have another XDG_RUNTIME_DIR or TMPDIR than this
+    one: those of `process` are looked at too. Only folders that nobody else can enter. Raises as `turn.folder`.
+    """
+    user = os.geteuid()
+    found = [folder()]
+    given = [os.environ, *([_environ(process.pid)] if process is not None else [])]
+    runtimes = [environ.get("XDG_RUNTIME_DIR", "") for environ in given] + [f"/run/user/{user}"]
+    temporary = [environ.get("TMPDIR", "") for environ in given] + [tempfile.gettempdir()]
+    for path in (
+        *(os.path.join(one, "memguard") for one in runtimes if os.path.isabs(one)),
+        *(os.path.join(one, f"memguard-{user}") for one in temporary if os.path.isabs(one)),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            state = os.lstat(path)
+            if path not in found and stat.S_ISDIR(state.st_mode) and state.st_uid == user and not state.st_mode & 0o077:
+                found.append(path)
+    return found
+
+
+def _places(process: Process, where: str | None) -> list[str]:
+    if where is not None:
+        return [where]
+    try:
+        return folders(process)
+    except (OSError, MemguardError):
+        return []
+
+
+def _environ(pid: int) -> dict[str, str]:
+    """What a process was started with; empty if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = os.fsdecode(file.read(LIMIT)).split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 # The content of a file, checked.

@@ -5,11 +5,12 @@ What speaks against it is looked for first. What came of the flow (`Outcome`) be
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from memguard import _api
 from memguard._devices.checkpoint import State
@@ -21,13 +22,12 @@ from memguard._suspend.room import Waiting
 from memguard._suspend.steps import End
 from memguard._suspend.types import Suspension, Why
 from memguard._suspend.waiting import Calls
-from memguard._suspend.working import Work
+from memguard._suspend.working import BusyError, Work
 from memguard._types import MemoryInfo
-from memguard.errors import CannotResume, CannotSuspend
+from memguard.errors import CannotResume, CannotSuspend, MemguardError
 
 _UNCHANGED = (End.RUNNING, End.UNTOUCHED, End.ENDED)
-_BUSY = 2.0
-"""Seconds to wait for another process that works on this one."""
+_FOLDER = "free space there, or set XDG_RUNTIME_DIR to a folder of your own that can be written"
 _READING = 2.0
 """Seconds that a ledger waits for the helper's figures."""
 
@@ -40,6 +40,8 @@ class Route:
 
     def __init__(self, door: Door) -> None:
         self.door, self.process = door, this_process()
+        self.held: dict[str, int] = {}
+        """Bytes by GPU that it has, for its record; at most."""
 
     def check(self, ignore_host_memory: bool) -> None:
         """Nothing speaks against it."""
@@ -48,18 +50,23 @@ class Route:
         self.door.state(self.process)  # the helper's start, before anything waits for it
         if calls.stop.is_set():
             raise _refused(("interrupted", "this was interrupted", "try again"))
-        with self._work(why) as work:
-            close()
-            done = flow.take_off(
-                self.process,
-                client=self.door,
-                lock_timeout=timeout,
-                cancel=calls.stop,
-                give_up=calls.give_up,
-                room=Waiting(None, calls.tell, where=self.where),
-                on_step=work,
-            )
-            work.ended(done.end.value, done.bytes)
+        try:
+            with self._recorded(why, calls, 0.0) as work:
+                close()
+                done = flow.take_off(
+                    self.process,
+                    client=self.door,
+                    lock_timeout=timeout,
+                    on_step=work,
+                    cancel=calls.stop,
+                    give_up=calls.give_up,
+                    room=Waiting(None, calls.tell, where=self.where),
+                )
+                work.ended(done.end.value, done.bytes)
+        except BusyError as error:
+            raise _refused(_split("busy", str(error))) from None
+        if done.end in _UNCHANGED and isinstance(done.interruption, OSError):
+            raise _refused(("record", f"its record cannot be written: {done.interruption}", _FOLDER))
         if done.end in _UNCHANGED:
             raise _refused(_split("driver", done.text))
         if done.end is not End.SUSPENDED:
@@ -70,19 +77,41 @@ class Route:
     def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
         room = Waiting(timeout, calls.tell, where=self.where)
         needs = found.bytes or None
-        with self._work(found.why) as work:
-            done = flow.bring_back(
-                self.process, client=self.door, needs=needs, room=room, cancel=calls.stop, on_step=work
-            )
-            work.ended(done.end.value, needs)
+        try:
+            with self._recorded(found.why, calls, timeout) as work:
+                done = flow.bring_back(
+                    self.process, client=self.door, needs=needs, room=room, on_step=work, cancel=calls.stop
+                )
+                work.ended(done.end.value)
+        except BusyError as error:
+            raise CannotResume(str(error)) from None
         if done.end is not End.RUNNING:
             raise CannotResume(done.text, lost=done.end is End.LOST)
 
-    def _work(self, why: Why) -> Work:
-        """The record that `memguard ps` and `resume PID` read. BusyError if another process works on this one."""
-        session = _api._active
-        budget = session.guard.budget.source if session is not None else None
-        return Work(self.process, why, sizes=lambda: self.held, budget=budget, patience=_BUSY, where=self.where)
+    @contextlib.contextmanager
+    def _recorded(self, why: Why, calls: Calls, patience: float | None) -> Iterator[Work]:
+        """It is written down for other processes, and done by one of them at a time. Raises BusyError.
+
+        It waits as long for another one (`memguard resume PID`) as for room.
+        """
+        guard = _api._active.guard if _api._active is not None else None
+        budget = guard.budget.source if guard is not None and guard.active else None
+        until = None if patience is None else time.monotonic() + patience
+        while True:
+            work = Work(self.process, why, sizes=lambda: self.held, budget=budget, where=self.where)
+            try:
+                work.__enter__()
+                break
+            except BusyError:
+                if calls.stop.is_set() or (until is not None and time.monotonic() >= until):
+                    raise
+            except (OSError, MemguardError) as error:
+                fix = f"\n    fix: {_FOLDER}" if isinstance(error, OSError) else ""
+                raise BusyError(self.process, text=f"its record cannot be written: {error}{fix}") from None
+        try:
+            yield work
+        finally:
+            work.__exit__()
 
     def returned(self, seconds: float) -> bool:
         time.sleep(seconds)

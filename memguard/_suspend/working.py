@@ -14,29 +14,32 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from memguard._logs import log as _log
 from memguard._suspend import records, who
 from memguard._suspend.records import Record
-from memguard._suspend.turn import folder
 from memguard._suspend.types import Process, Why
 from memguard.errors import MemguardError
 
 
 class BusyError(MemguardError):
-    """Somebody else is taking the process off its GPUs, or bringing it back. `by` is that process's PID, or None."""
+    """Somebody else is taking the process off its GPUs, or bringing it back: `by` is that one's PID, or None.
 
-    def __init__(self, process: Process, by: int | None) -> None:
+    Or nobody can know, as nothing can be written there (`text`).
+    """
+
+    def __init__(self, process: Process, by: int | None = None, text: str = "") -> None:
         self.by = by
         does = f"process {by}" if by else "another process"
-        super().__init__(
-            f"process {process.pid}: {does} is suspending or resuming it just now\n    fix: wait for it, or end it"
-        )
+        text = text or f"{does} is suspending or resuming it just now\n    fix: wait for it, or end it"
+        super().__init__(f"process {process.pid}: {text}")
 
 
 class Work:
     """Taking a process off its GPUs, or bringing it back: one at a time, by any process of this user.
 
     Within the block it is an `OnStep` of the flows that keeps the record. `ended` says how it came out. If nothing was
-    done, another's record stays as it was. Entering raises BusyError after `patience` seconds.
+    done, another's record stays as it was. Entering raises BusyError after `patience` seconds; OSError, or another
+    MemguardError if the user's folder is not safe. The step `lock` raises OSError if it cannot be recorded.
     """
 
     def __init__(
@@ -58,11 +61,16 @@ class Work:
         self._now: Record | None = None
 
     def __enter__(self) -> Work:
-        self._where = self._where or folder()
-        self._path = os.path.join(self._where, f"work-{self._process.pid}-{self._process.start}")
+        places = [self._where] if self._where is not None else records.folders(self._process)
+        held = [one for one in places if os.path.exists(records.path_of(self._process, where=one))]
+        where = self._where = held[0] if held else places[0]
+        for other in places:  # whoever works on it may have another folder of its own
+            if other != where and (by := worked_on(self._process, other)) is not None:
+                raise BusyError(self._process, by)
+        self._path = os.path.join(where, f"work-{self._process.pid}-{self._process.start}")
         self._fd = _locked(self._path, self._process, max(self._patience, _LOOKED_AT))
         _mine.add(self._fd)
-        self.found = self._now = records.of(self._process, self._where)
+        self.found = self._now = records.of(self._process, where)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +91,7 @@ class Work:
             sizes = (self._sizes() or None) if self._sizes is not None else None
             command = who.command(self._process.pid)
             self._now = Record(self._process, step, sizes, time.time(), self._why, command, self._budget)
-        self._keep(replace(self._now, step=step))
+        self._keep(replace(self._now, step=step), must=step == "lock")
 
     def ended(self, end: str, sizes: Mapping[str, int] | None = None) -> None:
         """`end` is the value of a `steps.End`; `sizes`, the bytes by GPU that it needs to come back, if known."""
@@ -101,9 +109,15 @@ class Work:
             # No byte at all cannot be: a context has some hundred MiB.
             self._keep(replace(self._now, bytes=sizes, measured=True) if sizes else self._now)
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record, must: bool = False) -> None:
+        """Before the lock it must be written down. After it nothing is left undone because of a full disk."""
         self._now = record
-        records.write(record, self._where)
+        try:
+            records.write(record, self._where)
+        except OSError as error:
+            if must:
+                raise
+            _log.warning("that process %d is at `%s` cannot be recorded: %s", self._process.pid, record.step, error)
 
 
 _LOOKED_AT = 0.2
@@ -156,11 +170,16 @@ def _same(fd: int, path: str) -> bool:
 
 def worked_on(process: Process, where: str | None = None) -> int | None:
     """The PID of who takes the process off its GPUs just now, or brings it back. None: nobody, 0: unknown who."""
-    path = os.path.join(where or folder(), f"work-{process.pid}-{process.start}")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
+    for one in [where] if where is not None else records.folders(process):
+        with contextlib.suppress(OSError):
+            found = _owner(os.path.join(one, f"work-{process.pid}-{process.start}"))
+            if found is not None:
+                return found
+    return None
+
+
+def _owner(path: str) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,10 +193,11 @@ def worked_on(process: Process, where: str | None = None) -> int | None:
 
 def tidy(where: str | None = None) -> None:
     """Remove the locks of those that were killed."""
-    where = where or folder()
-    for name in os.listdir(where):
-        path = os.path.join(where, name)
-        if name.startswith("work-"):
+    for place in [where] if where is not None else records.folders():
+        for name in os.listdir(place):
+            if not name.startswith("work-"):
+                continue
+            path = os.path.join(place, name)
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:

@@ -267,6 +267,7 @@ def test_a_wrong_answer_is_none(folder: Path, answer: dict[str, Any]) -> None:
     os.unlink(listener.path_of(ME))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_serves_nobody_and_removes_nothing() -> None:
     listener.start(suspension, "b")
     pid = os.fork()

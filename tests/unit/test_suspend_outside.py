@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from memguard._devices.checkpoint import State
-from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
+from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._suspend import outside, processes, records
 from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.outside import NO, UNKNOWN, Stop
@@ -174,6 +176,46 @@ def test_interrupted_before_it_began(here: tuple[SimulatedCheckpoint, Process, s
     stop.once.set()
     (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=True, stop=stop)
     assert result.code == NO and "nothing was changed" in result.text and driver.targets[process.pid].calls == []
+
+
+RESULT = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["pid", "start", "done", "code", "text", "state", "bytes", "seconds", "changed"],
+    "properties": {
+        **{key: {"type": "integer"} for key in ("pid", "start")},
+        **{key: {"type": "boolean"} for key in ("done", "changed")},
+        "code": {"enum": [0, 1, 2]},
+        "text": {"type": "string", "minLength": 1},
+        "state": {"enum": ["running", "suspended", "lost", "ended", "unknown"]},
+        "bytes": {"type": ["object", "null"], "additionalProperties": {"type": "integer", "minimum": 0}},
+        "seconds": {"type": ["number", "null"]},
+    },
+}
+"""Of each process, in the JSON of `suspend` and `resume`."""
+
+
+@pytest.mark.parametrize("call", ["state", "lock", "checkpoint", "restore", "unlock"])
+@pytest.mark.parametrize("fault", [*(Fault("code", code) for code in (1, 2, 3, 304, 401, 600, 801)), Fault("die")])
+def test_whatever_the_driver_says_the_answer_is_whole(
+    here: tuple[SimulatedCheckpoint, Process, str], call: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And true: a process of which it says that it runs does, and one that is said to be off can be brought back."""
+    driver, process, _ = here
+    monkeypatch.setattr(outside.refusals, "reasons", lambda *_, **__: ())
+    driver.fail(call, fault)
+    sizes = {process.pid: {A: 4 * GIB}}
+    first = outside.suspend([process], Direct(driver), sizes=sizes, unsafe=True)
+    second = outside.resume(process, Direct(driver), timeout=0.0)
+    for result in (*first, second):
+        said = result.as_dict()
+        Draft202012Validator(RESULT).validate(json.loads(json.dumps(said)))
+        assert said["done"] == (said["code"] == 0)
+    target = driver.targets[process.pid]
+    if second.state == "running" and second.code == 0:
+        assert target.whole and target.state is State.RUNNING
+    if second.state == "lost":
+        assert not target.whole
 
 
 WAIT = Wait(A, 4 * GIB, GIB, 2, ("9.00 GiB  python (PID 7, bob)",), 3.0)

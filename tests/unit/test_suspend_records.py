@@ -210,6 +210,27 @@ def test_untouched_leaves_anothers_record(where: str) -> None:
     assert records.of(ME, where) is None
 
 
+def test_a_full_disk_prevents_the_lock_and_nothing_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    with Work(ME, "asked", where=where) as work:
+        with monkeypatch.context() as patched:
+            patched.setattr(records, "_write", fails)
+            with pytest.raises(OSError, match="no space"):
+                work("lock")
+        work("lock")
+        with monkeypatch.context() as patched:
+            patched.setattr(records, "_write", fails)
+            for step in ("settle", "checkpoint", "state"):
+                work(step)
+            work.ended("suspended", {"GPU-a": 1})
+            for step in ("room", "restore", "unlock"):
+                work(step)
+        work.ended("running")
+    assert os.listdir(where) == []
+
+
 def test_a_loss_stays_written_down(where: str) -> None:
     records.write(RECORD, where)
     with Work(ME, "asked", where=where) as work:
@@ -240,6 +261,7 @@ def test_who_waits_gets_it(where: str) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_killed_worker_holds_nothing(where: str) -> None:
     pid = os.fork()
     if not pid:
@@ -265,6 +287,7 @@ def test_a_killed_worker_holds_nothing(where: str) -> None:
         assert work.found is not None and work.found.step == "lock"
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_keep_it(where: str) -> None:
     """The one who works on it is killed, and its child lives on."""
     read, write = os.pipe()

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
-from memguard._suspend import records
+from memguard._suspend import outside, records
+from memguard._suspend.client import Client
 from memguard._suspend.identity import process_of
 from memguard._suspend.types import Process
 
@@ -49,6 +50,7 @@ class Machine:
             "ROOM_STUB_UUID": UUIDS[0].removeprefix("GPU-").replace("-", ""),
             "LD_LIBRARY_PATH": str(libraries),
             "XDG_RUNTIME_DIR": str(self.runtime),
+            "TMPDIR": str(folder),  # nothing of this machine's is listed
             "PYTHONPATH": str(ROOT),
         }
         self.library = libraries / "libcuda.so.1"
@@ -56,16 +58,20 @@ class Machine:
         self.sizes: dict[int, int] = {}
         self.wrong()
 
-    def start(self, code: str = "", children: int = 0) -> Process:
-        """A process that has 1 GiB. `code` runs in it, then it sleeps. It says the PIDs of its `children`."""
+    def start(self, code: str = "", children: int = 0, loads: bool = True) -> Process:
+        """A process that has 1 GiB. `code` runs in it, then it sleeps. It says the PIDs of its `children`.
+
+        `loads`: it has libcuda mapped, and none of the driver's devices.
+        """
         program = f"""
             import ctypes, subprocess, sys, time
-            ctypes.CDLL({str(self.library)!r})
+            {loads} and ctypes.CDLL({str(self.library)!r})
             children = [subprocess.Popen(["sleep", "600"]) for _ in range({children})]
             {textwrap.indent(textwrap.dedent(code), "            ").strip()}
             print(*(child.pid for child in children), flush=True)
             time.sleep(600)
         """
+        self.scenario()
         target = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program)],
             stdout=subprocess.PIPE,
@@ -133,6 +139,12 @@ class Machine:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
+    def resume(self, process: Process) -> outside.Result:
+        """As the command does it, in this process."""
+        names = ("CHECKPOINT_STUB", "NVML_STUB", "ROOM_STUB_UUID", "LD_LIBRARY_PATH")
+        with Client({name: self.environ[name] for name in names}) as client:
+            return outside.resume(process, client, timeout=10.0)
+
     def record(self, process: Process) -> records.Record | None:
         return records.of(process, self.where)
 
@@ -147,8 +159,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, libraries: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine(tmp_path, libraries)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(made.runtime))
     yield made
     made.end()
 
@@ -206,8 +219,8 @@ def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: 
         machine.scenario()
         (row,) = machine.json("ps")["processes"]
         assert (row["state"], row["step"], row["worker"]) == ("suspended", "checkpoint", None)
-    done = machine.json("resume", process.pid, "--wait", "10s")
-    assert done["processes"][0]["changed"] is (step == "suspended")
+    done = machine.resume(process)
+    assert (done.code, done.changed) == (0, step == "suspended"), done.text
     assert machine.state(process.pid) == RUNNING and machine.record(process) is None
     assert os.listdir(machine.where) in ([], [f"turn-{UUIDS[0]}"])
 
@@ -219,8 +232,8 @@ def test_a_resume_that_is_killed_is_finished_by_another(machine: Machine, step: 
     assert machine.call("resume", process.pid, before=KILL.format(step=step)).returncode == -signal.SIGKILL
     record = machine.record(process)
     assert record is not None and (record.step, record.measured) == (step, True)
-    done = machine.call("resume", process.pid)
-    assert done.returncode == 0, done.stderr
+    done = machine.resume(process)
+    assert done.code == 0, done.text
     assert machine.becomes(process.pid, RUNNING) and machine.record(process) is None
 
 
@@ -234,8 +247,8 @@ def test_killed_within_the_drivers_call(machine: Machine, call: str) -> None:
     machine.wrong(f"{call} slow 700")
     step = KILL.format(step=call).replace("os.kill(os.getpid(), 9)", KILL_SOON)
     assert machine.call(*command, process.pid, before=step).returncode == -signal.SIGKILL
-    done = machine.call("resume", process.pid)
-    assert done.returncode == 0, done.stderr
+    done = machine.resume(process)
+    assert done.code == 0, done.text
     assert machine.becomes(process.pid, RUNNING) and machine.record(process) is None
 
 
@@ -268,6 +281,63 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     found = machine.json("suspend", process.pid)
     assert found["processes"][0]["bytes"] == {"GPU-a": 3 * GIB} and found["processes"][0]["done"] is True
     assert machine.calls == []
+
+
+def test_a_budget_that_allows_it(machine: Machine) -> None:
+    """The whole of it: the process takes itself off its GPU, and sees that it was brought back."""
+    says = """
+        import memguard, threading, types
+        # This is about who asks whom: what waits at the gates has tests of its own.
+        open_gate = types.SimpleNamespace(closed=True, open=lambda: None)
+        sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}, "suspend": {"by_others": True}}
+        memguard.init(budget)
+
+        def tell():
+            while memguard.ledger().devices[0].suspended is None:
+                time.sleep(0.02)
+            print("off", flush=True)
+            while memguard.ledger().devices[0].suspended is not None:
+                time.sleep(0.02)
+            memguard.shutdown()
+            print("back", flush=True)
+
+        threading.Thread(target=tell).start()
+    """
+    process = machine.start(says, loads=False)
+    (row,) = machine.json("ps")["processes"]
+    assert (row["budget"], row["by_others"], row["state"]) == ("budget", True, "running")
+    done = machine.call("suspend", process.pid)
+    assert done.returncode == 0, done.stderr
+    out = machine.targets[0].stdout
+    assert out is not None and out.readline() == "off\n" and machine.state(process.pid) == CHECKPOINTED
+    machine.scenario()
+    (row,) = machine.json("ps")["processes"]
+    assert (row["state"], row["why"], row["bytes"]) == ("suspended", "by_others", {UUIDS[0]: GIB})
+    assert "already" in machine.call("suspend", process.pid).stdout
+    back = machine.call("resume", process.pid)
+    assert back.returncode == 0 and machine.state(process.pid) == RUNNING, back.stderr
+    machine.scenario()
+    assert out.readline() == "back\n"
+    assert [name for name in os.listdir(machine.where) if not name.startswith("turn-")] == []
+
+
+def test_one_that_was_started_elsewhere(machine: Machine) -> None:
+    """Its folder is another: that of a job, of cron, of a session."""
+    process = machine.start("from memguard._suspend import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')")
+    here = machine.environ["XDG_RUNTIME_DIR"]
+    (machine.folder / "other").mkdir(0o700)
+    machine.environ["XDG_RUNTIME_DIR"] = str(machine.folder / "other")
+    (row,) = machine.json("ps")["processes"]
+    assert (row["budget"], row["by_others"]) == ("b.yaml", True)
+    done = machine.call("suspend", process.pid)
+    assert done.returncode == 1 and "division by zero" in done.stderr
+    records.remove(process, records.BUDGET, machine.where)
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    machine.environ["XDG_RUNTIME_DIR"] = here
+    machine.where = str(machine.folder / "other" / "memguard")
+    record = machine.record(process)
+    assert record is not None and record.step == "suspended"
 
 
 def test_a_tree_goes_together(machine: Machine) -> None:
