@@ -30,14 +30,15 @@ def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: 
     `resume` brings it back to the same addresses. Until then the frameworks' functions that need a GPU wait, on every
     thread, and memguard's raise Suspended; `ledger()` says what lies in host memory. `timeout` (seconds, or `"30s"`) is
     for the work that the GPUs have under way. `host_memory="ignore"` is for a machine that gets more memory when it is
-    needed: where it does not, the process is killed. No budget is needed.
+    needed: where it does not, the process is killed. No budget is needed. In a notebook the next cell brings it back
+    before it runs, and on the thread of the cells what needs a GPU raises Suspended until then.
 
     Raises CannotSuspend with each reason why it is not possible now, and then nothing was changed; Suspended if it is
     suspended already. A Ctrl-C takes back what was done.
     """
-    from memguard._suspend import own  # here: the helper process imports this package, and needs no guard
+    from memguard._suspend import cells, own  # here: the helper process imports this package, and needs no guard
 
-    return own.suspend(_seconds(timeout), why, ignore_host_memory=_ignored(host_memory))
+    return own.suspend(_seconds(timeout), why, cells.owner(), ignore_host_memory=_ignored(host_memory))
 
 
 def resume(*, timeout: float | str | None = None, progress: Progress | None = None) -> None:

@@ -191,8 +191,7 @@ def attach(shell: Any) -> Cells:
     for name in _NAMES:
         shell.events.register(name, getattr(cells, name))
     cells._ran = True
-    if _in_cell(shell):  # which has begun: its end will come
-        cells._running[threading.get_ident()] = 1
+    cells._running = dict.fromkeys(_in_cells(shell), 1)  # their end will come
     shell.input_transformers_post.append(cells.transform)
     return cells
 
@@ -223,14 +222,35 @@ def of(shell: Any) -> Cells | None:
     return None
 
 
-def _in_cell(shell: Any) -> bool:
-    """Whether this is called by a cell: `%load_ext memguard`, `memguard.init(...)`."""
-    here: Any = sys._getframe(1)
-    while here is not None:
-        if here.f_code.co_name in ("run_code", "run_cell_async") and here.f_locals.get("self") is shell:
-            return True
-        here = here.f_back
-    return False
+def owner() -> int | None:
+    """The thread on which a call that needs a GPU raises Suspended, once this thread has suspended the process.
+
+    In a notebook it is the one of the cells, which then begin to be what brings the process back. None in other
+    programs, and for a thread beside a cell that runs: that one waits.
+    """
+    shell = shell_here()
+    if shell is None:
+        return None
+    found = attach(shell)
+    others = found.running and threading.get_ident() != found.owner
+    return None if others else found.owner
+
+
+def shell_here() -> Any:
+    """IPython's shell of this process; None if there is none."""
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get() if callable(get) else None
+
+
+def _in_cells(shell: Any) -> Iterator[int]:
+    """The threads that run a cell now: this may be called by one (`%load_ext memguard`, `memguard.init(...)`)."""
+    for thread, frame in sys._current_frames().items():
+        here: Any = frame
+        while here is not None:
+            if here.f_code.co_name == "run_code" and here.f_locals.get("self") is shell:
+                yield thread
+                break
+            here = here.f_back
 
 
 def _is_ours(function: Any) -> bool:

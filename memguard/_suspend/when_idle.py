@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,11 +15,14 @@ from memguard._devices.nvml import Nvml
 from memguard._frameworks import real_imports
 from memguard._logs import log as _log
 from memguard._suspend import cells, proc
+from memguard._suspend.cells import shell_here
 from memguard._suspend.idle import Watcher
-from memguard.errors import DeviceError
+from memguard.errors import MemguardError
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
+_LOCK = 5.0
+"""Seconds for the work on the GPUs to end. There should be none."""
 _watcher: Watcher | None = None
 _source: Source | None = None
 _lock = threading.Lock()
@@ -90,12 +92,6 @@ def seconds() -> float | None:
     return watcher.seconds if watcher is not None and watcher.alive else None
 
 
-def shell_here() -> Any:
-    """IPython's shell of this process; None if there is none."""
-    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get() if callable(get) else None
-
-
 class Usage:
     """Whether this process has used a GPU since it was asked last, by NVML."""
 
@@ -110,7 +106,7 @@ class Usage:
             return None
         try:
             answers = [*self._answers(os.getpid())]
-        except DeviceError:
+        except MemguardError:  # also Suspended, if another thread suspends the process just now
             self._uuids = []
             return None
         return True if True in answers else None if not answers or None in answers else False
@@ -126,13 +122,12 @@ class Usage:
 
 def _leave(found: cells.Cells, ignore_host_memory: bool) -> bool:
     """Take the process off its GPUs, unless a cell runs. On the watcher's thread."""
-    from memguard import _suspend
     from memguard._suspend import own
 
     with found.none() as free:
         if not free or suspension.now is not None or not has_gpu():
             return False
-        own.suspend(_suspend.TIMEOUT, "idle", found.owner, ignore_host_memory)
+        own.suspend(_LOCK, "idle", found.owner, ignore_host_memory)
     return True
 
 
