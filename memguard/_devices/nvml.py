@@ -349,6 +349,10 @@ class Nvml:
         """The driver's version, as 580.159.04."""
         return self._call("driver version", lambda n, _: str(n.nvmlSystemGetDriverVersion()), "")
 
+    def mps(self, uuid: str) -> frozenset[int]:
+        """The processes that use the GPU through the Multi-Process Service, of which it has a server as well."""
+        return self._call("MPS processes of", lambda n, uuid: self._mps(n, self._handle(n, uuid)), uuid)
+
     def vgpu(self, uuid: str) -> bool:
         """Whether it is a virtual GPU: this machine is a guest that has a part of a card. A card passed on whole is
         none."""
@@ -615,6 +619,13 @@ class Nvml:
             return bool(n.nvmlDeviceGetMigMode(handle)[0])
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
             return False
+
+    @staticmethod
+    def _mps(n: Any, handle: Any) -> frozenset[int]:
+        try:
+            return frozenset(process.pid for process in n.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
+            return frozenset()
 
     @staticmethod
     def _vgpu(n: Any, handle: Any) -> bool:

@@ -18,7 +18,7 @@ from memguard._devices.libcuda import DriverAPI, check
 from memguard._devices.pool_cap import PoolCap
 from memguard._devices.pools import CappedPool, DefaultPool
 from memguard._logs import log as _log
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, Suspended
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -120,7 +120,7 @@ class PoolBlocks:
             try:
                 if held.there:
                     self._free(cuda, held)
-            except DeviceError as error:
+            except (DeviceError, Suspended) as error:
                 _log.debug("a block of the shared pool is freed later: %s", error)
                 self._waiting.appendleft(held)
                 return

@@ -41,6 +41,7 @@ now: Off | None = None
 """Set before the first gate closes, None again after the last one opened. One assignment each: readers take no lock."""
 _later: deque[Callable[[], object]] = deque()
 """What destructors would have given back to the driver."""
+_of_parent: list[deque[Callable[[], object]]] = []
 
 
 def refused(what: str) -> Suspended:
@@ -79,7 +80,8 @@ def catch_up() -> None:
 
 
 def forked() -> None:
-    """In a forked child, which has no CUDA: what its parent put off is not its own."""
-    global now
+    """In a forked child, which has no CUDA: what its parent put off is not its own, and is not ended here."""
+    global now, _later
     now = None
-    _later.clear()
+    _of_parent.append(_later)
+    _later = deque()

@@ -31,8 +31,8 @@ _GRACE = 5.0
 """Seconds after `limit` in which the helper must have said so itself."""
 _TURN = 0.2
 """Seconds after which who waits for an answer looks whether another thread still reads for it."""
-_SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES")
-"""Of the environment: a budget is not for the helper, and it must see every GPU."""
+_SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CUDA_INJECTION")
+"""Of the environment: a budget or a profiler is not for the helper, and it must see every GPU."""
 _CODE = "import sys; sys.path[:] = {path!r}\nfrom memguard._suspend import helper; helper.main({parent})"
 
 
@@ -102,7 +102,9 @@ class _Connection:
         try:
             if self.dead:
                 return
-            if not select.select([self.stdout], [], [], patience)[0]:
+            poll = select.poll()  # not `select`: a program may have more than 1,024 files open
+            poll.register(self.stdout, select.POLLIN)
+            if not poll.poll(1000 * patience):
                 # Not only by its end of the pipe: something that it started may have that too.
                 self.dead = self.process.poll() is not None
                 return
@@ -206,10 +208,11 @@ class Client:
 
     def close(self) -> None:
         """End the helper: not within an operation. The next request starts another."""
+        self._after_fork()
         with self._lock:
             connection, self._connection = self._connection, None
             self._watched.clear()
-        if connection is not None and self._pid == os.getpid():
+        if connection is not None:
             connection.close(kill=False)
 
     def request(self, op: str, limit: float, /, **fields: Any) -> dict[str, Any]:
@@ -248,13 +251,8 @@ class Client:
 
     def _connected(self) -> _Connection | str:
         """The helper, which has answered; or why there is none."""
+        self._after_fork()
         with self._lock:
-            if self._pid != os.getpid():  # a fork: the parent's helper is not ours
-                if self._connection is not None:
-                    self._connection.forget()
-                self._pid, self._connection, self._holding = os.getpid(), None, None
-                self._watched, self._events = set(), deque()
-                _leaving.clear()
             _reap()
             if self._connection is not None and not self._connection.dead:
                 return self._connection
@@ -264,10 +262,21 @@ class Client:
             ready = self._ask(connection, "ping", START, {})
             if "trouble" in ready:
                 self._drop(connection, kill=True)
-                return str(ready["text"] or "the helper process does not answer")
+                return str(ready.get("text") or "the helper process does not answer")
             for process in tuple(self._watched):
                 connection.send({"op": "watch", **process._asdict()})
             return connection
+
+    def _after_fork(self) -> None:
+        """In a forked child: the parent's helper is not ours, and a lock may be held by a thread that is not here."""
+        if self._pid == os.getpid():
+            return
+        connection, self._connection, self._holding = self._connection, None, None
+        self._lock, self._watched, self._events = threading.RLock(), set(), deque()
+        self._pid = os.getpid()
+        _leaving.clear()
+        if connection is not None:
+            connection.forget()
 
     def _drop(self, connection: _Connection, kill: bool) -> None:
         with self._lock:
@@ -313,14 +322,19 @@ class Client:
     def hold(self, sizes: Mapping[str, int], limit: float = 60.0) -> Answer:
         answer = self.request("hold", limit, bytes=dict(sizes))
         if "trouble" in answer:
-            return Answer(None, trouble="room", text=answer.get("text") or answer["trouble"])
+            return Answer(None, trouble="room", text=answer.get("text") or "the helper process did not answer")
         self._holding = self._connection
         return Answer(0)
 
     def release(self, limit: float = 60.0) -> None:
         self._holding = None
-        if self._connection is not None:
-            self.request("release", limit)
+        self._tell("release", limit)
+
+    def _tell(self, op: str, limit: float, **fields: Any) -> None:
+        """Ask the helper if it lives: none is started for what went with it."""
+        connection = self._connection
+        if connection is not None and not connection.dead and self._pid == os.getpid():
+            self._ask(connection, op, limit, fields)
 
     def _driver(self, op: str, process: Process, limit: float, **fields: Any) -> Answer:
         return self._answer(self.request(op, limit, **process._asdict(), **fields))
@@ -341,8 +355,7 @@ class Client:
 
     def unwatch(self, process: Process) -> None:
         self._watched.discard(process)
-        if self._connection is not None:
-            self.request("unwatch", 10.0, **process._asdict())
+        self._tell("unwatch", 10.0, **process._asdict())
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event of a watched process; None if there is none within `timeout` seconds."""

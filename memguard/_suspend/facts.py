@@ -48,12 +48,14 @@ class Facts:
     """What was found of one process; None where it is not known.
 
     The machine. `machine` is `uname -m`; `driver` the kernel module's version; `calls` whether libcuda has
-    `libcuda.CHECKPOINT`; `available` is MemAvailable in bytes.
+    `libcuda.CHECKPOINT`. `available` is MemAvailable in bytes, `grantable` what the kernel still promises, if it
+    promises no more than it has.
 
     The process. `running`: it is there, and no other has its PID. `state`, `tracer`: as in `/proc/PID/stat` and
     `status`, `tracer` 0 for none. `user` is its effective user, `asker` ours; `capable`: we have CAP_SYS_PTRACE.
-    `uvm` counts its mappings of /dev/nvidia-uvm. `tools`: what profiles or debugs it from a library of its own.
-    `limits`: of its cgroups. `children`: those with contexts, without what is suspended together with it.
+    `mps`: it uses a GPU through the Multi-Process Service. `uvm` counts its mappings of /dev/nvidia-uvm. `tools`: what
+    profiles or debugs it from a library of its own. `limits`: of its cgroups. `children`: those with contexts, without
+    what is suspended together with it.
 
     Asked inside the process, and None from outside, each a tuple of lines: `ipc`, `captures`, `profilers`. `nccl` is
     known from outside only where there is one. `unseen`: what could not be read although somebody asked.
@@ -68,6 +70,7 @@ class Facts:
     wsl: bool | None = None
     gpus: tuple[Gpu, ...] = ()
     available: int | None = None
+    grantable: int | None = None
     limits: tuple[Limit, ...] | None = None
     running: bool | None = None
     state: str | None = None
@@ -78,6 +81,7 @@ class Facts:
     capable: bool | None = None
     dumpable: bool | None = None
     namespace: bool | None = None
+    mps: bool | None = None
     uvm: int | None = None
     tools: tuple[str, ...] | None = None
     children: tuple[Child, ...] | None = None
@@ -103,6 +107,8 @@ def collect(
 ) -> Facts:
     """The facts of a process that holds `bytes` of GPUs (UUID).
 
+    Not within a process that is off its GPUs: its NVML calls wait until it is back.
+
     `inside`: it is this process, whose frameworks can be asked. `together`: PIDs that are suspended with it, and those
     of memguard's own helpers: they are not counted as children. `root` is the file system's, for tests.
     """
@@ -123,6 +129,7 @@ def collect(
         wsl=machine_memory.wsl(system.release, root),
         gpus=nvml.gpus,
         available=machine_memory.available(root),
+        grantable=machine_memory.grantable(root),
         limits=cgroups.limits(root, pid),
         running=_running(root, process, stat),
         state=stat.state if stat is not None else None,
@@ -133,6 +140,7 @@ def collect(
         capable=own.capable,
         dumpable=True if inside else proc.dumpable(root, pid, user),
         namespace=True if inside else proc.same_namespace(root, pid),
+        mps=pid in nvml.shared if nvml.shared is not None else None,
         uvm=maps.uvm if maps is not None else None,
         tools=_tools(root, pid, maps, inside),
         children=_children(root, pid, maps, nvml.processes, frozenset(together)),
@@ -166,6 +174,9 @@ class _Readings:
             told = [one for one in lists if one is not None]
             whole = bool(devices) and not nvml.refused and len(told) == len(lists)
             self.processes = _summed(told) if whole else None
+            clients = [_asked(nvml.mps, device.uuid) for device in devices]
+            asked = [one for one in clients if one is not None]
+            self.shared = frozenset[int]().union(*asked) if asked else None
         finally:
             nvml.close()
 

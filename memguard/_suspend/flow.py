@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from memguard._suspend import measure, said
+from memguard._suspend import meanwhile, measure, said
 from memguard._suspend.door import Card, Door
 from memguard._suspend.identity import anonymous_bytes, stopped
 from memguard._suspend.steps import Answer, Course, Do, End, Goal, Why
@@ -27,7 +27,8 @@ Room = Callable[[Process, Needs, Door, threading.Event | None], AbstractContextM
 """Makes room for a restore and keeps it within the block, in which the restore is called.
 
 It gets the process, its bytes by GPU (None: nobody knows), the door to hold them with, and the event that ends its
-wait. It gives "" if there is room, else why not: then no restore is begun.
+wait: nobody wants it any more, or the process is back already. It gives "" if there is room, else why not: then no
+restore is begun.
 """
 
 
@@ -91,7 +92,7 @@ def take_off(
     wanted_back = flow.interruption is not None or (cancel is not None and cancel.is_set())
     if off.end is not End.SUSPENDED or not wanted_back:
         return off
-    flow.cancel, flow.needs, flow.quiet = give_up, off.bytes, True
+    flow.cancel, flow.needs, flow.quiet = give_up, off.bytes or None, True
     on = flow.run(Goal.ON)
     why = Why(Do.CHECKPOINT, None, "cancelled", "")
     text = on.text if on.end is not End.RUNNING else said.text(Goal.OFF, End.RUNNING, why, process)
@@ -176,7 +177,8 @@ class _Flow:
         needs: Needs = None,
     ) -> None:
         self.process, self.client, self.on_step, self.cancel = process, client, on_step, cancel
-        self.room, self.limits, self.needs = room or free_now, limits, needs
+        self.room, self.limits = room or free_now, limits
+        self.needs = needs or None  # none at all is not known: a context has bytes
         self.lock_timeout, self.settle = lock_timeout, settle
         self.parts: dict[str, float] = {}
         self.interruption: BaseException | None = None
@@ -250,10 +252,14 @@ class _Flow:
 
     def _patience(self, course: Course) -> float:
         """Seconds for the state to be asked: it waits while an operation is under way, also of one who has died."""
-        if stopped(self.process) or not (course.long or course.goal is Goal.ON):
+        if stopped(self.process) or course.given_up or not (course.long or course.goal is Goal.ON):
             return self.limits.state
         if course.goal is Goal.OFF and course.why is not None and course.why.step is Do.LOCK:
             return self.lock_timeout + self.limits.lock
+        return self._longest()
+
+    def _longest(self) -> float:
+        """Seconds that a copy may take."""
         size = anonymous_bytes(self.process) if self.needs is None else None
         return self.limits.of_copy(self.needs if size is None else {"": size})
 
@@ -262,7 +268,11 @@ class _Flow:
         begun = False
         started = time.monotonic()
         try:
-            with self.room(self.process, self.needs, self.client, self.cancel) as lacking:
+            patience = self._longest()
+            with (
+                meanwhile.end_of_wait(self.process, self.client, self.cancel, patience) as stop,
+                self.room(self.process, self.needs, self.client, stop) as lacking,
+            ):
                 self._count("room", started)
                 if self._cancelled():
                     return Answer(None, trouble="cancelled")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 import threading
@@ -101,8 +100,9 @@ _now: _Own | None = None
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
-    made: Gate = importlib.import_module("memguard._suspend.gate").close(owner, undo)
-    return made
+    from memguard._suspend import gate
+
+    return gate.close(owner, undo)
 
 
 def chosen_way() -> Way:

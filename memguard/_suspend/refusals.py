@@ -28,6 +28,7 @@ Code = Literal[
     "stopped",
     "frozen",
     "debugger",
+    "mps",
     "managed-memory",
     "cuda-ipc",
     "nccl",
@@ -222,6 +223,16 @@ def _debugger(facts: Facts) -> Iterator[Reason]:
         )
 
 
+def _served(facts: Facts) -> Iterator[Reason]:
+    if facts.mps:
+        yield _reason(
+            "mps",
+            "it uses its GPU through the Multi-Process Service (MPS), with which suspending was never tried",
+            "start it without MPS: outside the service's CUDA_MPS_PIPE_DIRECTORY, or after "
+            "`echo quit | nvidia-cuda-mps-control`",
+        )
+
+
 def _managed(facts: Facts) -> Iterator[Reason]:
     if facts.uvm is not None and facts.uvm > 1:
         yield _reason(
@@ -307,6 +318,13 @@ def _memory(facts: Facts, needs: int) -> Iterator[Reason]:
             f"free {format_size(needs - facts.available)} of host memory, or trim GPU caches first "
             f"(memguard.trim()); {_IGNORE}",
         )
+    if facts.grantable is not None and facts.grantable < needs:
+        yield _reason(
+            "host-memory",
+            f"{wants}, and the kernel grants {format_size(facts.grantable)} more (vm.overcommit_memory is 2: "
+            "CommitLimit less Committed_AS of /proc/meminfo)",
+            f"ask for `sysctl vm.overcommit_memory=0`, or a higher vm.overcommit_ratio; {_IGNORE}",
+        )
     short = next((limit for limit in facts.limits or () if limit.left < needs), None)
     if short is not None:
         then = "the kernel would kill it" if short.kills else "the kernel would slow it to a crawl"
@@ -325,6 +343,7 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Reason]], ...] = (
     _namespace,
     _stopped,
     _debugger,
+    _served,
     _managed,
     _shared,
     _nccl,

@@ -6,6 +6,7 @@ What speaks against it is looked for first. What came of the flow (`Outcome`) be
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,7 +29,9 @@ _READING = 2.0
 
 
 class Route:
-    """This process's way through a `Door`."""
+    """This process's way through a `Door`. `where` is the folder of the GPUs' turns; None: the user's own."""
+
+    where: str | None = None
 
     def __init__(self, door: Door) -> None:
         self.door, self.process = door, this_process()
@@ -47,7 +50,7 @@ class Route:
             lock_timeout=timeout,
             cancel=calls.stop,
             give_up=calls.give_up,
-            room=Waiting(None, calls.tell),
+            room=Waiting(None, calls.tell, where=self.where),
         )
         if done.end in _UNCHANGED:
             raise _refused(_split("driver", done.text))
@@ -57,7 +60,7 @@ class Route:
         return Suspension(self.process, done.bytes or {}, done.host, since, done.seconds, why, done.parts)
 
     def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
-        room = Waiting(timeout, calls.tell)
+        room = Waiting(timeout, calls.tell, where=self.where)
         needs = found.bytes or None
         done = flow.bring_back(self.process, client=self.door, needs=needs, room=room, cancel=calls.stop)
         if done.end is not End.RUNNING:
@@ -129,6 +132,11 @@ class Simulated(Route):
         self.driver = SimulatedCheckpoint(cards)
         self.driver.targets[os.getpid()] = Target(dict(own))
         super().__init__(Direct(self.driver))
+        self._folder = tempfile.TemporaryDirectory(prefix="memguard-simulated-")  # nobody else waits for these GPUs
+        self.where = self._folder.name
+
+    def close(self) -> None:
+        self._folder.cleanup()
 
 
 def of_this_process() -> Route:

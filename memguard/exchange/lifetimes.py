@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from memguard._devices import streams, suspension
 from memguard._devices.streams import LEGACY, PER_THREAD, Mark
 from memguard._logs import log as _log
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, Suspended
 from memguard.exchange.view import View
 
 _POLL, _REST = 0.001, 0.1
@@ -129,10 +129,10 @@ def begin(
 
 def sweep() -> None:
     """Release the parked memory whose work is done, as far as this thread may release it."""
-    if suspension.now is not None:  # CUDA may not be asked
-        return
     here = threading.get_ident()
     for _ in range(len(_parked)):
+        if suspension.now is not None:  # CUDA may not be asked
+            return
         try:
             parked = _parked.pop(0)
         except IndexError:  # another thread was faster
@@ -210,6 +210,8 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
                         streams.capturing(device, then)  # raises if the default stream may not be used now
                         mark.before(then)
         return None
+    except Suspended:  # since this call began
+        return _WhenBack(offer._replace(owner=None), stream, context)
     except DeviceError as error:
         _log.debug("exchange: %s", error)
     # No stream can be made to wait, so the work is polled until it is done.
@@ -220,6 +222,8 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
         mark = Mark(device, None, context)
     except DeviceError:
         return None
+    except Suspended:
+        return _WhenBack(offer._replace(owner=None), stream, context)
     return None if _passed(mark) else mark
 
 
@@ -268,6 +272,8 @@ def _passed(mark: Mark | _Later | _WhenBack) -> bool:
     try:
         if not mark.passed():
             return False
+    except Suspended:  # since this call began
+        return False
     except DeviceError as error:
         _log.debug("exchange: %s", error)
     mark.close()

@@ -8,7 +8,7 @@
  *   slow N  takes N ms
  *   stopped N  never returns while the file `stopped` is there; then it is done
  * While an operation is under way, also one whose caller was killed, other calls for that process wait. `calls` records
- * each call. cuInit prints, as some libraries do. Codes and what they do are those of an H200 with driver 580.159. */
+ * each call. CHECKPOINT_STUB_INIT=hang: so does cuInit. It prints, as some libraries do. Codes and what they do are those of an H200 with driver 580.159. */
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
@@ -173,6 +173,7 @@ int cuInit(unsigned flags) {
     (void)flags;
     printf("cuInit\n");
     fflush(stdout);
+    if (getenv("CHECKPOINT_STUB_INIT")) hang();
     return getenv("CHECKPOINT_STUB") ? 0 : 100;
 }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }

@@ -198,15 +198,10 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2_t *out) {
 }
 #endif
 
-#ifndef NO_PROCESSES_V3
-int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, process_t *out) {
+static int listed(const char *key, int index, unsigned *count, process_t *out) {
     char list[2048] = "", *rest = list, *entry;
-    int index, code = check(handle, &index);
-    calls[1]++;
-    linger("slow_processes");
-    if (code || (code = (int)number("processes_code", -1, OK))) return code;
-    text("processes", index, list, sizeof list);
     unsigned found = 0;
+    text(key, index, list, sizeof list);
     while ((entry = strsep(&rest, ",")))
         if (*entry) {
             if (out && found < *count) {
@@ -215,9 +210,23 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, proce
             }
             found++;
         }
-    code = found && (!out || found > *count) ? TOO_SMALL : OK;
+    int code = found && (!out || found > *count) ? TOO_SMALL : OK;
     *count = found;
     return code;
+}
+
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *handle, unsigned *count, process_t *out) {
+    int index, code = check(handle, &index);
+    return code ? code : listed("mps", index, count, out);
+}
+
+#ifndef NO_PROCESSES_V3
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, process_t *out) {
+    int index, code = check(handle, &index);
+    calls[1]++;
+    linger("slow_processes");
+    if (code || (code = (int)number("processes_code", -1, OK))) return code;
+    return listed("processes", index, count, out);
 }
 #endif
 

@@ -179,6 +179,12 @@ def test_virtual_gpus_and_the_version_of_the_driver(run: Run) -> None:
     assert run(code, TWO, virtual0=1, driver="570.1")["found"] == [False, False, "570.1"], "passed on whole"
 
 
+def test_clients_of_mps(run: Run) -> None:
+    code = f"result['found'] = sorted(Nvml().mps({UUIDS[0]!r}))"
+    assert run(code, mps0="7:1024,9:2048")["found"] == [7, 9]
+    assert run(code)["found"] == []
+
+
 def test_a_gpu_that_knows_no_mig_has_none(run: Run) -> None:
     code = f"result['mig'] = [Nvml().mig({UUIDS[0]!r}), Nvml().mig({UUIDS[1]!r})]"
     assert run(code, TWO)["mig"] == [False, False]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,16 @@ def test_room_that_went_with_its_helper_is_no_room(machine: Machine) -> None:
     assert answer.trouble == "unheld" and "restore" not in machine.calls
 
 
+def test_what_cannot_be_held_is_no_room_and_nothing_is_started_to_let_it_go(machine: Machine) -> None:
+    client = machine.client()
+    client.release()
+    client.unwatch(machine.process)
+    assert client.pid is None
+    answer = client.hold({"GPU-nowhere": GIB})
+    assert answer.trouble == "room" and answer.text
+    assert client._holding is None and client.state(machine.process).code == 0
+
+
 def test_asked_by_a_signal_handler_while_it_waits(machine: Machine) -> None:
     client, found = machine.client(), []
     assert client.lock(machine.process, 100, 20.0).code == 0
@@ -418,13 +429,46 @@ def test_a_forked_child_has_a_helper_of_its_own(machine: Machine) -> None:
     client = machine.client()
     assert client.state(machine.process).code == 0
     helper = client.pid
-    pid = os.fork()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with client._lock:
+            held.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=hold)  # which is not in the child, and has the lock there for ever
+    thread.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: a fork beside threads
+        pid = os.fork()
     if not pid:
+        signal.alarm(20)
         good = client.pid is None and client.state(machine.process).code == 0 and client.pid not in (None, helper)
         client.close()
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    over.set()
+    thread.join()
     assert client.pid == helper and client.state(machine.process).code == 0
+
+
+def test_a_program_with_many_open_files(machine: Machine) -> None:
+    """A descriptor above 1,023 is none for select()."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        raise AssertionError("this test opens 1,100 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1050)]
+    try:
+        assert machine.client().state(machine.process).code == 0
+    finally:
+        for file in files:
+            os.close(file)
+        machine.clients[-1].close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_budget_and_no_framework_in_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,6 +503,14 @@ def test_where_no_driver_can_do_it(machine: Machine, libraries: Path, changes: d
             machine.environ[name] = str(libraries / value)
     off = machine.off(machine.client())
     assert off.end is End.UNTOUCHED and says in off.text and "nothing was changed" in off.text
+
+
+def test_the_driver_hangs_when_it_is_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.environ["CHECKPOINT_STUB_INIT"] = "hang"
+    monkeypatch.setattr("memguard._suspend.client.START", 0.3)
+    client = machine.client()
+    off = machine.off(client)
+    assert off.end is End.UNTOUCHED and "does not answer" in off.text and client.pid is None
 
 
 def test_it_cannot_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ def test_a_notebook_shows_the_record(guard: Guard) -> None:
 
     with memguard.suspended():
         assert notebook._in_use()["torch"] == 2 * GIB
-        assert notebook._line([]).devices[0].suspended is not None
+        assert notebook._line([], None).devices[0].suspended is not None
 
 
 def test_nothing_stays_replaced(guard: Guard) -> None:
@@ -461,6 +461,24 @@ def test_what_was_put_off_is_done_and_its_failure_said(caplog: pytest.LogCapture
     assert done == [1, 2] and "gone" in caplog.text
 
 
+def test_a_forked_child_gives_nothing_back() -> None:
+    done: list[int] = []
+    off()
+    suspension.put_off(lambda: done.append(1))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            suspension.forked()
+            suspension.catch_up()
+            code = 0 if not done and suspension.now is None and suspension._of_parent else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    on()
+    assert done == [1]
+
+
 def test_a_framework_imported_meanwhile_gets_its_cap_afterwards(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     capped: list[str] = []
     monkeypatch.setattr(Guard, "_imported", lambda self, name: capped.append(name))
@@ -468,3 +486,28 @@ def test_a_framework_imported_meanwhile_gets_its_cap_afterwards(guard: Guard, mo
         guard._imported("cupy")
         assert capped == []
     assert capped == ["cupy"]
+
+
+def test_a_view_that_dies_just_then_keeps_its_memory_too(
+    driver: gpu_clocks.Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process leaves between the first look at that and the first call of CUDA."""
+    ends: list[str] = []
+    view = View(driver.alloc(1024), (1024,), (1,), "uint8", 0)
+    lifetime: Any = lifetimes.begin(Offer("torch", view, Owner(ends)), "cupy", driver.stream())
+    quiet = lifetimes.streams.quiet
+
+    def leaves(*args: Any) -> Any:
+        off()
+        raise suspension.refused("CUDA")
+
+    monkeypatch.setattr(lifetimes.streams, "quiet", leaves)
+    del lifetime
+    assert ends == []
+    monkeypatch.setattr(lifetimes.streams, "quiet", quiet)
+    on()
+    until = time.monotonic() + 5
+    while not ends and time.monotonic() < until:
+        lifetimes.sweep()
+        time.sleep(0.005)
+    assert ends == ["owner"]

@@ -106,7 +106,7 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An NVML of one GPU, or of none while `answers` is False."""
-    said = SimpleNamespace(answers=True, processes={PID: GIB}, mig=False, vgpu=False, unified=False, refused=())
+    said = SimpleNamespace(answers=True, processes={PID: GIB}, mps=(), mig=False, vgpu=False, unified=False, refused=())
 
     class Fake:
         @property
@@ -192,6 +192,16 @@ def test_what_nvml_says_of_the_gpu_refuses_it(
     assert (code in machine.codes()) if code else not {"mig", "vgpu", "unified-memory"} & set(machine.codes())
 
 
+def test_a_client_of_mps(machine: Machine, nvml: SimpleNamespace) -> None:
+    machine.process()
+    nvml.mps = {PID + 1}
+    assert machine.facts().mps is False
+    nvml.mps = {PID, PID + 1}
+    assert "mps" in machine.codes()
+    nvml.answers = False
+    assert machine.facts().mps is None
+
+
 def test_a_part_of_a_gpu_is_known_by_its_name(machine: Machine, nvml: SimpleNamespace) -> None:
     machine.process()
     nvml.answers = False
@@ -251,6 +261,18 @@ def test_limits_of_the_whole_path_the_tightest_first(machine: Machine) -> None:
     assert machine.codes(needs=4 * GIB) == [*_rights(machine), "cgroup-memory"]
 
 
+@pytest.mark.parametrize(("mode", "room"), [("0", None), ("1", None), ("2", 3 * GIB), ("", None)])
+def test_a_kernel_that_promises_no_more_than_it_has(machine: Machine, mode: str, room: int | None) -> None:
+    machine.process()
+    machine.write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    text = f"MemAvailable: {32 << 20} kB\nCommitLimit: {8 << 20} kB\nCommitted_AS: {5 << 20} kB\n"
+    machine.write("proc/meminfo", text)
+    assert machine.facts().grantable == room
+    assert ("host-memory" in machine.codes(needs=4 * GIB)) is (room is not None)
+    machine.write("proc/meminfo", f"MemAvailable: {32 << 20} kB\n")
+    assert machine.facts().grantable is None
+
+
 def _rights(machine: Machine) -> list[str]:
     """Files that this test writes as root look like those of a process that is not dumpable."""
     return [] if os.getuid() else ["no-permission"]
@@ -282,10 +304,10 @@ def test_limits_in_a_container_whose_mount_begins_within_the_tree(machine: Machi
     assert [limit.left for limit in machine.facts().limits or ()] == [GIB]
 
 
-@pytest.mark.parametrize("path", ["/../other", "/elsewhere"])
-def test_limits_of_a_cgroup_that_is_not_mounted_here_are_unknown(machine: Machine, path: str) -> None:
+@pytest.mark.parametrize(("path", "begin"), [("/../other", "/"), ("/elsewhere", "/docker/ab"), ("/", "/../..")])
+def test_limits_of_a_cgroup_that_is_not_mounted_here_are_unknown(machine: Machine, path: str, begin: str) -> None:
     machine.process(cgroup=f"0::{path}\n")
-    machine.write("proc/self/mountinfo", "31 23 0:28 /docker/ab /sys/fs/cgroup rw - cgroup2 cgroup rw\n")
+    machine.write("proc/self/mountinfo", f"31 23 0:28 {begin} /sys/fs/cgroup rw - cgroup2 cgroup rw\n")
     machine.group(".", {"memory.max": 1, "memory.current": 1})
     assert machine.facts().limits is None
     assert any("cgroup" in line for line in refusals.unknown(machine.facts()))
@@ -360,6 +382,13 @@ def test_a_child_with_a_context(nvml: SimpleNamespace, sleeper: subprocess.Popen
     (child,) = itself().children or ()
     assert (child.pid, child.bytes) == (sleeper.pid, MIB)
     assert itself(together={sleeper.pid}).children == ()
+
+
+def test_files_that_are_mapped_and_no_longer_there() -> None:
+    """As after an update of the driver's package, or when device files were made anew."""
+    found = proc.parse_maps(MAPS.replace("580.159.04", "580.159.04 (deleted)").replace("-uvm", "-uvm (deleted)"))
+    assert found == proc.parse_maps(MAPS) and found.driver == "7f10aa000000"
+    assert len(found.gpu) == 3
 
 
 # Whatever the files hold

@@ -261,7 +261,9 @@ def test_the_ledger_says_what_lies_in_host_memory(way: FakeWay, budget: Guard) -
         assert part.row("torch").enforcement == "suspended"
         assert sum(row.bytes or 0 for row in part.own_rows) == 0
         assert part.row("free").bytes is None
-        assert "suspended, 3.00 GiB in host memory" in str(ledger)
+        assert "this process: suspended, 3.00 GiB in host memory (its limit: 40.00 GiB)" in " ".join(
+            str(ledger).split()
+        )
         assert ledger.as_dict()["devices"][0]["suspended"] == 3 * GIB
         assert "3.00 GiB" in ledger._repr_html_() and "suspended, 3.00 GiB in host memory" in str(budget)
     after = memguard.ledger().devices[0]

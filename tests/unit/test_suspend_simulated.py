@@ -19,6 +19,7 @@ from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, T
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard import Guard
 from memguard._suspend import own, route
+from memguard._suspend.gate import Gate
 from memguard._units import GIB
 from memguard.errors import CannotResume, CannotSuspend
 
@@ -162,3 +163,12 @@ def test_a_process_that_is_lost_says_so(stage: Stage) -> None:
     assert caught.value.lost and stage.gates[-1].closed
     stage.target.destroyed = False
     stage.target.state = State.RUNNING
+
+
+def test_the_real_gate_closes_and_opens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    memguard.suspend()
+    real = own._now.gate if own._now is not None else None
+    assert isinstance(real, Gate) and real.closed
+    memguard.resume()
+    assert not real.closed and own.current() is None

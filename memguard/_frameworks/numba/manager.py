@@ -26,7 +26,7 @@ from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Poo
 from memguard._frameworks.numba.watch import default_alone, ended
 from memguard._frameworks.shortages import TRIES, short_of, within
 from memguard._units import format_size, round_up
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, Suspended
 
 _OUT_OF_MEMORY = 2
 
@@ -233,6 +233,7 @@ def capped(driver: Any) -> type:
                     return
                 if suspension.now is not None:  # the driver would keep this thread until the process is back
                     block.state = PENDING
+                    self.pool.idle.pop(block, None)
                     self.deallocations.add_later(self.carry_out, block)
                     return
                 block.state = BACK
@@ -350,7 +351,7 @@ def _record() -> Sequence[Mark] | None:
                 return None
             made.extend(ended.under_way())
             made.extend(streams.Mark(ordinal, streams.LEGACY, handle) for ordinal, handle in places)
-    except DeviceError:
+    except (DeviceError, Suspended):
         for mark in made:
             mark.close()
         return None

@@ -24,7 +24,7 @@ from typing import Any
 
 from memguard._devices import contexts, streams, suspension
 from memguard._frameworks.replacements import Replacements
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, Suspended
 
 _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Numba's own streams that the legacy default stream waits for, by their handles, as long as they live."""
@@ -71,7 +71,8 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
         def finish() -> Any:
             try:
                 if driver not in _lost:
-                    if suspension.now is None:  # else all its work has ended: the GPU is left after that
+                    with contextlib.suppress(Suspended):  # all its work has ended: the GPU is left after that
+                        suspension.check("a mark")
                         mark()
                     _unmarked.discard(one)
             except DeviceError:
