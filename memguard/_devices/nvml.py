@@ -161,6 +161,8 @@ class _Process(Structure):
     )
 
 
+_RECENT = 5.0
+"""Seconds for which a process's utilisation is asked: NVML's own samples are up to a second apart."""
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Processes that a list has room for: at first, and at most."""
 _FIGURES, _ENTRY = Struct("@I4Q"), Struct("@IQII")
@@ -321,6 +323,13 @@ class Nvml:
 
             return self._call("processes of", work, uuid)
         return self._call("processes of", self._processes, uuid)
+
+    def utilisation(self, uuid: str) -> Mapping[int, int] | None:
+        """The share of time in which a process kept the GPU busy, in percent, by PID, over the last few seconds.
+
+        nvmlDeviceGetProcessUtilization. Who is not in it did nothing. None if NVML does not say, or sampled nobody.
+        """
+        return self._call("utilisation of", self._utilisation, uuid)
 
     def _prepare(self, uuid: str) -> None:
         """Remember NVML's functions and the handle, once a reading with them has worked."""
@@ -571,6 +580,20 @@ class Nvml:
         except n.NVMLError_NotSupported:
             return {}
         return self._summed(uuid, [(process.pid, process.usedGpuMemory) for process in processes])
+
+    def _utilisation(self, n: Any, uuid: str) -> dict[int, int] | None:
+        since = int((time.time() - _RECENT) * 1e6)
+        try:
+            samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), since)
+        except n.NVMLError_Uninitialized:
+            raise
+        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # also if there is no sample
+            return None
+        found: dict[int, int] = {}
+        for sample in samples:
+            if 0 <= sample.smUtil <= 100:  # some drivers give figures that cannot be
+                found[sample.pid] = max(found.get(sample.pid, 0), sample.smUtil)
+        return found or None
 
     def _summed(self, uuid: str, processes: Iterable[tuple[Any, ...]]) -> dict[int, int | None]:
         """The bytes by PID, which NVML may list more than once. An entry begins with PID and bytes."""

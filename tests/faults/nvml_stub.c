@@ -4,8 +4,8 @@
  * mig_code=, arch_code=, processes_code=, lost= (index of a GPU that is gone, -1: none), and for the GPU of index 0:
  * uuid0=, name0=, total0=, reserved0=, used0=, mig0=, arch0=, processes0=pid:bytes,pid:na, handle0= and denied0= (error
  * codes, of its handle and its memory). slow_init=, slow_memory=, slow_processes= are milliseconds; fail= of 1,000 calls
- * fail, which ones is up to seed=. utilization0=pid:stamp:percent,… and utilization_code= are of the processes'. NVML_STUB_LOG names a file for `init` and `shutdown`. `stub_nvml_calls` counts how
- * often a GPU's memory (0) and processes (1) were asked for. Built with -DONCE the file is read at the first call only,
+ * fail, which ones is up to seed=. utilization0=pid:stamp:percent,… and utilization_code= are of the processes'.
+ * NVML_STUB_LOG names a file for `init` and `shutdown`. `stub_nvml_calls` counts how often a GPU's memory (0) and processes (1) were asked for. Built with -DONCE the file is read at the first call only,
  * for measurements, in which reading a file would count.
  */
 #include <stdio.h>
@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 typedef struct { u64 total, free, used; } memory_t;
 typedef struct { unsigned version; u64 total, reserved, free, used; } memory_v2_t;
 typedef struct { unsigned pid; u64 bytes; unsigned gpu_instance, compute_instance; } process_t;
+
 
 enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7, LOST = 15 };
 

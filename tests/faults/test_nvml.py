@@ -522,3 +522,24 @@ def test_a_lost_gpu_is_an_error_of_the_reading(run: Run) -> None:
         result["said"] = refused(lambda: nvml.used_since({UUIDS[0]!r}, 7, 0))
         """
     assert "utilization of" in run(code)["said"]
+
+
+def test_the_utilisation_of_each_process(run: Run) -> None:
+    found = run(
+        """
+        USERS = (41, 80), (42, 3), (41, 90), (43, 4000000)
+        nvml = Nvml()
+        (device,) = nvml.devices()
+        for name, changes in (
+            ("some", {"utilization0": ",".join(f"{pid}:{9 * 10**15}:{busy}" for pid, busy in USERS)}),
+            ("nobody", {"utilization0": ""}),
+            ("denied", {"utilization0": "41:9000000000000000:80", "utilization_code": 4}),
+            ("not supported", {"utilization_code": 3}),
+        ):
+            scenario(**changes)
+            said = nvml.utilisation(device.uuid)
+            result[name] = said if said is None else sorted(said.items())
+        """
+    )
+    assert found["some"] == [[41, 90], [42, 3]]
+    assert found["nobody"] is found["denied"] is found["not supported"] is None
