@@ -8,6 +8,7 @@ whether the input is complete. An interruption becomes an error too: ipykernel a
 from __future__ import annotations
 
 import ast
+import os
 import sys
 import threading
 import time
@@ -237,9 +238,21 @@ def owner() -> int | None:
 
 
 def shell_here() -> Any:
-    """IPython's shell of this process; None if there is none."""
+    """IPython's shell of this process; None if there is none. A forked child has a copy, which runs no cells."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get() if callable(get) else None
+    shell = get() if callable(get) and not _forked else None
+    session = getattr(getattr(shell, "kernel", None), "session", None)
+    return None if getattr(session, "pid", os.getpid()) != os.getpid() else shell
+
+
+def _is_child() -> None:
+    global _forked
+    _forked = True
+
+
+_forked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_is_child)
 
 
 def _in_cells(shell: Any) -> Iterator[int]:

@@ -28,7 +28,7 @@ _source: Source | None = None
 _lock = threading.Lock()
 
 
-def of_budget(seconds: float, ignore_host_memory: bool) -> None:
+def of_budget(seconds: float) -> None:
     """The budget has `suspend: {when_idle: ...}`. In a plain script that is a warning: nothing would bring it back."""
     shell = shell_here()
     if shell is None:
@@ -41,7 +41,7 @@ def of_budget(seconds: float, ignore_host_memory: bool) -> None:
     if _source in ("environment", "notebook") and alive():
         _log.info("suspend: when_idle of the budget gives way to what was asked for in this process")
         return
-    begin(seconds, shell, "budget", ignore_host_memory)
+    begin(seconds, shell, "budget")
 
 
 def end_of_budget() -> None:
@@ -61,11 +61,11 @@ def of_environment(text: str) -> None:
         begin(seconds, shell, "environment")
 
 
-def begin(seconds: float, shell: Any, source: Source, ignore_host_memory: bool = False) -> None:
+def begin(seconds: float, shell: Any, source: Source) -> None:
     """Watch from now on, instead of what watched before."""
     global _watcher, _source
     found = cells.attach(shell)
-    watcher = Watcher(seconds, found.ran, Usage(), functools.partial(_leave, found, ignore_host_memory), _say)
+    watcher = Watcher(seconds, found.ran, Usage(), functools.partial(_leave, found), _say)
     with _lock:
         if _watcher is not None:
             _watcher.stop()
@@ -120,14 +120,15 @@ class Usage:
                 yield used
 
 
-def _leave(found: cells.Cells, ignore_host_memory: bool) -> bool:
+def _leave(found: cells.Cells) -> bool:
     """Take the process off its GPUs, unless a cell runs. On the watcher's thread."""
+    from memguard import _suspend
     from memguard._suspend import own
 
     with found.none() as free:
         if not free or suspension.now is not None or not has_gpu():
             return False
-        own.suspend(_LOCK, "idle", found.owner, ignore_host_memory)
+        own.suspend(_LOCK, "idle", found.owner, _suspend.ignores_host_memory())
     return True
 
 
