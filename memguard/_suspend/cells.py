@@ -129,7 +129,7 @@ class Cells:
         except Exception as error:
             return _refusal(line, f"{type(error).__name__}: {error}")
         except BaseException as error:  # Ctrl-C, or what a signal handler raises
-            return _refusal(line, _interrupted(error))
+            return _refusal(line, _interrupted(error, self.shell))
         if off is not None and off.bytes:
             line.end(f"back on the GPUs in {format_duration(time.monotonic() - began)}: {off.text_of_bytes}")
         else:
@@ -149,14 +149,15 @@ def _refusal(line: Line, text: str) -> NotRun:
     return NotRun(f"this cell did not run: {text}")
 
 
-def _interrupted(error: BaseException) -> str:
+def _interrupted(error: BaseException, shell: Any) -> str:
     what = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     off = suspension.now
     if off is None:
         return f"{what}; the process is on its GPUs\n    fix: run the cell again"
+    look = "%memguard" if shell.find_line_magic("memguard") is not None else "`memguard ps` in a shell"
     return (
         f"{what}; the process stays {off}, whole\n"
-        "    fix: run a cell again: it waits for room again; %memguard shows who holds the GPUs meanwhile"
+        f"    fix: run a cell again: it waits for room again; {look} shows who holds the GPUs meanwhile"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -13,7 +14,9 @@ from memguard import _api
 from memguard._devices import suspension
 from memguard._devices.nvml import Nvml
 from memguard._frameworks import real_imports
+from memguard._frameworks.import_hook import ImportHook
 from memguard._logs import log as _log
+from memguard._specs import SPECS
 from memguard._suspend import cells, proc
 from memguard._suspend.cells import shell_here
 from memguard._suspend.idle import Watcher
@@ -23,13 +26,28 @@ Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
 _LOCK = 5.0
 """Seconds for the work on the GPUs to end. There should be none."""
+_CHILD = "_memguard_child"
+"""The module that applies a budget for `memguard run`."""
+_hook = ImportHook()
 _watcher: Watcher | None = None
 _source: Source | None = None
 _lock = threading.Lock()
 
 
 def of_budget(seconds: float) -> None:
-    """The budget has `suspend: {when_idle: ...}`. In a plain script that is a warning: nothing would bring it back."""
+    """The budget has `suspend: {when_idle: ...}`. In a plain script that is a warning: nothing would bring it back.
+
+    Under `memguard run` the budget comes before the program: what that is shows at its first framework.
+    """
+    if _CHILD in sys.modules and shell_here() is None and not any(spec.hook in sys.modules for spec in SPECS.values()):
+        for spec in SPECS.values():
+            _hook.watch(spec.hook, functools.partial(_of_budget, seconds))
+    else:
+        _of_budget(seconds)
+
+
+def _of_budget(seconds: float) -> None:
+    _hook.clear()
     shell = shell_here()
     if shell is None:
         _log.warning(
@@ -37,14 +55,14 @@ def of_budget(seconds: float) -> None:
             "    fix: call memguard.suspend() and memguard.resume() where it may wait, or start a notebook with it "
             "(MEMGUARD_CONFIG=budget.yaml jupyter lab)"
         )
-        return
-    if _source in ("environment", "notebook") and alive():
+    elif _source in ("environment", "notebook") and alive():
         _log.info("suspend: when_idle of the budget gives way to what was asked for in this process")
-        return
-    begin(seconds, shell, "budget")
+    else:
+        begin(seconds, shell, "budget")
 
 
 def end_of_budget() -> None:
+    _hook.clear()
     if _source == "budget":
         end()
 

@@ -109,6 +109,19 @@ def test_an_interruption_is_an_error_of_the_cell(process: Process, shell: Any, w
     assert shell.ran == [] and isinstance(error, cells.NotRun)
     says = "stays suspended, 4.00 GiB in host memory, whole" if when == "waiting" else "the process is on its GPUs"
     assert says in str(error) and "fix: run " in str(error)
+    assert ("; %memguard shows who" in str(error)) is (when == "waiting")
+
+
+def test_without_our_magic_the_fix_names_the_command(process: Process, shell: Any) -> None:
+    del shell.magics_manager.magics["line"]["memguard"]
+    cells.attach(shell)
+    process.leave()
+
+    def interrupted(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    process.resume = interrupted
+    assert "; `memguard ps` in a shell shows who" in str(shell.run_cell("1").error_before_exec)
 
 
 def test_ipykernel_transforms_a_refused_cell_twice_and_waits_once(process: Process, shell: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,3 +292,24 @@ def test_a_forked_child_has_no_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     if pid == 0:
         os._exit(0 if cells.shell_here() is None and not when_idle.alive() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_memguard_run_starts_shows_at_its_first_framework(
+    no_shell: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "cupy.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "_memguard_child", ModuleType("_memguard_child"))
+    before = [*sys.meta_path]
+    when_idle.of_budget(600.0)
+    assert caplog.records == []
+    when_idle.end_of_budget()
+    assert sys.meta_path == before
+    when_idle.of_budget(600.0)
+    begun = []
+    monkeypatch.setattr(when_idle, "shell_here", lambda: "a shell")
+    monkeypatch.setattr(when_idle, "begin", lambda *given: begun.append(given))
+    importlib.import_module("cupy")
+    assert begun == [(600.0, "a shell", "budget")] and caplog.records == [] and sys.meta_path == before
