@@ -97,6 +97,8 @@ _turn = Turn()
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
+_of_parent: list[_Own] = []
+"""In a forked child."""
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
@@ -299,6 +301,7 @@ def _forked() -> None:
     suspension.forked()
     leaving.dismiss()
     if own is not None:
+        _of_parent.append(own)  # what it keeps alive would call CUDA at its end
         own.over = True
         if own.gate is not None:
             own.gate.closed = False

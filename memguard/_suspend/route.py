@@ -6,6 +6,7 @@ What speaks against it is looked for first. What came of the flow (`Outcome`) be
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +21,13 @@ from memguard._suspend.room import Waiting
 from memguard._suspend.steps import End
 from memguard._suspend.types import Suspension, Why
 from memguard._suspend.waiting import Calls
+from memguard._suspend.working import Work
 from memguard._types import MemoryInfo
 from memguard.errors import CannotResume, CannotSuspend
 
 _UNCHANGED = (End.RUNNING, End.UNTOUCHED, End.ENDED)
+_BUSY = 2.0
+"""Seconds to wait for another process that works on this one."""
 _READING = 2.0
 """Seconds that a ledger waits for the helper's figures."""
 
@@ -32,6 +36,7 @@ class Route:
     """This process's way through a `Door`. `where` is the folder of the GPUs' turns; None: the user's own."""
 
     where: str | None = None
+    held: Mapping[str, int] | None = None
 
     def __init__(self, door: Door) -> None:
         self.door, self.process = door, this_process()
@@ -43,15 +48,18 @@ class Route:
         self.door.state(self.process)  # the helper's start, before anything waits for it
         if calls.stop.is_set():
             raise _refused(("interrupted", "this was interrupted", "try again"))
-        close()
-        done = flow.take_off(
-            self.process,
-            client=self.door,
-            lock_timeout=timeout,
-            cancel=calls.stop,
-            give_up=calls.give_up,
-            room=Waiting(None, calls.tell, where=self.where),
-        )
+        with self._work(why) as work:
+            close()
+            done = flow.take_off(
+                self.process,
+                client=self.door,
+                lock_timeout=timeout,
+                cancel=calls.stop,
+                give_up=calls.give_up,
+                room=Waiting(None, calls.tell, where=self.where),
+                on_step=work,
+            )
+            work.ended(done.end.value, done.bytes)
         if done.end in _UNCHANGED:
             raise _refused(_split("driver", done.text))
         if done.end is not End.SUSPENDED:
@@ -62,9 +70,19 @@ class Route:
     def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
         room = Waiting(timeout, calls.tell, where=self.where)
         needs = found.bytes or None
-        done = flow.bring_back(self.process, client=self.door, needs=needs, room=room, cancel=calls.stop)
+        with self._work(found.why) as work:
+            done = flow.bring_back(
+                self.process, client=self.door, needs=needs, room=room, cancel=calls.stop, on_step=work
+            )
+            work.ended(done.end.value, needs)
         if done.end is not End.RUNNING:
             raise CannotResume(done.text, lost=done.end is End.LOST)
+
+    def _work(self, why: Why) -> Work:
+        """The record that `memguard ps` and `resume PID` read. BusyError if another process works on this one."""
+        session = _api._active
+        budget = session.guard.budget.source if session is not None else None
+        return Work(self.process, why, sizes=lambda: self.held, budget=budget, patience=_BUSY, where=self.where)
 
     def returned(self, seconds: float) -> bool:
         time.sleep(seconds)
@@ -90,7 +108,7 @@ class Real(Route):
         self._watched = False
 
     def check(self, ignore_host_memory: bool) -> None:
-        held = self._held()
+        held = self.held = self._held()
         found = facts.collect(
             self.process, inside=True, bytes=held, together=() if not self.door.pid else (self.door.pid,)
         )
@@ -132,11 +150,12 @@ class Simulated(Route):
         self.driver = SimulatedCheckpoint(cards)
         self.driver.targets[os.getpid()] = Target(dict(own))
         super().__init__(Direct(self.driver))
-        self._folder = tempfile.TemporaryDirectory(prefix="memguard-simulated-")  # nobody else waits for these GPUs
-        self.where = self._folder.name
+        # Nobody else waits for these GPUs. Not a TemporaryDirectory, which a forked child would remove at its end.
+        self.where = tempfile.mkdtemp(prefix="memguard-simulated-")
 
     def close(self) -> None:
-        self._folder.cleanup()
+        if self.where is not None:
+            shutil.rmtree(self.where, ignore_errors=True)
 
 
 def of_this_process() -> Route:

@@ -21,7 +21,7 @@ me.write_text(f"0 0 {GIB}\\n")
 scenario = pathlib.Path(os.environ["NVML_STUB"])
 scenario.write_text(scenario.read_text() + f"processes0={os.getpid()}:{GIB}\\n")
 import contextlib, memguard
-from memguard._suspend import own, route
+from memguard._suspend import own, records, route
 
 @contextlib.contextmanager
 def room(*_):  # the stub has no memory to hold
@@ -82,10 +82,11 @@ def program(tmp_path: Path, libraries: Path) -> Program:
 
 def test_a_process_without_a_budget_leaves_and_comes_back(program: Program) -> None:
     said = program.run(
-        "with memguard.suspended() as found:\n    print(state(), dict(found.bytes), found.process.pid == os.getpid())\n"
-        "print(state(), own.current())"
+        "with memguard.suspended() as found:\n    print(state(), dict(found.bytes), found.process.pid == os.getpid(), "
+        "records.of(found.process).step)\n"
+        "print(state(), own.current(), records.of(found.process))"
     )
-    assert said == [f"off {{'{UUIDS[0]}': {GIB}}} True", "running None"]
+    assert said == [f"off {{'{UUIDS[0]}': {GIB}}} True suspended", "running None None"]
     assert program.calls == ["lock", "checkpoint", "restore", "unlock"]
 
 
