@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from environments import environ
 from notebooks import Notebook, error, kernel, text
 
 BUDGET = """version: 1
@@ -148,3 +150,18 @@ def test_a_kernel_under_a_budget_with_when_idle_is_watched_until_the_budget_ends
         leaves(tmp_path)
         assert "1 None 1.0" in nb.text("print(len(ways), suspension.now, when_idle.seconds())")
         assert "None False" in nb.text("memguard.shutdown()", "print(when_idle.seconds(), when_idle.alive())")
+
+
+def test_without_a_budget_a_kernel_is_watched_from_its_first_framework_on_and_a_script_is_not(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").touch()
+    see = "import cupy, sys; print('memguard' in sys.modules)"
+    with kernel(tmp_path, MEMGUARD_WHEN_IDLE="1s") as nb:
+        assert nb.text("import sys; print('memguard' in sys.modules)") == "False\n"
+        assert nb.text(see, "from memguard._suspend import when_idle", "print(when_idle.seconds())") == "True\n1.0\n"
+        time.sleep(1.5)  # without CUDA there is nothing to leave, and nothing is said
+        assert nb.text("from memguard._devices import suspension; print(suspension.now)") == "None\n"
+    script = subprocess.run(
+        [tmp_path / "python" / "bin" / "python", "-c", see],
+        env=environ(MEMGUARD_WHEN_IDLE="1s"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert (script.stdout, script.stderr) == ("False\n", "")
